@@ -17,12 +17,13 @@ from ..kernels import address, check_bits, note, run_chunks, run_on_tensors
 from ..kernels._device_function import Recording, Table, bound
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, divide, real, select, shl, shr, sub, word
 from ..kernels._trace import Piece, block_largest
-from ..kernels.triton._launch import TensorKernel, fixed_memory, is_aligned, ready
+from ..kernels.triton._launch import TensorKernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
 from ._device_functions import rounded
 from ._kernels import (
     FIXED_KEY,
+    TritonPlan,
     check_device,
     collide,
     container_pieces,
@@ -32,6 +33,8 @@ from ._kernels import (
     inputs_of,
     mode_pieces,
     note_write,
+    round_by_triton,
+    row_length,
     to_words,
 )
 from ._modes import Nearest, Rounding, Up
@@ -473,56 +476,23 @@ def _record_block_function(what: str, kind: Kind, width: int) -> Piece:
     return Piece(element.trace, (made.number,))
 
 
-class Plan(NamedTuple):
-    """The kernels that round tensors of a dtype to a target, each with the target's constants.
-
-    Where the tensor has a scale of its own, `measure` finds the largest of the finite blocks' largest magnitudes.
-    `kind` tells kernels apart, which differ in the choice of the scale too where it is a constant.
-    """
-
-    kernel: TensorKernel
-    constants: tuple[int, ...]
-    measure: TensorKernel | None
-    measured: tuple[int, ...]
-    kind: tuple[torch.dtype, Kind, int]
-    name: str
-
-
-def round_blocks_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
-    """Round contiguous x into out, which may be x; return False if there is no Triton kernel."""
-    plan, device = plan_for(x.dtype, target, layout), x.device
-    aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(_length(x))
-    found = ready(
-        ("quantize in blocks", *plan.kind, aligned, ragged),
-        plan.name,
-        device,
-        lambda: plan,
-        lambda plan, device: [_fixed_by_triton(plan, device, aligned, ragged)],
-        lambda: [blocks_by_reference(_fixed_plan(plan, ragged), target, FIXED_KEY)],
-    )
-    if found is None:
-        return False
-    _round(plan, x, key, out, aligned)
-    return True
-
-
 @lru_cache(maxsize=1024)
-def plan_for(dtype: torch.dtype, target: BlockTarget, layout: Layout) -> Plan:
+def plan_for(dtype: torch.dtype, target: BlockTarget, layout: Layout) -> TritonPlan:
     """Return the plan of a dtype and a target, in words of a layout."""
     words = words_of(target, layout, 1.0, target.element.max)
     kind = Kind.of(dtype, target, layout)._replace(under_amax=target.tensor_scale)
     kernel, measure = triton_kernel(dtype, kind), triton_measure(dtype, kind) if target.tensor_scale else None
     measured = () if measure is None else measure.arguments(words)
+    # The choice of a scale is a constant of the kernel, with which it is compared.
     told, name = (dtype, kind, target.choice), f"quantize in blocks of {dtype}"
-    return Plan(kernel, kernel.arguments(words), measure, measured, told, name)
+    return TritonPlan(kernel, kernel.arguments(words), told, name, measure, measured)
 
 
 @cache
 def triton_kernel(dtype: torch.dtype, kind: Kind) -> TensorKernel:
     """Return the kernel that rounds; the largest magnitude on which a tensor's scale depends lies in memory."""
-    return TensorKernel(
-        rounding_table(dtype, kind), (2 * COUNT + BlockWords._fields.index("amax"),) if kind.under_amax else ()
-    )
+    place = 2 * COUNT + BlockWords._fields.index("amax")
+    return TensorKernel(rounding_table(dtype, kind), (place,) if kind.under_amax else ())
 
 
 @cache
@@ -531,31 +501,12 @@ def triton_measure(dtype: torch.dtype, kind: Kind) -> TensorKernel:
     return TensorKernel(largest_table(dtype, kind))
 
 
-def _round(plan: Plan, x: torch.Tensor, key: int, out: torch.Tensor, aligned: bool) -> None:
-    device, count, length, at = x.device, x.numel(), _length(x), 0
-    addresses = address(x), address(out)
-    if plan.measure is not None:
-        # The device alone reads it, so that nothing waits.
-        amax = torch.zeros(1, dtype=torch.int32, device=device)
-        at = address(amax)
-        plan.measure.launch(device, addresses, count, plan.measured, (0,), length=length, memory=at, aligned=aligned)
-    plan.kernel.launch(device, addresses, count, plan.constants, (key,), length=length, memory=at, aligned=aligned)
+def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
+    def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
+        return fixed_rows(x.dtype, 3 * target.block + 1 if ragged else 16 * target.block)
 
-
-def _length(x: torch.Tensor) -> int:
-    return x.shape[-1] if x.dim() else 1
-
-
-def _fixed_plan(plan: Plan, ragged: bool) -> torch.Tensor:
-    dtype, kind = plan.kind[:2]
-    return fixed_rows(dtype, 3 * kind.block + 1 if ragged else 16 * kind.block)
-
-
-def _fixed_by_triton(plan: Plan, device: torch.device, aligned: bool, ragged: bool) -> torch.Tensor:
-    rows = _fixed_plan(plan, ragged)
-    here, there = (fixed_memory(rows, device, aligned) for _ in range(2))
-    _round(plan, here, FIXED_KEY, there, aligned)
-    return there.cpu()
+    plan = plan_for(x.dtype, target, layout)
+    return round_by_triton(plan, x, key, out, fixed, lambda rows: blocks_by_reference(rows, target, FIXED_KEY))
 
 
 GROUP = 16_384
@@ -595,7 +546,7 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
     result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
     if engine == "llvm":
         _run(source, target, layout, key, result)
-    elif not round_blocks_by_triton(source, target, layout, key, result):
+    elif not _round_by_triton(source, target, layout, key, result):
         out.copy_(blocks_by_reference(x, target, key))
         return
     if result is not out:
@@ -617,7 +568,7 @@ def _compile_kernels(dtype: torch.dtype, kind: Kind) -> tuple[Callable[..., None
 
 
 def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
-    length = x.shape[-1] if x.dim() else 1
+    length = row_length(x)
     table, sizes = _groups(x.numel() // length, length, target.block)
     numbers = array("Q", (address(x), address(out), key, 0))
     pointers = numbers.buffer_info()[0]

@@ -199,35 +199,72 @@ def from_words(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class TritonPlan(NamedTuple):
-    """The kernel that rounds tensors of a dtype to a target, and all of its kind, with the target's constants.
+    """The kernel that rounds tensors of a dtype to a target, with the target's constants.
 
-    Its kind is the dtype, the mode, and the path, plainness and saturation of `Constants`.
+    Attributes:
+        kernel: of all targets of its kind.
+        constants: of the target.
+        kind: the dtype, and what else determines the kernel.
+        name: for messages.
+        measure: where a tensor has a scale of its own, the kernel that finds the largest of the finite blocks' largest
+            magnitudes.
+        measured: its constants.
     """
 
     kernel: TensorKernel
     constants: tuple[int, ...]
-    kind: tuple[torch.dtype, int, str, bool, bool]
+    kind: tuple[Hashable, ...]
     name: str
+    measure: TensorKernel | None = None
+    measured: tuple[int, ...] = ()
+
+    def round(self, x: torch.Tensor, key: int, out: torch.Tensor, aligned: bool) -> None:
+        """Round contiguous x, whose blocks lie along its last dimension, into out, which may be x."""
+        device, count, length, at = x.device, x.numel(), row_length(x), 0
+        addresses = address(x), address(out)
+        if self.measure is not None:
+            # The device alone reads it, so that nothing waits.
+            amax = torch.zeros(1, dtype=torch.int32, device=device)
+            at = address(amax)
+            self.measure.launch(device, addresses, count, self.measured, (0,), length, at, aligned)
+        self.kernel.launch(device, addresses, count, self.constants, (key,), length, at, aligned)
 
 
-def round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
-    """Round x into out, as `run` takes them; return False if there is no Triton kernel."""
-    count = x.numel()
-    if count == 0:
+def row_length(x: torch.Tensor) -> int:
+    """Return the length of the rows along which blocks lie."""
+    return x.shape[-1] if x.dim() else 1
+
+
+def round_by_triton(
+    plan: TritonPlan,
+    x: torch.Tensor,
+    key: int,
+    out: torch.Tensor,
+    fixed: Callable[[bool, bool], torch.Tensor],
+    reference: Callable[[torch.Tensor], torch.Tensor],
+) -> bool:
+    """Round contiguous x into out, which may be x; return False if there is no Triton kernel.
+
+    Args:
+        plan: for x's dtype.
+        x, key, out: as `run` takes them.
+        fixed: (whether whole vectors are wanted, whether blocks are ragged) -> elements of the first use's comparison.
+        reference: rounds them in plain torch, with the key FIXED_KEY.
+    """
+    if not x.numel():
         return True
-    plan, addresses, device = plan_for(x.dtype, target), (address(x), address(out)), x.device
-    aligned = is_aligned(addresses, count)
-    kernel = ready(
-        ("quantize", *plan.kind, aligned),
-        plan.name,
-        device,
-        lambda: plan.kernel,
-        lambda kernel, device: [_fixed_by_triton(kernel, plan, device, aligned)],
-        lambda: [by_reference(_fixed_elements(x.dtype, aligned), target, FIXED_KEY)],
-    )
-    if kernel is None:
+    aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(row_length(x))
+
+    def on_fixed(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
+        here, there = (fixed_memory(fixed(aligned, ragged), device, aligned) for _ in range(2))
+        plan.round(here, FIXED_KEY, there, aligned)
+        return [there.cpu()]
+
+    key_of_use = "quantize", *plan.kind, aligned, ragged
+    found = ready(key_of_use, plan.name, x.device, lambda: plan, on_fixed, lambda: [reference(fixed(aligned, ragged))])
+    if found is None:
         return False
-    kernel.launch(device, addresses, count, plan.constants, (key,), aligned=aligned)
+    plan.round(x, key, out, aligned)
     return True
 
 
@@ -246,16 +283,13 @@ def triton_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -
     return TensorKernel(rounding_table(dtype, mode, kind))
 
 
-def _fixed_elements(dtype: torch.dtype, aligned: bool) -> torch.Tensor:
-    fixed = fixed_elements(dtype)
-    return fixed[: fixed.numel() // VECTOR * VECTOR] if aligned else fixed
+def _round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
+    def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
+        elements = fixed_elements(x.dtype)
+        return elements[: elements.numel() // VECTOR * VECTOR] if aligned else elements
 
-
-def _fixed_by_triton(kernel: TensorKernel, plan: TritonPlan, device: torch.device, aligned: bool) -> torch.Tensor:
-    x = _fixed_elements(plan.kind[0], aligned)
-    here, there = (fixed_memory(x, device, aligned) for _ in range(2))
-    kernel.launch(device, (address(here), address(there)), x.numel(), plan.constants, (FIXED_KEY,), aligned=aligned)
-    return there.cpu()
+    plan = plan_for(x.dtype, target)
+    return round_by_triton(plan, x, key, out, fixed, lambda elements: by_reference(elements, target, FIXED_KEY))
 
 
 def run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
@@ -292,7 +326,7 @@ def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
         chosen = engine_for(x)
         if chosen == "llvm":
             _run_kernel(x, target, key, out)
-        elif chosen == "reference" or not round_by_triton(x, target, key, out):
+        elif chosen == "reference" or not _round_by_triton(x, target, key, out):
             out.copy_(by_reference(x, target, key))
 
 
@@ -352,10 +386,6 @@ def round_memory(plan: Plan, source: int, goal: int, count: int, key: int) -> No
     """Round so many elements from one address to another."""
     if count * plan.size >= STREAMED and goal != source and goal % ALIGNMENT == 0:
         plan = prepare(plan.target, plan.dtype, True)
-    _launch(plan, source, goal, count, key)
-
-
-def _launch(plan: Plan, source: int, goal: int, count: int, key: int) -> None:
     number, lengths, table = _table(count)
     kernel, key = plan.kernel, key - (key >> 63 << 64)
     if (count < SERIAL_BELOW or torch.get_num_threads() == 1) and not flushes():
@@ -389,7 +419,8 @@ def _check(plan: Plan, kind: tuple[Hashable, ...]) -> None:
 
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(x)
-        _launch(plan, address(x), address(out), x.numel(), FIXED_KEY)
+        number, _, table = _table(x.numel())
+        plan.kernel(0, number, table, plan.at, 0, FIXED_KEY, address(x), address(out))
         return [out]
 
     check_bits(f"quantize ({plan.dtype}, {kind[2]})", fast, lambda: [by_reference(x, plan.target, FIXED_KEY)])
