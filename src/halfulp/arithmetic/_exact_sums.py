@@ -34,6 +34,7 @@ from ._exact_sum_kernels import (
     LIMB,
     LIMBS,
     LOW,
+    WORD_TYPES,
     WORDS,
     Reach,
     block_of,
@@ -239,7 +240,7 @@ def _sum_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> tor
     """
     rows, columns = operands[0].shape
     sums = _sum_lanes(operands, width) if width else _sum_row_blocks(operands)
-    out = torch.empty(rows, dtype=LAYOUTS[dtype].word, device="cpu")
+    out = torch.empty(rows, dtype=WORD_TYPES[LAYOUTS[dtype].bits], device="cpu")
     (lengths, chunks), terms = _chunk_lengths(rows), np.array([width or columns], np.float64)
     step, at = sums.itemsize * rows, address_of(sums)
     given = chunks, address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
@@ -300,7 +301,7 @@ def _settle(engine: str, words: Windows, reach: Reach, dtype: torch.dtype | None
     """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORDS)."""
     words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
     rows, table, columns = len(words), settling_table(reach, dtype), words.t().contiguous()
-    shape, kind = ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), LAYOUTS[dtype].word)
+    shape, kind = ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), WORD_TYPES[LAYOUTS[dtype].bits])
     out = torch.empty(shape, dtype=kind, device=words.device)
     if engine == "reference":
         run_on_tensors(table.trace, [*columns[: reach.counters + bool(dtype)], *out])

@@ -330,9 +330,9 @@ def largest_table(dtype: torch.dtype, kind: Kind) -> Table:
     return _table(dtype, kind, rounds=False)
 
 
-def bound_names(kind: Kind, wide: bool) -> dict[str, object]:
+def bound_names(kind: Kind) -> dict[str, object]:
     """Return the functions bound to the free names of the device functions."""
-    names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating), wide)}
+    names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating))}
     kept = kind.mode in (UP, DOWN)
     if kind.powers:
         names |= {"scale_of": exponent_of_scale, "factor_of": power, "inverse_of": inverse_power}
@@ -348,7 +348,7 @@ def _table(dtype: torch.dtype, kind: Kind, rounds: bool) -> Table:
     pieces, wide = container_pieces(dtype, kind.inexact), dtype == torch.float64
     element = Recording(2, 2 * COUNT + len(BlockWords._fields), "w64" if wide else "w32")
     i, (source, target), (c, d, of_block) = element.index, element.arrays, words_in(element.constants)
-    w, names = pieces["load"](source, i), bound_names(kind, wide)
+    w, names = pieces["load"](source, i), bound_names(kind)
     if rounds:
         random, of_block = draw(*element.stream), under_tensor_scale(of_block) if kind.under_amax else of_block
         pieces["store"](target, i, bound(block_element, names)(w, random, c, d, of_block))
@@ -467,7 +467,7 @@ def _layout(dtype: torch.dtype) -> Layout:
 def _record_block_function(what: str, kind: Kind, width: int) -> Piece:
     """Return the device function that rounds an element of a block, or makes a scale of a block's largest magnitude."""
     element = Recording(0, 2 * COUNT + len(BlockWords._fields), f"w{width}")
-    word, names = element.given("word", f"w{width}"), bound_names(kind, width == 64)
+    word, names = element.given("word", f"w{width}"), bound_names(kind)
     c, d, of_block = words_in(element.constants)
     if what == "block":
         made = bound(block_element, names)(word, element.given("draw", "w32"), c, d, of_block)

@@ -120,16 +120,6 @@ def half_reaches_smallest(w, a, u, c):
     return a >= c.tie
 
 
-def no_addend(w, a, u, s, keep, c):
-    """Device function: toward zero."""
-    return 0
-
-
-def never_reaches_smallest(w, a, u, c):
-    """Device function: toward zero."""
-    return a > c.infinity
-
-
 def random_addend(w, a, u, s, keep, c):
     """Device function: random bits below the last kept one; a carry has the probability of the fraction."""
     return shr(aligned(u, c), sub(c.last_bit, s))
@@ -140,79 +130,49 @@ def randomly_reaches_smallest(w, a, u, c):
     return add(aligned(u, c), fraction(a, c)) >= c.sign
 
 
-def away_addend(w, a, u, s, keep, c):
-    """Device function: a number that moves away from zero goes up by a spacing less one."""
-    return select(outward(w, c), bit_xor(keep, c.ones), 0)
-
-
-def away_reaches_smallest(w, a, u, c):
-    """Device function: whatever is not zero moves, if outward."""
-    return (a > 0) & outward(w, c)
-
-
 def chosen_addend(w, a, u, s, keep, c):
-    """Device function: a spacing less one where a mode of somebody's own goes away from zero."""
+    """Device function: a spacing less one where the mode goes away from zero."""
     lost = bit_xor(keep, c.ones)
     # In two steps: the number of lost bits may be 0, and no word is shifted by its width.
-    fraction = shl(shl(bit_and(a, lost), sub(c.last_bit, s)), 1)
+    part = shl(shl(bit_and(a, lost), sub(c.last_bit, s)), 1)
     last = bit_and(shr(bit_or(bit_and(a, c.significand), c.implicit), s), 1)
-    away = goes_away(fraction, c.sign, last == 1, w >= c.sign)
+    away = goes_away(part, c.sign, last == 1, w >= c.sign)
     return select(away, lost, 0)
 
 
 def chosen_reaches_smallest(w, a, u, c):
-    """Device function: whether a mode of somebody's own takes the smallest number, beside 0, which is even."""
+    """Device function: whether the mode takes the smallest number, beside 0, which is even."""
     part = shl(fraction(a, c), 1)
     part = select(has_residue(a, c), bit_or(part, 1), part)
     return (a > 0) & goes_away(part, c.sign, a < 0, w >= c.sign)
 
 
-def positive(w, c):
-    """Device function: rounding up moves positive numbers away from zero."""
-    return w < c.sign
-
-
-def negative(w, c):
-    """Device function: rounding down moves negative numbers away from zero."""
-    return w >= c.sign
-
-
-def never(w, c):
-    """Device function: rounding toward zero moves nothing away from it."""
-    return w != w
-
-
 # random bits -------------------------------------------------------------------------------------------------
 
 
-def aligned32(u, c):
-    """Device function: 31 random bits below the sign bit."""
-    return shr(u, ONE32)
+def aligned(u, c):
+    """Device function: 31 random bits, or fewer in a word of 64 bits, below the sign bit."""
+    return shr(u, 1) if c.sign.kind == "w32" else shr(shl(bit_and(widen(u), c.drawn), 32), 1)
 
 
-def fraction32(a, c):
-    """Device function: the fraction a / TINY in units of 2^-31, 0 from TINY on."""
-    return to_word(select(a < c.tiny, real(a) * real(c.first_factor), NOTHING))
+def per_smallest(a, c):
+    """Device function: a / TINY in units of 2^-31."""
+    scaled = real(a) * real(c.first_factor)
+    return scaled if a.kind == "w32" else scaled * real(c.second_factor)
 
 
-def aligned64(u, c):
-    """Device function: random bits below the sign bit of a 64-bit word."""
-    return shr(shl(bit_and(widen(u), c.drawn), 32), 1)
-
-
-def fraction64(a, c):
-    """Device function: the fraction a / TINY in units of 2^-31, aligned to the random bits, 0 from TINY on."""
-    scaled = real(a) * real(c.first_factor) * real(c.second_factor)
-    return shl(to_word(select(a < c.tiny, scaled, NOTHING64)), 32)
+def fraction(a, c):
+    """Device function: the fraction a / TINY, aligned to the random bits, 0 from TINY on."""
+    units = to_word(select(a < c.tiny, per_smallest(a, c), 0.0))
+    return units if a.kind == "w32" else shl(units, 32)
 
 
 def has_residue(a, c):
-    """Device function: whether the fraction a / TINY has digits below 2^-31; the second factor of 32 bits is 1."""
-    scaled = real(a) * real(c.first_factor) * real(c.second_factor)
-    return (a < c.tiny) & (floor(scaled) != scaled)
+    """Device function: whether the fraction a / TINY has digits below 2^-31."""
+    units = per_smallest(a, c)
+    return (a < c.tiny) & (floor(units) != units)
 
 
-ONE32, NOTHING, NOTHING64 = np.uint32(1), np.float32(0), np.float64(0)
 # beyond the largest number, and NaN --------------------------------------------------------------------------
 
 
@@ -243,7 +203,8 @@ def unlimited(w, a, r, c):
 
 def limited_directed(w, a, r, c):
     """Device function: a finite number that rounds toward zero stops at the largest; an infinity overflows."""
-    beyond = select(outward(w, c), c.overflow, c.largest)
+    outward = goes_away(a, c.sign, w != w, w >= c.sign)  # whatever the fraction is
+    beyond = select(outward, c.overflow, c.largest)
     r = select(r > c.largest, beyond, r)
     r = select(a >= c.infinity, c.overflow, r)
     return select(a > c.infinity, c.nan, r)
@@ -301,7 +262,7 @@ def round_to_bfloat16(address, i, w):
 
 def bfloat16_code(w):
     """Device function: the bits of the bfloat16 nearest to a float32's word, ties to even."""
-    last = bit_and(shr(w, SIXTEEN), ONE32)
+    last = bit_and(shr(w, SIXTEEN), 1)
     nearest = add(add(w, last), BELOW_SIXTEEN)
     return shr(select(bit_and(w, SINGLE_MAGNITUDE) > SINGLE_INFINITY, SINGLE_NAN, nearest), SIXTEEN)
 
@@ -317,7 +278,7 @@ def float16_code(w):
     The float adder rounds small ones: what is added has a spacing of 2^-24, that of float16's subnormals.
     """
     a = bit_and(w, SINGLE_MAGNITUDE)
-    last = bit_and(shr(a, THIRTEEN), ONE32)
+    last = bit_and(shr(a, THIRTEEN), 1)
     normal = shr(add(add(sub(a, REBIAS), last), BELOW_THIRTEEN), THIRTEEN)
     h = select(a < SINGLE_NORMAL, sub(word(real(a) + ONE_HALF), ONE_HALF_WORD), normal)
     h = select(a < BEYOND_HALF, h, select(a > SINGLE_INFINITY, HALF_NAN, HALF_INFINITY))

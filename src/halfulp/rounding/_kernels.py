@@ -32,7 +32,7 @@ from ..kernels.vector._machine_function import Kernel, address_of
 from ..kernels.vector._table_loop import compile_row
 from . import _device_functions as p
 from ._device_functions import rounded
-from ._modes import own_mode
+from ._modes import mode_of
 from ._random_bits import WEYL, draw, random_words, recorded_start
 from ._target import (
     COUNT,
@@ -50,32 +50,6 @@ from ._target import (
     layout_for,
 )
 
-_MODES: dict[int, dict[str, Callable]] = {
-    NEAREST: {"addend": p.half_addend, "reaches_smallest": p.half_reaches_smallest, "limited": p.limited_outward},
-    STOCHASTIC: {
-        "addend": p.random_addend,
-        "reaches_smallest": p.randomly_reaches_smallest,
-        "limited": p.limited_outward,
-    },
-    UP: {"outward": p.positive},
-    DOWN: {"outward": p.negative},
-}
-_TOWARD_ZERO: dict[str, Callable] = {
-    "addend": p.no_addend,
-    "reaches_smallest": p.never_reaches_smallest,
-    "outward": p.never,
-    "limited": p.limited_directed,
-}
-_DIRECTED: dict[str, Callable] = {
-    "addend": p.away_addend,
-    "reaches_smallest": p.away_reaches_smallest,
-    "limited": p.limited_directed,
-}
-_OWN: dict[str, Callable] = {
-    "addend": p.chosen_addend,
-    "reaches_smallest": p.chosen_reaches_smallest,
-    "limited": p.limited_outward,
-}
 _PATHS = {"fixed": p.fixed, "adder": p.adder, "scaled": p.scaled, "packed": p.packed}
 _CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
     torch.float32: {"load": load32, "store": store32},
@@ -91,33 +65,33 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], 
     width = 64 if dtype == torch.float64 else 32
     element, pieces = Recording(2, COUNT, f"w{width}"), container_pieces(dtype)
     i, (source, target) = element.index, element.arrays
-    rounded = bound(p.rounded, mode_pieces(mode, kind, width == 64))
+    rounded = bound(p.rounded, mode_pieces(mode, kind))
     pieces["store"](target, i, rounded(pieces["load"](source, i), draw(*element.stream), Words(*element.constants)))
     return Table(element.trace, 2, COUNT, recorded_start(), int(WEYL), streams=streams)
 
 
-def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:
+def mode_pieces(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
     """Return the functions bound to the free names of `rounded`, for a mode and a kind of `Constants`."""
     path, plain, saturating = kind
-    own = own_mode(mode)
     bind: dict[str, Callable] = {
-        # A partial function: names of its module are not those that are bound here.
-        **({} if own is None else _OWN | {"goes_away": functools.partial(own.goes_away)}),
-        **(_DIRECTED if mode in (UP, DOWN) else _TOWARD_ZERO if mode == TOWARD_ZERO else {}),
-        **_MODES.get(mode, {}),
         "magnitude": _PATHS[path],
-        "aligned": p.aligned64 if wide else p.aligned32,
-        "fraction": p.fraction64 if wide else p.fraction32,
+        "limited": p.saturated if saturating else p.limited_outward,
         "signed": p.signed_plain if plain else p.signed_special,
     }
-    if mode == NEAREST and path == "fixed":
-        bind["addend"] = p.half_addend_fixed
-    if (mode in (NEAREST, STOCHASTIC) or own is not None) and saturating:
-        bind["limited"] = p.saturated
-    if path == "adder" and saturating:
-        bind |= {"magnitude": p.saturating_adder, "limited": p.unlimited}
+    if mode == NEAREST:
+        bind["addend"] = p.half_addend_fixed if path == "fixed" else p.half_addend
+        bind["reaches_smallest"] = p.half_reaches_smallest
+    elif mode == STOCHASTIC:
+        bind |= {"addend": p.random_addend, "reaches_smallest": p.randomly_reaches_smallest}
+    else:
+        bind |= {"addend": p.chosen_addend, "reaches_smallest": p.chosen_reaches_smallest}
+        # A partial function: names of its module are not those that are bound here.
+        bind["goes_away"] = functools.partial(mode_of(mode).goes_away)
+    if mode in (TOWARD_ZERO, UP, DOWN):
+        bind["limited"] = p.limited_directed
     elif path == "adder":
-        bind["limited"] = p.limited_by_input
+        bind["limited"] = p.unlimited if saturating else p.limited_by_input
+        bind["magnitude"] = p.saturating_adder if saturating else p.adder
     return bind
 
 
@@ -174,7 +148,7 @@ def round_words(words: torch.Tensor, target: Target, layout: Layout, bits: torch
 def _recorded(mode: int, kind: tuple[str, bool, bool], width: int) -> Piece:
     element = Recording(0, COUNT, f"w{width}")
     given = element.given("word", f"w{width}"), element.given("draw", "w32"), Words(*element.constants)
-    return Piece(element.trace, (bound(rounded, mode_pieces(mode, kind, width == 64))(*given).number,))
+    return Piece(element.trace, (bound(rounded, mode_pieces(mode, kind))(*given).number,))
 
 
 @functools.lru_cache(1024)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..formats import Format
+from ..formats import Format, get
 from ._modes import Rounding, code_of
 
 NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(5)  # as `code_of` numbers them; behind them the registered ones
@@ -76,23 +76,14 @@ def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype:
     )
 
 
-# Of the dtypes that tensors come in: explicit mantissa bits, exponent of the smallest normal number, largest number.
-_CONTAINERS = {
-    torch.float16: (10, -14, 65504.0),
-    torch.bfloat16: (7, -126, float.fromhex("0x1.fep127")),
-    torch.float32: (23, -126, float.fromhex("0x1.fffffep127")),
-    torch.float64: (52, -1022, float.fromhex("0x1.fffffffffffffp1023")),
-}
-
-
 def _is_identity(format: Format, policy: str, dtype: torch.dtype) -> bool:
-    mantissa, emin, largest = _CONTAINERS[dtype]
+    held = get(dtype)
     return (
         policy == "inf"
         and format.signed_zero
-        and format.mantissa_bits >= mantissa
-        and format.max >= largest
-        and format.smallest_subnormal <= 2.0 ** (emin - mantissa)
+        and format.mantissa_bits >= held.mantissa_bits
+        and format.max >= held.max
+        and format.smallest_subnormal <= held.smallest_subnormal
     )
 
 
@@ -102,26 +93,22 @@ def _check_held(format: Format, rounding: Rounding, policy: str, dtype: torch.dt
         raise NotImplementedError(
             f"{format.name} has normal numbers below 2^-1022, which are subnormal in float64: take a smaller bias"
         )
-    mantissa, emin, largest = _CONTAINERS[dtype]
-    finer = format.mantissa_bits >= mantissa
-    beyond = format.max > largest and not (finer and policy != "saturate")
+    held = get(dtype)
+    finer = format.mantissa_bits >= held.mantissa_bits
+    beyond = format.max > held.max and not (finer and policy != "saturate")
     gives_max = policy == "saturate" or rounding.name in ("toward_zero", "up", "down")
-    if gives_max and format.max <= largest:
-        beyond = format.max % 2.0 ** (format.emax - mantissa) != 0
-    below = not format.zero and format.smallest_normal < 2.0 ** (emin - mantissa)
+    if gives_max and format.max <= held.max:
+        beyond = format.max % 2.0 ** (format.emax - held.mantissa_bits) != 0
+    below = not format.zero and format.smallest_normal < held.smallest_subnormal
     if beyond or below:
         name = str(dtype).removeprefix("torch.")
+        wide = get(torch.float32)
+        fits = format.mantissa_bits <= wide.mantissa_bits and format.max <= wide.max
+        enough = "float32" if fits and format.smallest_subnormal >= wide.smallest_subnormal else "float64"
         raise ValueError(
             f"{name} cannot hold the values of {format.name} (largest {format.max:.6g}) that overflow={policy!r} and "
-            f"{rounding.name} rounding give: convert the tensor first, x.to(torch.{_wide_enough(format)})"
+            f"{rounding.name} rounding give: convert the tensor first, x.to(torch.{enough})"
         )
-
-
-def _wide_enough(format: Format) -> str:
-    """Return the narrowest of float32 and float64 that holds all of a format."""
-    mantissa, emin, largest = _CONTAINERS[torch.float32]
-    fits = format.mantissa_bits <= mantissa and format.max <= largest
-    return "float32" if fits and format.smallest_subnormal >= 2.0 ** (emin - mantissa) else "float64"
 
 
 class Layout(NamedTuple):

@@ -97,7 +97,7 @@ def blocks_table(kind: Kind) -> Table:
         largest = o.real(o.bit_or(low, o.shl(high, 32)))
         of_block = of_block._replace(amax=o.word(element.trace.emit("to_float32", (largest,), None, "f32")))
         of_block = b.under_tensor_scale(of_block)
-    names: dict[str, Any] = bound_names(kind, wide=False)
+    names: dict[str, Any] = bound_names(kind)
     a = o.bit_and(o.load32(element.arrays[0], element.index), c.magnitude)
     top = block_largest(a)
     scale = bound(names["scale_of"], names)(top, c, d, of_block)
