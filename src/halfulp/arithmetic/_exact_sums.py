@@ -241,10 +241,10 @@ def _sum_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> tor
     rows, columns = operands[0].shape
     sums = _sum_lanes(operands, width) if width else _sum_row_blocks(operands)
     out = torch.empty(rows, dtype=WORD_TYPES[LAYOUTS[dtype].bits], device="cpu")
-    (lengths, chunks), terms = _chunk_lengths(rows), np.array([width or columns], np.float64)
+    cut, terms = _chunks(rows), np.array([width or columns], np.float64)
     step, at = sums.itemsize * rows, address_of(sums)
-    given = chunks, address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
-    run_chunks(_row_kernel(pairs_table(dtype)), lengths, *given)
+    given = address_of(cut), address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
+    run_chunks(_row_kernel(pairs_table(dtype)), cut[:, 2], *given)
     return out.view(dtype)
 
 
@@ -259,9 +259,9 @@ def _sum_lanes(operands: Operands, width: int) -> np.ndarray:
     sums = np.empty((3, rows))
     kernel = _row_kernel(short_table(turned.dtype, len(operands) > 1, width))
     step, at = rows * turned.element_size(), address(turned)
-    (lengths, chunks), pointers = _chunk_lengths(rows), range(at, at + len(operands) * width * step, step)
+    cut, pointers = _chunks(rows), range(at, at + len(operands) * width * step, step)
     step, at = sums.itemsize * rows, address_of(sums)
-    run_chunks(kernel, lengths, chunks, 0, 0, 0, *pointers, at, at + step, at + 2 * step)
+    run_chunks(kernel, cut[:, 2], address_of(cut), 0, 0, 0, *pointers, at, at + step, at + 2 * step)
     return sums
 
 
@@ -282,11 +282,10 @@ def _sum_row_blocks(operands: Operands) -> np.ndarray:
 
 
 @functools.lru_cache(64)
-def _chunk_lengths(count: int) -> tuple[np.ndarray, int]:
-    """Return the lengths of the chunks of so many elements, a view of their table, and the table's address."""
+def _chunks(count: int) -> np.ndarray:
+    """Return the chunks of so many elements in a line."""
     begin = np.arange(0, count, CHUNK)
-    cut = np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK), begin], 1)
-    return cut[:, 2], address_of(cut)
+    return np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK), begin], 1)
 
 
 @functools.cache
@@ -308,8 +307,7 @@ def _settle(engine: str, words: Windows, reach: Reach, dtype: torch.dtype | None
     elif rows:
         own = np.arange(reach.counters + bool(dtype))
         pointers = np.concatenate([_starts(columns, own), _starts(out, np.arange(len(out)))])
-        begin = np.arange(0, rows, CHUNK)
-        cut = np.stack([begin * 0, begin, np.minimum(rows - begin, CHUNK), begin], 1)
+        cut = _chunks(rows)
         if engine == "triton":
             _kernel(engine, table)(cut, pointers[None], words.device)
         else:
