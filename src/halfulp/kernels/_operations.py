@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ._trace import Trace, Traced
 from ._trace import floor as floor
 from ._trace import select as select
 from ._trace import square_root as sqrt  # noqa: F401
 
-# Traced values; numbers beside one take its kind.
+# Traced values; numbers beside one take its kind. NumPy's numbers alone, as constants that a device function is given
+# in the place of values, give a number.
 Word = Any
 Real = Any
 
@@ -30,17 +33,21 @@ def _trace_of(*values: Any) -> Trace:
     )
 
 
-def _on_words(operation: str) -> Callable[[Word, Word], Word]:
+def _on_words(operation: str, of_numbers: Callable[..., Any] | None = None) -> Callable[[Word, Word], Word]:
     def run(a: Word, b: Word) -> Word:
+        if of_numbers and isinstance(a, np.unsignedinteger) and isinstance(b, np.unsignedinteger):
+            return of_numbers(np.array([a]), np.array([b]))[0]  # arrays wrap around
         return _trace_of(a, b).binary(f"word_{operation}", a, b)
 
     return run
 
 
-def _conversion(operation: str, kind: str) -> Callable[[Any], Any]:
+def _conversion(operation: str, kind: str, of_number: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
     """Return a conversion to a kind, without its width where that is the operand's."""
 
     def run(x: Any) -> Any:
+        if of_number and isinstance(x, np.generic):
+            return of_number(x)
         trace = _trace_of(x)
         return trace.emit(operation, (x,), None, kind if kind[1:] else kind + x.kind[1:])
 
@@ -56,20 +63,20 @@ def _store(bits: int) -> Callable[[Word, Word, Word], None]:
 
 
 # Modulo 2^32, or 2^64.
-add, sub, mul = _on_words("add"), _on_words("sub"), _on_words("mul")
-bit_and, bit_or, bit_xor = _on_words("and"), _on_words("or"), _on_words("xor")
+add, sub, mul = _on_words("add", np.add), _on_words("sub", np.subtract), _on_words("mul", np.multiply)
+bit_and, bit_or = _on_words("and", np.bitwise_and), _on_words("or", np.bitwise_or)
+bit_xor = _on_words("xor", np.bitwise_xor)
 # By fewer bits than the word has; zeros come in, but copies of the sign by `sar`.
-shl, shr, sar = _on_words("shl"), _on_words("shr"), _on_words("sar")
+shl, shr, sar = _on_words("shl", np.left_shift), _on_words("shr", np.right_shift), _on_words("sar")
 # The bits of a real, the real with a word's bits, and halves of words of 64 bits.
-word, real = _conversion("bits", "w"), _conversion("bits", "f")
-low_word, high_word, widen = (
-    _conversion("low_word", "w32"),
-    _conversion("high_word", "w32"),
-    _conversion("widen", "w64"),
-)
+word = _conversion("bits", "w", lambda x: x.view(f"u{x.itemsize}"))
+real = _conversion("bits", "f", lambda x: x.view(f"f{x.itemsize}"))
+low_word, high_word = _conversion("low_word", "w32"), _conversion("high_word", "w32")
+widen = _conversion("widen", "w64")
 # The float32 nearest to a word read as a signed 32-bit integer, and a real in [-2^31, 2^31) truncated to such a word; a
 # float64 in [0, 2^31) becomes a word of 64 bits.
-to_real, to_word = _conversion("to_real", "f32"), _conversion("to_word", "w")
+to_real = _conversion("to_real", "f32", lambda x: np.float32(x.view(np.int32)))
+to_word = _conversion("to_word", "w", lambda x: x.astype(f"i{x.itemsize}").view(f"u{x.itemsize}"))
 # Element i of an array at an address, as a word of 64 or else of 32 bits; of 4 bits even elements lie in low halves.
 load4, load8, load16, load32, load64 = map(_load, (4, 8, 16, 32, 64))
 # (address, i, word): the low bits of a word become element i.
