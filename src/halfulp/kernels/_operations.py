@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from . import _trace
 from ._trace import Trace, Traced
-from ._trace import floor as floor
 from ._trace import select as select
-from ._trace import square_root as sqrt  # noqa: F401
 
 # Traced values; numbers beside one take its kind. NumPy's numbers alone, as constants that a device function is given
 # in the place of values, give a number.
@@ -88,16 +87,33 @@ def deposit64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
     _trace_of(address).deposit(address, i, w, apart)
 
 
-def divide(a: Real, b: Real) -> Real:
+def divide(a: np.float32, b: np.float32) -> np.float32:
     """a / b, correctly rounded."""
-    return a / b
+    with np.errstate(all="ignore"):
+        return a / b
 
 
-def maximum(a: Real, b: Real) -> Real:
+def sqrt(a: np.float32) -> np.float32:
+    """Return the square root, correctly rounded."""
+    with np.errstate(all="ignore"):
+        root: np.float32 = np.sqrt(a) if isinstance(a, np.generic) else _trace.square_root(a)
+        return root
+
+
+def floor(x: Any) -> Any:
+    """Return a real rounded down to an integer; of tensors too."""
+    return np.floor(x) if isinstance(x, np.generic) else _trace.floor(x)
+
+
+def maximum(a: np.float32, b: np.float32) -> np.float32:
     """Return the larger of two reals; NaN if either is."""
-    return select((a > b) | (a != a), a, b)
+    larger: np.float32 = select((a > b) | (a != a), a, b)
+    return larger
 
 
-def sign_of(x: Real) -> Real:
+def sign_of(x: np.float32) -> np.float32:
     """-1, 0 or 1; NaN for NaN."""
-    return select(x != x, x, select(x > 0.0, 1.0, select(x < 0.0, -1.0, 0.0)))
+    if isinstance(x, np.generic):
+        return np.float32(np.sign(x))
+    sign: np.float32 = select(x != x, x, select(x > 0.0, 1.0, select(x < 0.0, -1.0, 0.0)))
+    return sign
