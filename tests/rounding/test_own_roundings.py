@@ -131,4 +131,4 @@ def test_the_number_of_a_rounding_that_nobody_registered_says_so(registered):
     code = _modes.code_of(_modes.MODES["gone"]())
     del _modes.MODES["gone"]
     with pytest.raises(ValueError, match=f"rounding number {code} is not known in this process"):
-        _modes.own_mode(code)
+        _modes.mode_of(code)

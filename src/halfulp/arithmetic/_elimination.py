@@ -1,30 +1,24 @@
-"""Systems that float64 cannot start: elimination in components, proved and refined with exact residuals.
+"""Systems that float64 cannot start: elimination in integers of many bits, proved and refined with exact residuals.
 
-An approximate inverse Z of a is made in two, three and four float64 components (Gauss and Jordan, partial pivoting),
-until |Z a - 1| < 1/8 in the maximum norm, which is computed in integers and proves that a is regular. Then
-x += Z (b - a x) with exact residuals gains three bits or more a step, to all digits that x has: the condition may be as
-large as four components can resolve, about 1e58.
+Gauss and Jordan's elimination with _BITS bits behind the point makes an approximate inverse Z. That |Z a - 1| < 1/8 in
+the maximum norm, computed exactly, proves that a is regular. Then x += Z (b - a x) with exact residuals converges to
+all digits that x has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from fractions import Fraction
+import math
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 from ..kernels import exponent
-from ._matmul import matmul
-from ._pointwise import MOST, Parts, pointwise
+from ._pointwise import Parts, pointwise
 from ._refinement import LIMIT, Integers, Progress, Work, largest, refuse_singular, scaled, times_power_of_two
 
 MOST_ROWS = 128
-_F64 = torch.float64
-_CONTRACTION = 0.125
-_GOOD = 2.0**-8
-_GRAM_BITS = 1000  # the condition's square has 400 at most
-_NEWTON = 12  # each step squares an error that begins below 1/8 but for the condition
+_BITS = 1024  # a condition of 1e58 has 193 bits, and its square twice as many
 
 
 def solve_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> Parts:
@@ -37,143 +31,29 @@ def solve_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> Parts:
         task: for errors.
 
     Raises:
-        torch.linalg.LinAlgError: a is singular, or beyond four components; N > 128.
+        torch.linalg.LinAlgError: a is singular, or nearly; N > 128.
     """
-    matrix, right = Integers.of(a), Integers.of(b)
-    near = _proven(a, task, lambda components: _invert(a, components), lambda z: z @ matrix)
-    return _refine(work, task, Integers.of(near), matrix, right, a[0].device)
-
-
-def _refine(work: Work, task: str, near: Integers, a: Integers, b: Integers, device: torch.device) -> Parts:
-    """x += Z (b - a x), of which nothing is rounded but x and the correction."""
-    progress, x = Progress(work, task), (near @ b).parts(device, work.components)
-    for _ in range(LIMIT):
-        step = (near @ (b - a @ Integers.of(x))).parts(device)
-        x = pointwise("add", x, step, components=len(x), dtype=_F64)
-        if progress.done(largest(step[0]), largest(x[0])):
-            break
-    return x
+    matrix = _integers(a, task)
+    return _refine(work, task, _inverse(matrix, task), matrix, b)
 
 
 def least_squares_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> Parts:
-    """x of least |b - a x| for one matrix (M, N): x += W W^T a^T (b - a x) for W = R^-1, a = Q R (Bjorck 1987).
-
-    |W^T a^T a W - 1| < 1/8 in the maximum norm, computed in integers, proves that the columns are independent.
-    """
-    matrix, right, device = Integers.of(a), Integers.of(b), a[0].device
-    gram = matrix.mT @ matrix
-    near = _proven(a, task, lambda components: _orthonormalizer(a, gram, components), lambda w: w.mT @ gram @ w)
-    left = Integers.of(near)
-    inverse = _inverse_of_gram(left @ left.mT, gram, task, device)
-    return _refine(work, task, inverse @ matrix.mT, matrix, right, device)
-
-
-def _inverse_of_gram(near: Integers, gram: Integers, task: str, device: torch.device) -> Integers:
-    """Return Z with |Z G - 1| < 2^-8 from an approximate inverse that is near in the norm of a x: Z -= (Z G - 1) Z."""
-    one = Integers.of((torch.eye(gram.values.shape[0], dtype=_F64, device=device),))
-    for _ in range(_NEWTON):
-        error = near @ gram - one
-        if float(error.parts(device, 1)[0].abs().sum(-1).amax()) < _GOOD:
-            return near
-        near = (near - error @ near).rounded(_GRAM_BITS)
-    refuse("its condition is beyond about 1e58, which four components resolve", task)
-
-
-def _orthonormalizer(a: Parts, gram: Integers, components: int) -> Parts | None:
-    """Return W with a W orthonormal: R^-1 by Gram and Schmidt, then R^-1 of what that left."""
-    first = _schmidt(a, components)
-    if first is None:
-        return None
-    near = Integers.of(first)
-    root = _inverse_cholesky((near.mT @ gram @ near).parts(a[0].device, components), components)
-    return None if root is None else matmul(first, tuple(part.mT for part in root), components, _F64)
-
-
-def _schmidt(a: Parts, components: int) -> Parts | None:
-    """Return R^-1 of a = Q R, column by column."""
-    table = pointwise("renormalize", a, components=components, dtype=_F64)
-    rows = []
-    for k in range(a[0].shape[-1]):
-        column = tuple(part[:, k : k + 1] for part in table)
-        square = matmul(tuple(part.mT for part in column), column, components, _F64)
-        length = pointwise("sqrt", square, components=components, dtype=_F64)
-        if not bool(length[0] > 0):
-            return None
-        unit = pointwise("div", column, length, components=components, dtype=_F64)
-        row = matmul(tuple(part.mT for part in unit), table, components, _F64)
-        for part, own in zip(row, length, strict=True):
-            part[:, :k] = 0.0
-            part[:, k] = own[0]
-        rows.append(row)
-        row = tuple(-part for part in row)
-        table = pointwise("addcmul", table, unit, row, components=components, dtype=_F64)
-    return _invert(tuple(torch.cat(parts) for parts in zip(*rows, strict=True)), components)
-
-
-def _proven(a: Parts, task: str, make: Callable, unit: Callable) -> Parts:
-    """Call `make` with ever more components until `unit` proves the result to 2^-8, or 1/8 for four.
-
-    Raises:
-        torch.linalg.LinAlgError: none does.
-    """
-    rows, device = a[0].shape[-1], a[0].device
-    if max(a[0].shape) > MOST_ROWS:
-        refuse(f"elimination in components serves up to {MOST_ROWS} rows, and this matrix has {max(a[0].shape)}", task)
-    one = Integers.of((torch.eye(rows, dtype=_F64, device=device),))
-    for components in range(2, MOST + 1):
-        made = make(components)
-        if made is None:
-            continue
-        off = float((unit(Integers.of(made)) - one).parts(device, 1)[0].abs().sum(-1).amax())
-        if off < (_CONTRACTION if components == MOST else _GOOD):
-            return made
-    refuse("its condition is beyond about 1e58, which four components resolve", task)
+    """x of least |b - a x| for one matrix (M, N): x += Z a^T (b - a x) for Z = (a^T a)^-1, of which a^T a is exact."""
+    matrix = _integers(a, task)
+    return _refine(work, task, _inverse(matrix.mT @ matrix, task) @ matrix.mT, matrix, b)
 
 
 def cholesky_by_elimination(work: Work, a: Parts, task: str) -> Parts:
-    """Lower L with L L^T = a for one matrix (N, N) of about unit diagonal: L += L0 phi(Z (a - L L^T) Z^T), Z = L0^-1.
+    """Lower L with L L^T = a for one matrix (N, N) of about unit diagonal.
 
-    |Z a Z^T - 1| < 1/8 in the maximum norm, computed in integers, proves that a is positive definite.
+    |Z a Z^T - 1| < 1/8 in the maximum norm for Z = L^-1, computed exactly, proves that a is positive definite.
     """
-    matrix, device = Integers.of(a), a[0].device
-    near = _proven(a, task, lambda components: _inverse_cholesky(a, components), lambda z: z @ matrix @ z.mT)
-    count = len(near)
-    start, transposed = _cholesky(a, count), tuple(part.mT for part in near)
-    assert start is not None, "its inverse has been made"
-    progress, factor = Progress(work, task), work.to_float64(start)
-    for _ in range(LIMIT):
-        known = Integers.of(factor)
-        rest = (matrix - known @ known.mT).parts(device)
-        off = matmul(matmul(near, rest, count, _F64), transposed, count, _F64)
-        lower = tuple(part.tril(-1) + torch.diag_embed(part.diagonal() / 2) for part in off)
-        step = matmul(start, lower, count, _F64)
-        factor = pointwise("add", factor, step, components=len(factor), dtype=_F64)
-        if progress.done(largest(step[0], (-2, -1)), largest(factor[0], (-2, -1))):
-            break
-    return factor
-
-
-def _inverse_cholesky(a: Parts, components: int) -> Parts | None:
-    root = _cholesky(a, components)
-    return None if root is None else _invert(root, components)
-
-
-def _cholesky(a: Parts, components: int) -> Parts | None:
-    """Return Cholesky's factor in components, or None where a pivot is not positive."""
-    table = pointwise("renormalize", a, components=components, dtype=_F64)
-    columns = []
-    for k in range(a[0].shape[-1]):
-        if not bool(table[0][k, k] > 0):
-            return None
-        head = pointwise("sqrt", tuple(part[k : k + 1, k : k + 1] for part in table), components=components, dtype=_F64)
-        column = tuple(part[:, k : k + 1].clone() for part in table)
-        for part in column:
-            part[:k] = 0.0
-        column = pointwise("div", column, head, components=components, dtype=_F64)
-        columns.append(column)
-        row = tuple(part.mT for part in column)
-        table = pointwise("addcmul", table, tuple(-part for part in column), row, components=components, dtype=_F64)
-    return tuple(torch.cat(parts, 1) for parts in zip(*columns, strict=True))
+    matrix = _integers(a, task)
+    lower = _cholesky(matrix)
+    near = None if lower is None else _invert(lower)
+    if lower is None or near is None or not _is_near_one(near @ matrix @ near.mT):
+        refuse(_BEYOND, task)
+    return lower.parts(a[0].device, work.components)
 
 
 def refuse(why: str, task: str) -> NoReturn:
@@ -184,28 +64,73 @@ def refuse(why: str, task: str) -> NoReturn:
     )
 
 
-def _invert(a: Parts, components: int) -> Parts | None:
-    """Invert a by eliminating [a, 1] (Gauss and Jordan); None where a pivot is zero or a number overflows."""
-    rows, device = a[0].shape[-1], a[0].device
-    right = torch.eye(rows, dtype=_F64, device=device)
-    left = pointwise("renormalize", a, components=components, dtype=_F64)
-    table = [torch.cat([part, right if k == 0 else torch.zeros_like(right)], 1) for k, part in enumerate(left)]
+_BEYOND = f"neither can integers of {_BITS} bits"
+
+
+def _integers(a: Parts, task: str) -> Integers:
+    if max(a[0].shape) > MOST_ROWS:
+        refuse(f"elimination in integers serves up to {MOST_ROWS} rows, and this matrix has {max(a[0].shape)}", task)
+    return Integers.of(a)
+
+
+def _refine(work: Work, task: str, near: Integers, a: Integers, b: Parts) -> Parts:
+    """x += Z (b - a x), of which nothing is rounded but x and the correction."""
+    right, device = Integers.of(b), b[0].device
+    progress, x = Progress(work, task), (near @ right).parts(device, work.components)
+    for _ in range(LIMIT):
+        step = (near @ (right - a @ Integers.of(x))).parts(device)
+        x = pointwise("add", x, step, components=len(x), dtype=torch.float64)
+        if progress.done(largest(step[0]), largest(x[0])):
+            break
+    return x
+
+
+def _inverse(a: Integers, task: str) -> Integers:
+    near = _invert(a)
+    if near is None or not _is_near_one(near @ a):
+        refuse(_BEYOND, task)
+    return near
+
+
+def _is_near_one(a: Integers) -> bool:
+    """Return whether |a - 1| < 1/8 in the maximum norm."""
+    off = a - Integers(np.eye(len(a.values), dtype=object), 0)
+    return bool(abs(off.values).sum(1).max() << 3 < 1 << -off.power)
+
+
+def _fixed_point(a: Integers) -> np.ndarray:
+    """Return the values with _BITS bits behind the point."""
+    shift = a.power + _BITS
+    found: np.ndarray = a.values << shift if shift > 0 else a.values >> -shift
+    return found
+
+
+def _invert(a: Integers) -> Integers | None:
+    """Invert a by eliminating [a, 1], with partial pivoting; None where a pivot is zero."""
+    rows = len(a.values)
+    table = np.concatenate([_fixed_point(a), np.eye(rows, dtype=object) << _BITS], 1)
     for k in range(rows):
-        pivot = k + int(table[0][k:, k].abs().argmax())
-        if not bool(table[0][pivot, k] != 0):
+        pivot = k + int(np.argmax(abs(table[k:, k])))
+        if not table[pivot, k]:
             return None
-        if pivot != k:
-            for part in table:
-                part[[k, pivot]] = part[[pivot, k]]
-        head = tuple(part[k : k + 1, k : k + 1] for part in table)
-        row = pointwise("div", tuple(part[k : k + 1] for part in table), head, components=components, dtype=_F64)
-        factor = tuple(-part[:, k : k + 1] for part in table)
-        for part in factor:
-            part[k] = 0.0
-        table = list(pointwise("addcmul", tuple(table), factor, row, components=components, dtype=_F64))
-        for part, own in zip(table, row, strict=True):
-            part[k] = own[0]
-    return tuple(part[:, rows:] for part in table) if bool(table[0].isfinite().all()) else None
+        table[[k, pivot]] = table[[pivot, k]]
+        row = table[k, k:] = (table[k, k:] << _BITS) // table[k, k]
+        factors = table[:, k].copy()
+        factors[k] = 0
+        table[:, k:] -= factors[:, None] * row >> _BITS
+    return Integers(table[:, rows:], -_BITS)
+
+
+def _cholesky(a: Integers) -> Integers | None:
+    """Return Cholesky's factor; None where a pivot is not positive."""
+    rest = _fixed_point(a)
+    lower = np.zeros_like(rest)
+    for k in range(len(rest)):
+        if rest[k, k] <= 0:
+            return None
+        column = lower[k:, k] = (rest[k:, k] << _BITS) // math.isqrt(rest[k, k] << _BITS)
+        rest[k:, k:] -= column[:, None] * column >> _BITS
+    return Integers(lower, -_BITS)
 
 
 _MATRIX = (-2, -1)
@@ -352,40 +277,22 @@ def exact_determinant(a: Parts) -> Parts:
             f"refinement starts, cannot tell which, and exact integers serve up to {MOST_EXACT_ROWS} rows. Scale rows "
             "and columns by powers of two, or take the determinant of a factor"
         )
-    matrices = zip(*(part.double().reshape(-1, size, size).tolist() for part in a), strict=True)
-    values = [_one_determinant(parts) for parts in matrices]
-    rows = torch.tensor([_floats(value) for value in values], dtype=torch.float64, device=a[0].device)
-    shaped = tuple(rows[:, k].reshape(a[0].shape[:-2]) for k in range(4))
-    return pointwise("renormalize", shaped, components=4, dtype=torch.float64)
+    matrices = zip(*(part.double().reshape(-1, size, size) for part in a), strict=True)
+    found = [_one_determinant(Integers.of(parts)).parts(a[0].device) for parts in matrices]
+    return tuple(torch.cat(parts).reshape(a[0].shape[:-2]) for parts in zip(*found, strict=True))
 
 
-def _one_determinant(parts: tuple) -> Fraction:
-    """Return the determinant of a sum of matrices given as nested lists."""
-    size = len(parts[0])
-    exact = [[sum(Fraction(part[i][j]) for part in parts) for j in range(size)] for i in range(size)]
-    common = max(x.denominator for row in exact for x in row)
-    rows = [[int(x * common) for x in row] for row in exact]
+def _one_determinant(matrix: Integers) -> Integers:
+    """Return the determinant of one matrix, as a matrix of one number."""
+    rows, size = matrix.values.copy(), len(matrix.values)
     sign, before = 1, 1
     for k in range(size - 1):
-        pivot = next((i for i in range(k, size) if rows[i][k]), None)
+        pivot = next((i for i in range(k, size) if rows[i, k]), None)
         if pivot is None:
-            return Fraction(0)
+            return Integers(np.zeros((1, 1), object), 0)
         if pivot != k:
-            rows[k], rows[pivot], sign = rows[pivot], rows[k], -sign
-        for i in range(k + 1, size):
-            left, top, corner = rows[i][k], rows[k], rows[k][k]
-            rows[i] = [(x * corner - left * y) // before for x, y in zip(rows[i], top, strict=True)]
-        before = rows[k][k]
-    return Fraction(sign * rows[-1][-1], common**size)
-
-
-def _floats(value: Fraction) -> list[float]:
-    """Four components, each the nearest float64 to what is left."""
-    out = []
-    for _ in range(4):
-        try:
-            out.append(float(value))
-        except OverflowError:
-            return [float("inf") if value > 0 else float("-inf"), 0.0, 0.0, 0.0]
-        value -= Fraction(out[-1])
-    return out
+            rows[[k, pivot]], sign = rows[[pivot, k]], -sign
+        below, corner = rows[k + 1 :, k + 1 :], rows[k, k]
+        below[:] = (below * corner - rows[k + 1 :, k : k + 1] * rows[k, k + 1 :]) // before
+        before = corner
+    return Integers(sign * rows[-1:, -1:], matrix.power * size)

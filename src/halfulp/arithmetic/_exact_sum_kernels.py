@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import formats
+from ..formats import Format
 from ..kernels import _operations as o
 from ..kernels import product_error, select
 from ..kernels._device_function import Recording, Table
@@ -27,54 +29,9 @@ LIMBS = 134  # up to 2^2112: 2^63 products of the two largest float64
 PLUS, MINUS, NEGATIVE_ZEROS, TERMS, WORDS = LIMBS, LIMBS + 1, LIMBS + 2, LIMBS + 3, LIMBS + 4
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A float's bits: a sign, an exponent field, `mantissa` bits.
-
-    Attributes:
-        word: the integer type of the same width.
-        width: of the word, in bits.
-        mantissa: bits of the mantissa that are stored.
-    """
-
-    word: torch.dtype
-    width: int
-    mantissa: int
-
-    @property
-    def precision(self) -> int:
-        """Bits of a normal number's mantissa."""
-        return self.mantissa + 1
-
-    @property
-    def exponent_bits(self) -> int:
-        """Bits of the exponent field."""
-        return self.width - 1 - self.mantissa
-
-    @property
-    def fields(self) -> int:
-        """The largest exponent field, that of infinities and NaNs."""
-        return (1 << self.exponent_bits) - 1
-
-    @property
-    def lowest(self) -> int:
-        """Exponent of the smallest normal number."""
-        return 1 - (self.fields >> 1)
-
-    @property
-    def least_exponent(self) -> int:
-        """Exponent of the smallest subnormal number."""
-        return self.lowest - self.mantissa
-
-
-LAYOUTS = {
-    torch.float16: Layout(torch.int16, 16, 10),
-    torch.bfloat16: Layout(torch.int16, 16, 7),
-    torch.float32: Layout(torch.int32, 32, 23),
-    torch.float64: Layout(torch.int64, 64, 52),
-}
-
-
+# The formats of elements, and the integer types of their widths.
+LAYOUTS = {dtype: formats.get(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+WORD_TYPES = {16: torch.int16, 32: torch.int32, 64: torch.int64}
 WINDOW = 16
 BLOCK = 2048  # neighbours that become float64 parts together
 _HEAD = 62  # bits of the leading part that is rounded
@@ -82,6 +39,16 @@ _FAR = 4096  # added to exponents, so that they are words
 _LOAD: dict[int, Any] = {16: o.load16, 32: o.load32, 64: o.load64}
 _STORE: dict[int, Any] = {16: o.store16, 32: o.store32, 64: o.store64}
 _ONE, _NONE = np.uint64(1), np.uint64(0)
+
+
+def _top_field(layout: Format) -> int:
+    """Return the largest exponent field, that of infinities and NaNs."""
+    return 2 * layout.bias + 1
+
+
+def _least_exponent(layout: Format) -> int:
+    """Return the exponent of the smallest subnormal number."""
+    return layout.emin - layout.mantissa_bits
 
 
 @dataclass(frozen=True)
@@ -113,9 +80,9 @@ class Reach:
     def of(cls, dtype: torch.dtype, product: bool) -> Reach:
         """Return the reach of terms of a dtype, or of their products, and the float64 parts of blocks of them."""
         layout, factors = LAYOUTS[dtype], 1 + product
-        least = factors * layout.least_exponent
+        least = factors * _least_exponent(layout)
         first = (min(least, max(least, -1074) - 53) - UNIT) // LIMB
-        top = (factors * (layout.fields + 1 >> 1) + 64 - UNIT) // LIMB
+        top = (factors * (layout.bias + 1) + 64 - UNIT) // LIMB
         return cls(first, min(LIMBS, top + 1) - first, windows=True)
 
 
@@ -130,24 +97,24 @@ class _Term:
     nan: Any
 
 
-def _read(layout: Layout, array: Any, index: Any) -> _Term:
-    word = _LOAD[layout.width](array, index)
-    top = o.high_word(word) if layout.width == 64 else word
-    width = min(layout.width, 32)
-    field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), layout.fields)
+def _read(layout: Format, array: Any, index: Any) -> _Term:
+    word = _LOAD[layout.bits](array, index)
+    top = o.high_word(word) if layout.bits == 64 else word
+    width = min(layout.bits, 32)
+    field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), _top_field(layout))
     normal = field != 0
-    wide = word if layout.width == 64 else o.widen(word)
-    fraction = o.and64(wide, (1 << layout.mantissa) - 1)
+    wide = word if layout.bits == 64 else o.widen(word)
+    fraction = o.bit_and(wide, (1 << layout.mantissa_bits) - 1)
     return _Term(
         negative=top >= 1 << (width - 1),
-        whole=o.or64(fraction, select(normal, np.uint64(1 << layout.mantissa), _NONE)),
+        whole=o.bit_or(fraction, select(normal, np.uint64(1 << layout.mantissa_bits), _NONE)),
         place=o.sub(field, select(normal, np.uint32(1), np.uint32(0))),
-        infinite=(field == layout.fields) & (fraction == 0),
-        nan=(field == layout.fields) & (fraction != 0),
+        infinite=(field == _top_field(layout)) & (fraction == 0),
+        nan=(field == _top_field(layout)) & (fraction != 0),
     )
 
 
-def _multiply(layout: Layout, a: _Term, b: _Term) -> tuple[_Term, list[tuple[Any, int]]]:
+def _multiply(layout: Format, a: _Term, b: _Term) -> tuple[_Term, list[tuple[Any, int]]]:
     """Return the product, and parts of its integer of at most 29 bits with their places above its own."""
     zero = (a.whole == 0) | (b.whole == 0)
     nan = a.nan | b.nan | ((a.infinite | b.infinite) & zero)
@@ -158,21 +125,21 @@ def _multiply(layout: Layout, a: _Term, b: _Term) -> tuple[_Term, list[tuple[Any
         infinite=(a.infinite | b.infinite) & ~nan,
         nan=nan,
     )
-    if layout.width < 64:
-        return product, _parts(o.mul64(a.whole, b.whole), 24, 1 if layout.width == 16 else 2)
+    if layout.bits < 64:
+        return product, _parts(o.mul(a.whole, b.whole), 24, 1 if layout.bits == 16 else 2)
     low = (1 << 26) - 1
-    (high_a, low_a), (high_b, low_b) = ((o.shr64(x.whole, 26), o.and64(x.whole, low)) for x in (a, b))
-    lowest = o.mul64(low_a, low_b)
-    middle = o.add64(o.add64(o.mul64(high_a, low_b), o.mul64(low_a, high_b)), o.shr64(lowest, 26))
-    highest = o.add64(o.mul64(high_a, high_b), o.shr64(middle, 26))
+    (high_a, low_a), (high_b, low_b) = ((o.shr(x.whole, 26), o.bit_and(x.whole, low)) for x in (a, b))
+    lowest = o.mul(low_a, low_b)
+    middle = o.add(o.add(o.mul(high_a, low_b), o.mul(low_a, high_b)), o.shr(lowest, 26))
+    highest = o.add(o.mul(high_a, high_b), o.shr(middle, 26))
     top = [(part, place + 52) for part, place in _parts(highest, 26, 2)]
-    return product, [(o.and64(lowest, low), 0), (o.and64(middle, low), 26), *top]
+    return product, [(o.bit_and(lowest, low), 0), (o.bit_and(middle, low), 26), *top]
 
 
 def _parts(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
     """Split an integer after every so many bits."""
-    found = [(o.shr64(whole, bits * k) if k else whole, bits * k) for k in range(count)]
-    return [(o.and64(part, (1 << bits) - 1), place) for part, place in found[:-1]] + found[-1:]
+    found = [(o.shr(whole, bits * k) if k else whole, bits * k) for k in range(count)]
+    return [(o.bit_and(part, (1 << bits) - 1), place) for part, place in found[:-1]] + found[-1:]
 
 
 @functools.cache
@@ -185,12 +152,12 @@ def terms_table(dtype: torch.dtype, product: bool, reach: Reach, apart: int = 0)
     layout, element = LAYOUTS[dtype], Recording(3 if product else 2)
     *arrays, counters = element.arrays
     term, *other = (_read(layout, array, element.index) for array in arrays)
-    parts = _parts(term.whole, 26, 2 if layout.width == 64 else 1)
+    parts = _parts(term.whole, 26, 2 if layout.bits == 64 else 1)
     if other:
         term, parts = _multiply(layout, term, other[0])
     special, minus_zero = term.infinite | term.nan, (term.whole == 0) & term.negative
-    least = (1 + product) * layout.least_exponent - reach.unit
-    coded = o.or64(
+    least = (1 + product) * _least_exponent(layout) - reach.unit
+    coded = o.bit_or(
         select(term.nan | (term.infinite & ~term.negative), _ONE, _NONE),
         select(term.nan | (term.infinite & term.negative), np.uint64(1 << 32), _NONE),
     )
@@ -198,8 +165,8 @@ def terms_table(dtype: torch.dtype, product: bool, reach: Reach, apart: int = 0)
         place = o.add(term.place, least + above)
         if least < 0:  # parts of narrower terms, of which only zeros lie below the windows
             place = select(term.whole == 0, np.uint32(0), place)
-        shifted = o.shl64(part, o.widen(o.bit_and(place, WINDOW - 1)))
-        word = select(special, _NONE, select(term.negative, o.sub64(_NONE, shifted), shifted))
+        shifted = o.shl(part, o.widen(o.bit_and(place, WINDOW - 1)))
+        word = select(special, _NONE, select(term.negative, o.sub(_NONE, shifted), shifted))
         window = o.shr(place, 4)
         if k == 0:
             last = 2 * reach.limbs
@@ -229,7 +196,7 @@ def blocks_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = F
     The last number counts the terms that are -0.
     """
     element = Recording(1 + product)
-    words = [_LOAD[LAYOUTS[dtype].width](array, element.index) for array in element.arrays]
+    words = [_LOAD[LAYOUTS[dtype].bits](array, element.index) for array in element.arrays]
     bits = block_of(dtype, product).bit_length() - 1
     [(*parts, minus_zero)] = _split_terms(
         dtype, product, cuts, bits, [words], lambda several: block_largest(several[0])
@@ -248,7 +215,7 @@ def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
     float64: the two parts of the sums, and how many terms are -0.
     """
     element = Recording((1 + product) * width + 3)
-    words = [_LOAD[LAYOUTS[dtype].width](array, element.index) for array in element.arrays[:-3]]
+    words = [_LOAD[LAYOUTS[dtype].bits](array, element.index) for array in element.arrays[:-3]]
 
     def largest(several: list) -> Any:
         return functools.reduce(lambda x, y: select(x > y, x, y), several)
@@ -257,7 +224,7 @@ def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
     *parts, minus_zero = zip(*_split_terms(dtype, product, 1, (width - 1).bit_length(), terms, largest))
     counted = [select(mask, np.float64(1.0), np.float64(0.0)) for mask in minus_zero]
     for array, several in zip(element.arrays[-3:], [*parts, counted]):
-        o.store64(array, element.index, o.word64(_total(several)))
+        o.store64(array, element.index, o.word(_total(several)))
     return Table(element.trace, len(element.arrays))
 
 
@@ -265,9 +232,9 @@ def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
 def pairs_table(result: torch.dtype) -> Table:
     """Return the kernel that rounds sums of two float64; columns: both, the count of -0 terms, the sums."""
     element = Recording(4, 1, "w64")
-    high, low, minus_zeros = (o.real64(o.load64(array, element.index)) for array in element.arrays[:3])
-    bits = _rounded_pair(LAYOUTS[result], high, low, o.word64(minus_zeros) == element.constants[0])
-    _STORE[LAYOUTS[result].width](element.arrays[3], element.index, bits)
+    high, low, minus_zeros = (o.real(o.load64(array, element.index)) for array in element.arrays[:3])
+    bits = _rounded_pair(LAYOUTS[result], high, low, o.word(minus_zeros) == element.constants[0])
+    _STORE[LAYOUTS[result].bits](element.arrays[3], element.index, bits)
     return Table(element.trace, 4, constants=1)
 
 
@@ -290,8 +257,8 @@ def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, ter
         if product:
             whole = values[0] * values[1]
             rests = [whole, product_error(values[0], values[1], whole)] if wide else [whole]
-        bits = words[0] if own else o.word64(rests[0])
-        size = o.bit_and(bits if own else o.high_word(bits), (1 << (layout.width if own else 32) - 1) - 1)
+        bits = words[0] if own else o.word(rests[0])
+        size = o.bit_and(bits if own else o.high_word(bits), (1 << (layout.bits if own else 32) - 1) - 1)
         least = size
         if not own:
             zero = np.float64(0.0)
@@ -302,13 +269,13 @@ def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, ter
         sizes.append(size)
         # The smallest but 0 is the largest of the negatives.
         leasts.append(o.sub(0, least))
-    fields, bias, shift = (layout.fields, layout.fields >> 1, layout.mantissa) if own else (2047, 1023, 20)
+    fields, bias, shift = (_top_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
     high = o.shr(largest(sizes), shift)
     smallest = o.sub(0, largest(leasts))
     low = o.shr(smallest, shift)
     high_one, low_one = (select(field == 0, np.uint32(1), field) for field in (high, low))
     # The last bit of a product is at 2^(e - below) or above, its first one at 2^e.
-    below = 2 * layout.mantissa + 1 if product else layout.mantissa
+    below = 2 * layout.mantissa_bits + 1 if product else layout.mantissa_bits
     doubled = product and wide
     places = [2 + carries + k * (carries - 52 + doubled) for k in range(cuts)]
     most = 106 - places[-1] - carries - doubled - below
@@ -322,7 +289,7 @@ def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, ter
         above = place + 1023 - bias
         exponent = o.add(high_one, above)
         exponent = select(high_one > -above, exponent, np.uint32(1)) if above < 0 else exponent
-        starts.append(o.real64(select(lost, np.uint64(0x7FF8 << 48), o.or64(o.shl64(o.widen(exponent), 52), 1 << 51))))
+        starts.append(o.real(select(lost, np.uint64(0x7FF8 << 48), o.bit_or(o.shl(o.widen(exponent), 52), 1 << 51))))
     found = []
     for bits, rests in zip(all_bits, all_rests):
         sums = []
@@ -330,14 +297,14 @@ def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, ter
             parts = [(start + rest) - start for rest in (rests if k else rests[:1])]
             sums.append(_total(parts))
             rests = [rest - part for rest, part in zip(rests, parts)] + rests[len(parts) :]
-        found.append([*sums, _total(rests), bits == 1 << (63 if not own else layout.width - 1)])
+        found.append([*sums, _total(rests), bits == 1 << (63 if not own else layout.bits - 1)])
     return found
 
 
 def _value(dtype: torch.dtype, word: Any) -> Any:
     """Return an element as a float64."""
     if dtype == torch.float64:
-        return o.real64(word)
+        return o.real(word)
     single = float16_word(word) if dtype == torch.float16 else o.shl(word, 16) if dtype == torch.bfloat16 else word
     return word.trace.emit("to_float64", (o.real(single),), None, "f64")
 
@@ -365,9 +332,9 @@ def settling_table(reach: Reach, dtype: torch.dtype | None) -> Table:
     else:
         layout, (*specials, zeros, terms) = LAYOUTS[dtype], read[(1 + reach.windows) * reach.limbs :]
         if reach.windows:
-            specials = [o.and64(specials[0], LOW), o.shr64(specials[0], 32)]
+            specials = [o.bit_and(specials[0], LOW), o.shr(specials[0], 32)]
         bits = _round_bits(reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros))
-        _STORE[layout.width](element.arrays[-1], element.index, bits if layout.width == 64 else o.low_word(bits))
+        _STORE[layout.bits](element.arrays[-1], element.index, bits if layout.bits == 64 else o.low_word(bits))
     return Table(element.trace, len(element.arrays))
 
 
@@ -377,92 +344,93 @@ def _pass_carries(reach: Reach, counters: list) -> list:
     for k in range(reach.limbs):
         even, odd = counters[2 * k : 2 * k + 2] if reach.windows else (counters[k], None)
         is_last = k == reach.limbs - 1
-        value = even if is_last else o.and64(even, LOW)
+        value = even if is_last else o.bit_and(even, LOW)
         if odd is not None:
-            value = o.add64(value, o.shl64(odd if is_last else o.and64(odd, 0xFFFF), WINDOW))
-        value = value if carry is None else o.add64(value, carry)
-        digits.append(value if is_last else o.and64(value, LOW))
-        carry = o.add64(o.sar64(value, LIMB), o.sar64(even, LIMB))
-        carry = carry if odd is None else o.add64(carry, o.sar64(odd, WINDOW))
+            value = o.add(value, o.shl(odd if is_last else o.bit_and(odd, 0xFFFF), WINDOW))
+        value = value if carry is None else o.add(value, carry)
+        digits.append(value if is_last else o.bit_and(value, LOW))
+        carry = o.add(o.sar(value, LIMB), o.sar(even, LIMB))
+        carry = carry if odd is None else o.add(carry, o.sar(odd, WINDOW))
     return digits
 
 
-def _round_bits(reach: Reach, layout: Layout, digits: list, specials: list, all_minus_zero: Any) -> Any:
+def _round_bits(reach: Reach, layout: Format, digits: list, specials: list, all_minus_zero: Any) -> Any:
     """Return the bits of the nearest float, in a word of 64 bits."""
     negative = digits[-1] >= 1 << 63
     flip, carry = select(negative, np.uint64(LOW), _NONE), select(negative, _ONE, _NONE)
     first, second, third, rest, top = _ONE, _NONE, _NONE, _NONE, _NONE
     before, under = [_NONE, _NONE], _NONE
     for k, digit in enumerate(digits):
-        size = o.add64(o.xor64(digit, flip), carry)
-        size, carry = o.and64(size, LOW), o.shr64(size, LIMB)
+        size = o.add(o.bit_xor(digit, flip), carry)
+        size, carry = o.bit_and(size, LOW), o.shr(size, LIMB)
         used = size != 0
         first, second, third = (
             select(used, new, old) for new, old in zip((size, *before), (first, second, third), strict=True)
         )
         rest, top = select(used, under, rest), select(used, np.uint64(k), top)
-        under = o.or64(under, before[1])
+        if k > 1:
+            under = o.bit_or(before[1], under)
         before = [size, before[0]]
     zero = (first == 1) & (top == 0) & (digits[0] == 0)
     # A float64 of an integer shows its length in its exponent.
-    length = o.sub64(o.shr64(o.word64(o.real64(o.or64(first, 1075 << 52)) - np.float64(2.0**52)), 52), 1022)
-    spread, beyond = o.shl64(second, _HEAD - LIMB), o.add64(length, 2)
-    head = o.shl64(first, o.sub64(np.uint64(_HEAD), length))
-    head = o.add64(head, o.add64(o.shr64(spread, length), o.shr64(third, beyond)))
-    lost = o.or64(o.and64(spread, _ones(length)), o.or64(o.and64(third, _ones(beyond)), rest))
+    length = o.sub(o.shr(o.word(o.real(o.bit_or(first, 1075 << 52)) - np.float64(2.0**52)), 52), 1022)
+    spread, beyond = o.shl(second, _HEAD - LIMB), o.add(length, 2)
+    head = o.shl(first, o.sub(np.uint64(_HEAD), length))
+    head = o.add(head, o.add(o.shr(spread, length), o.shr(third, beyond)))
+    lost = o.bit_or(o.bit_and(spread, _ones(length)), o.bit_or(o.bit_and(third, _ones(beyond)), rest))
     # Below 62 bits it matters only whether there is anything.
-    head = o.or64(head, select(lost != 0, _ONE, _NONE))
-    exponent = o.add64(o.add64(o.shl64(top, 5), length), reach.unit - 1 + _FAR)
-    infinity = np.uint64(layout.fields << layout.mantissa)
+    head = o.bit_or(head, select(lost != 0, _ONE, _NONE))
+    exponent = o.add(o.add(o.shl(top, 5), length), reach.unit - 1 + _FAR)
+    infinity = np.uint64(_top_field(layout) << layout.mantissa_bits)
     bits = _nearest(layout, head, exponent)
     plus, minus = specials
     special = plus | minus
     bits = select(special, infinity, select(zero, _NONE, bits))
     negative = (special & minus) | (~special & ((zero & all_minus_zero) | (negative & ~zero)))
-    bits = o.or64(bits, select(negative, np.uint64(1 << (layout.width - 1)), _NONE))
-    nan = np.uint64(layout.fields << layout.mantissa | 1 << (layout.mantissa - 1))
+    bits = o.bit_or(bits, select(negative, np.uint64(1 << (layout.bits - 1)), _NONE))
+    nan = np.uint64(_top_field(layout) << layout.mantissa_bits | 1 << (layout.mantissa_bits - 1))
     return select(plus & minus, nan, bits)
 
 
-def _nearest(layout: Layout, head: Any, exponent: Any) -> Any:
+def _nearest(layout: Format, head: Any, exponent: Any) -> Any:
     """Return the bits of the number nearest to head * 2^(exponent - _FAR - 61); the head has 62 bits."""
-    lowest = np.uint64(layout.lowest + _FAR)
-    under_normal = select(exponent < lowest, o.sub64(lowest, exponent), _NONE)
+    lowest = np.uint64(layout.emin + _FAR)
+    under_normal = select(exponent < lowest, o.sub(lowest, exponent), _NONE)
     under_normal = select(under_normal > layout.precision + 1, np.uint64(layout.precision + 1), under_normal)
-    drop = o.add64(under_normal, _HEAD - layout.precision)
-    kept, cut, half = o.shr64(head, drop), o.and64(head, _ones(drop)), o.shl64(_ONE, o.sub64(drop, 1))
-    up = (cut > half) | ((cut == half) & (o.and64(kept, 1) == 1))
-    kept = o.add64(kept, select(up, _ONE, _NONE))
+    drop = o.add(under_normal, _HEAD - layout.precision)
+    kept, cut, half = o.shr(head, drop), o.bit_and(head, _ones(drop)), o.shl(_ONE, o.sub(drop, 1))
+    up = (cut > half) | ((cut == half) & (o.bit_and(kept, 1) == 1))
+    kept = o.add(kept, select(up, _ONE, _NONE))
     # A mantissa's leading bit, or one that a carry made, adds 1 to the exponent field.
-    field = select(exponent > lowest, o.sub64(exponent, lowest), _NONE)
-    infinity = np.uint64(layout.fields << layout.mantissa)
-    return select(field > layout.fields - 2, infinity, o.add64(kept, o.shl64(field, layout.mantissa)))
+    field = select(exponent > lowest, o.sub(exponent, lowest), _NONE)
+    infinity = np.uint64(_top_field(layout) << layout.mantissa_bits)
+    return select(field > _top_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits)))
 
 
-def _rounded_pair(layout: Layout, high: Any, low: Any, all_minus_zero: Any) -> Any:
+def _rounded_pair(layout: Format, high: Any, low: Any, all_minus_zero: Any) -> Any:
     """Return the bits of the number nearest to the sum of two float64, as a word of the layout's width; NaN for NaN."""
-    zero, sign = np.float64(0.0), np.uint64(1 << layout.width - 1)
+    zero, sign = np.float64(0.0), np.uint64(1 << layout.bits - 1)
     total = high + low
     # What rounding took away (Knuth's two-sum).
     back = total - high
     rest = (high - (total - back)) + (low - back)
-    bits = o.word64(total)
-    size = o.and64(bits, (1 << 63) - 1)
-    if layout.width < 64:
-        field = o.shr64(size, 52)
+    bits = o.word(total)
+    size = o.bit_and(bits, (1 << 63) - 1)
+    if layout.bits < 64:
+        field = o.shr(size, 52)
         # Numbers without a leading bit are far below the smallest of the result.
-        head = o.shl64(o.or64(o.and64(size, (1 << 52) - 1), 1 << 52), _HEAD - 53)
+        head = o.shl(o.bit_or(o.bit_and(size, (1 << 52) - 1), 1 << 52), _HEAD - 53)
         grows = ((rest > zero) & (total > zero)) | ((rest < zero) & (total < zero))
-        head = select(rest != zero, select(grows, o.or64(head, 1), o.sub64(head, 1)), head)
-        size = _nearest(layout, head, o.add64(field, _FAR - 1023))
+        head = select(rest != zero, select(grows, o.bit_or(head, 1), o.sub(head, 1)), head)
+        size = _nearest(layout, head, o.add(field, _FAR - 1023))
     size = select(total == zero, _NONE, size)
     negative = (total < zero) | ((total == zero) & all_minus_zero)
-    size = o.or64(size, select(negative, sign, _NONE))
-    nan = np.uint64((1 << layout.exponent_bits + 1) - 1 << layout.mantissa - 1)
+    size = o.bit_or(size, select(negative, sign, _NONE))
+    nan = np.uint64((1 << layout.exponent_bits + 1) - 1 << layout.mantissa_bits - 1)
     size = select(total != total, nan, size)
-    return size if layout.width == 64 else o.low_word(size)
+    return size if layout.bits == 64 else o.low_word(size)
 
 
 def _ones(count: Any) -> Any:
     """Return a word whose lowest bits, so many, are ones."""
-    return o.sub64(o.shl64(_ONE, count), 1)
+    return o.sub(o.shl(_ONE, count), 1)

@@ -34,6 +34,7 @@ from ._exact_sum_kernels import (
     LIMB,
     LIMBS,
     LOW,
+    WORD_TYPES,
     WORDS,
     Reach,
     block_of,
@@ -239,11 +240,11 @@ def _sum_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> tor
     """
     rows, columns = operands[0].shape
     sums = _sum_lanes(operands, width) if width else _sum_row_blocks(operands)
-    out = torch.empty(rows, dtype=LAYOUTS[dtype].word, device="cpu")
-    (lengths, chunks), terms = _chunk_lengths(rows), np.array([width or columns], np.float64)
+    out = torch.empty(rows, dtype=WORD_TYPES[LAYOUTS[dtype].bits], device="cpu")
+    cut, terms = _chunks(rows), np.array([width or columns], np.float64)
     step, at = sums.itemsize * rows, address_of(sums)
-    given = chunks, address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
-    run_chunks(_row_kernel(pairs_table(dtype)), lengths, *given)
+    given = address_of(cut), address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
+    run_chunks(_row_kernel(pairs_table(dtype)), cut[:, 2], *given)
     return out.view(dtype)
 
 
@@ -258,9 +259,9 @@ def _sum_lanes(operands: Operands, width: int) -> np.ndarray:
     sums = np.empty((3, rows))
     kernel = _row_kernel(short_table(turned.dtype, len(operands) > 1, width))
     step, at = rows * turned.element_size(), address(turned)
-    (lengths, chunks), pointers = _chunk_lengths(rows), range(at, at + len(operands) * width * step, step)
+    cut, pointers = _chunks(rows), range(at, at + len(operands) * width * step, step)
     step, at = sums.itemsize * rows, address_of(sums)
-    run_chunks(kernel, lengths, chunks, 0, 0, 0, *pointers, at, at + step, at + 2 * step)
+    run_chunks(kernel, cut[:, 2], address_of(cut), 0, 0, 0, *pointers, at, at + step, at + 2 * step)
     return sums
 
 
@@ -281,11 +282,10 @@ def _sum_row_blocks(operands: Operands) -> np.ndarray:
 
 
 @functools.lru_cache(64)
-def _chunk_lengths(count: int) -> tuple[np.ndarray, int]:
-    """Return the lengths of the chunks of so many elements, a view of their table, and the table's address."""
+def _chunks(count: int) -> np.ndarray:
+    """Return the chunks of so many elements in a line."""
     begin = np.arange(0, count, CHUNK)
-    cut = np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK), begin], 1)
-    return cut[:, 2], address_of(cut)
+    return np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK), begin], 1)
 
 
 @functools.cache
@@ -300,15 +300,14 @@ def _settle(engine: str, words: Windows, reach: Reach, dtype: torch.dtype | None
     """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORDS)."""
     words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
     rows, table, columns = len(words), settling_table(reach, dtype), words.t().contiguous()
-    shape, kind = ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), LAYOUTS[dtype].word)
+    shape, kind = ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), WORD_TYPES[LAYOUTS[dtype].bits])
     out = torch.empty(shape, dtype=kind, device=words.device)
     if engine == "reference":
         run_on_tensors(table.trace, [*columns[: reach.counters + bool(dtype)], *out])
     elif rows:
         own = np.arange(reach.counters + bool(dtype))
         pointers = np.concatenate([_starts(columns, own), _starts(out, np.arange(len(out)))])
-        begin = np.arange(0, rows, CHUNK)
-        cut = np.stack([begin * 0, begin, np.minimum(rows - begin, CHUNK), begin], 1)
+        cut = _chunks(rows)
         if engine == "triton":
             _kernel(engine, table)(cut, pointers[None], words.device)
         else:
@@ -458,7 +457,7 @@ def exact_dot(
     1e-300
     """
     a, b = _pair(a, b, "exact_dot")
-    return _differentiable_dot(a, b, _dims(a.dim(), dim), keepdim, _result_dtype(dtype, a.dtype))
+    return _differentiable_sum(a, b, _dims(a.dim(), dim), keepdim, _result_dtype(dtype, a.dtype))
 
 
 def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
@@ -584,14 +583,6 @@ def _shape(shape: torch.Size, dims: list[int], keepdim: bool = False) -> list[in
     return [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
 
 
-def _run_sum(x: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
-    return summed(_rows(x, dim), None, dtype).view(_shape(x.shape, dim, keepdim))
-
-
-def _run_dot(a: torch.Tensor, b: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
-    return summed(_rows(a, dim), _rows(b, dim), dtype).view(_shape(a.shape, dim, keepdim))
-
-
 def _run_partial(a: torch.Tensor, b: torch.Tensor | None, dim: list[int]) -> torch.Tensor:
     words = partial(_rows(a, dim), None if b is None else _rows(b, dim))
     return words.view([*_shape(a.shape, dim), WORDS])
@@ -601,16 +592,24 @@ def _run_round(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return rounded(partial.reshape(-1, WORDS), dtype).view(partial.shape[:-1])
 
 
-_sum = define_operator(
-    "exact_sum(Tensor x, int[] dim, bool keepdim, ScalarType dtype) -> Tensor",
-    _run_sum,
-    lambda x, dim, keepdim, dtype: x.new_empty(_shape(x.shape, dim, keepdim), dtype=dtype),
-)
-_dot = define_operator(
-    "exact_dot(Tensor a, Tensor b, int[] dim, bool keepdim, ScalarType dtype) -> Tensor",
-    _run_dot,
-    lambda a, b, dim, keepdim, dtype: a.new_empty(_shape(a.shape, dim, keepdim), dtype=dtype),
-)
+def _run_sum(*given: Any) -> torch.Tensor:
+    """Sum one operand, or the products of two; behind them dims, keepdim and the dtype."""
+    *operands, dim, keepdim, dtype = given
+    other = _rows(operands[1], dim) if len(operands) > 1 else None
+    return summed(_rows(operands[0], dim), other, dtype).view(_shape(operands[0].shape, dim, keepdim))
+
+
+def _fake_sum(x: torch.Tensor, *given: Any) -> torch.Tensor:
+    dim, keepdim, dtype = given[-3:]
+    return x.new_empty(_shape(x.shape, dim, keepdim), dtype=dtype)
+
+
+_SUMS: dict[int, Callable[..., torch.Tensor]] = {
+    1: define_operator("exact_sum(Tensor x, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _fake_sum),
+    2: define_operator(
+        "exact_dot(Tensor a, Tensor b, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _fake_sum
+    ),
+}
 _partial = define_operator(
     "exact_partial(Tensor a, Tensor? b, int[] dim) -> Tensor",
     _run_partial,
@@ -623,114 +622,67 @@ _round = define_operator(
 )
 
 
-def _expand_gradient(gradient: torch.Tensor, shape: torch.Size, dims: list[int], keepdim: bool) -> torch.Tensor:
-    """Return a sum's gradient in the shape of the summed tensor."""
-    if not keepdim:
-        gradient = gradient.reshape(_shape(shape, dims, True))
-    return gradient.expand(shape)
-
-
-def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
-    ctx.shape, ctx.dtype = x.shape, x.dtype
-
-
-def _sum_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return _expand_gradient(gradient.to(ctx.dtype), ctx.shape, ctx.dims, ctx.keepdim), None, None, None
-
-
-def _remember_dot(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    a, b, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
-    ctx.save_for_backward(a, b)
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    *operands, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
+    ctx.shape, ctx.dtype = operands[0].shape, operands[0].dtype
+    factors = operands if len(operands) > 1 else []
+    ctx.save_for_backward(*factors)
     if hasattr(ctx, "save_for_forward"):  # not the context of an operator
-        ctx.save_for_forward(a, b)
+        ctx.save_for_forward(*factors)
 
 
-def _dot_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    a, b = ctx.saved_tensors
-    gradient = _expand_gradient(gradient, a.shape, ctx.dims, ctx.keepdim)
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    factors = ctx.saved_tensors
+    gradient = gradient if factors else gradient.to(ctx.dtype)
+    if not ctx.keepdim:
+        gradient = gradient.reshape(_shape(ctx.shape, ctx.dims, True))
+    gradient = gradient.expand(ctx.shape)
+    if not factors:
+        return gradient, None, None, None
+    a, b = factors
     for_a = (gradient * b).to(a.dtype) if ctx.needs_input_grad[0] else None
     for_b = (gradient * a).to(b.dtype) if ctx.needs_input_grad[1] else None
     return for_a, for_b, None, None, None
 
 
-torch.library.register_autograd("halfulp::exact_sum", _sum_backward, setup_context=_remember_sum)
-torch.library.register_autograd("halfulp::exact_dot", _dot_backward, setup_context=_remember_dot)
+def _sum_of_batch(info: Any, places: Any, *given: Any) -> tuple[torch.Tensor, int]:
+    *operands, dim, keepdim, dtype = given
+    batches = [
+        x.expand(info.batch_size, *x.shape) if place is None else x.movedim(place, 0)
+        for x, place in zip(operands, places)
+    ]
+    return _SUMS[len(batches)](*batches, [d + 1 for d in dim], keepdim, dtype), 0
 
 
-def _front(x: torch.Tensor, place: int | None, size: int) -> torch.Tensor:
-    """Return a batch's dimension first, made where there is none."""
-    return x.expand(size, *x.shape) if place is None else x.movedim(place, 0)
-
-
-def _sum_of_batch(
-    info: Any, places: Any, x: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor, int]:
-    return _sum(_front(x, places[0], info.batch_size), [d + 1 for d in dim], keepdim, dtype), 0
-
-
-def _dot_of_batch(
-    info: Any, places: Any, a: torch.Tensor, b: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype
-) -> tuple[torch.Tensor, int]:
-    a, b = (_front(x, place, info.batch_size) for x, place in zip((a, b), places))
-    return _dot(a, b, [d + 1 for d in dim], keepdim, dtype), 0
-
-
-torch.library.register_vmap("halfulp::exact_sum", _sum_of_batch)
-torch.library.register_vmap("halfulp::exact_dot", _dot_of_batch)
+for _name in ("halfulp::exact_sum", "halfulp::exact_dot"):
+    torch.library.register_autograd(_name, _backward, setup_context=_remember)
+    torch.library.register_vmap(_name, _sum_of_batch)
 
 
 class _Sum(torch.autograd.Function):
-    """The sum as an autograd Function, for transforms of torch.func."""
+    """Either operator as an autograd Function, for transforms of torch.func."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
-        total: torch.Tensor = _sum(x, dims, keepdim, dtype)
-        return total
+    def forward(*given: Any) -> torch.Tensor:
+        return _SUMS[len(given) - 3](*given)
 
-    setup_context = staticmethod(_remember_sum)
-    backward = staticmethod(_sum_backward)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor, *rest: object) -> torch.Tensor:
-        """Return the sum of the tangent, rounded once."""
-        return _differentiable_sum(tangent, ctx.dims, ctx.keepdim, ctx.result_dtype)
-
-
-class _Dot(torch.autograd.Function):
-    """The dot product as an autograd Function, for transforms of torch.func."""
-
-    generate_vmap_rule = True
+    setup_context = staticmethod(_remember)
+    backward = staticmethod(_backward)
 
     @staticmethod
-    def forward(a: torch.Tensor, b: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
-        total: torch.Tensor = _dot(a, b, dims, keepdim, dtype)
-        return total
-
-    setup_context = staticmethod(_remember_dot)
-    backward = staticmethod(_dot_backward)
-
-    @staticmethod
-    def jvp(ctx: Any, for_a: torch.Tensor | None, for_b: torch.Tensor | None, *rest: object) -> torch.Tensor:
-        """Return the products of each tangent with the other operand, each sum of them rounded once."""
-        a, b = ctx.saved_tensors
-        parts = [
-            _differentiable_dot(tangent, other, ctx.dims, ctx.keepdim, ctx.result_dtype)
-            for tangent, other in ((for_a, b), (for_b, a))
-            if tangent is not None
-        ]
+    def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
+        """Return the sum of the tangent, or of the products of each with the other factor, each sum rounded once."""
+        given = ctx.dims, ctx.keepdim, ctx.result_dtype
+        factors = ctx.saved_tensors
+        if not factors:
+            return _differentiable_sum(tangents[0], *given)
+        pairs = zip(tangents, reversed(factors))
+        parts = [_differentiable_sum(tangent, other, *given) for tangent, other in pairs if tangent is not None]
         return sum(parts[1:], parts[0])
 
 
-def _differentiable_sum(x: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
-    summed: Callable[..., torch.Tensor] = _Sum.apply if under_transform() else _sum
-    return summed(x, dims, keepdim, dtype)
-
-
-def _differentiable_dot(
-    a: torch.Tensor, b: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype
-) -> torch.Tensor:
-    summed: Callable[..., torch.Tensor] = _Dot.apply if under_transform() else _dot
-    return summed(a, b, dims, keepdim, dtype)
+def _differentiable_sum(*given: Any) -> torch.Tensor:
+    summed: Callable[..., torch.Tensor] = _Sum.apply if under_transform() else _SUMS[len(given) - 3]
+    return summed(*given)

@@ -128,7 +128,7 @@ def expm1_terms(x: Terms, n: int) -> Terms:
     one = constants(x[0], [1.0])
     power_of_e = [times_power(t, q) for t in added(one, y, n)]
     far = finished(power_of_e[0] - 1.0, added(power_of_e, negated(one), n))
-    return [select(q == 0.0, a, b) for a, b in zip(y, far)]
+    return _select_terms(q == 0.0, y, far)
 
 
 def expm1(operands: list[Terms], n: int) -> Terms:
@@ -202,24 +202,28 @@ def _select_terms(condition, a: Terms, b: Terms) -> Terms:
     return [select(condition, s, t) for s, t in zip(a, b)]
 
 
-def _absolute(x: Terms) -> Terms:
-    return _select_terms(x[0] < 0.0, negated(x), x)
-
-
 def _copy_sign(x, made: Terms) -> Terms:
     return _select_terms(x < 0.0, negated(made), made)
+
+
+def _absolute(x: Terms) -> Terms:
+    return _copy_sign(x[0], x)
+
+
+def _bounded(far, limit, x: Terms) -> Terms:
+    """Return x, or a limit where it is far."""
+    return [select(far, limit, x[0]), *(select(far, 0.0, t) for t in x[1:])]
 
 
 def tanh(operands: list[Terms], n: int) -> Terms:
     """-e / (e + 2) with e = expm1(-2 |x|), and the sign of x."""
     x = operands[0]
-    size = _absolute(x)
-    one, zero = constants(x[0], [1.0, 0.0])
+    size, one = _absolute(x), number(x[0], 1.0)
     far = size[0] > 400.0
-    near = [select(far, one, size[0]), *(select(far, zero, t) for t in size[1:])]
+    near = _bounded(far, one, size)
     e = expm1_terms(scaled(near, -2.0), n)
     made = divided(negated(e), added(e, [one + one], n), n)
-    made = [select(far, one, made[0]), *(select(far, zero, t) for t in made[1:])]
+    made = _bounded(far, one, made)
     return odd_at_zero(x, _copy_sign(x[0], made))
 
 
@@ -367,9 +371,9 @@ def erf(operands: list[Terms], n: int) -> Terms:
     """
     x = operands[0]
     last = _edge(n)
-    size = [select(x[0] < 0.0, -t, t) for t in x]
+    size = _absolute(x)
     far = size[0] > last / 16
-    size = [select(far, number(x[0], last / 16), size[0]), *(select(far, 0.0, t) for t in size[1:])]
+    size = _bounded(far, number(x[0], last / 16), size)
     index = nearest_integer(size[0] * 16.0)
     r = distill([size[0], -(index * (1.0 / 16.0)), *size[1:]], n)
     slope = multiplied(r, [index * (-1.0 / 8.0)], n)
@@ -378,8 +382,8 @@ def erf(operands: list[Terms], n: int) -> Terms:
     value, bell = (looked_up(table, index, n) for table in known.bells(last + 1))
     made = added(value, multiplied(multiplied(bell, r, n), total, n), n)
     one = constants(x[0], [1.0])
-    made = [select(far, a, b) for a, b in zip(fitted(one, n), made)]
-    made = [select(x[0] < 0.0, -t, t) for t in made]
+    made = _select_terms(far, fitted(one, n), made)
+    made = _copy_sign(x[0], made)
     return odd_at_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
 
 
@@ -387,9 +391,9 @@ def erfc(operands: list[Terms], n: int) -> Terms:
     """1 - erf(x) by the same integral, from the 32nd c nearest to |x|, where erfc(c) is known without cancellation."""
     x = operands[0]
     one, zero = constants(x[0], [1.0, 0.0])
-    size = [select(x[0] < 0.0, -t, t) for t in x]
+    size = _absolute(x)
     far = size[0] > _LAST / 32
-    size = [select(far, zero + _LAST / 32, size[0]), *(select(far, zero, t) for t in size[1:])]
+    size = _bounded(far, zero + _LAST / 32, size)
     index = nearest_integer(size[0] * 32.0)
     r = distill([size[0], -(index * (1.0 / 32.0)), *size[1:]], n)
     slope = multiplied(r, [index * (-1.0 / 16.0)], n)
@@ -399,7 +403,7 @@ def erfc(operands: list[Terms], n: int) -> Terms:
     shift = gather(known.tails(_LAST + 1)[2], index)
     made = [select(far, zero, times_power(t, -shift)) for t in made]
     left = added([one + one], negated(made), n)
-    made = [select(x[0] < 0.0, a, b) for a, b in zip(left, made)]
+    made = _select_terms(x[0] < 0.0, left, made)
     return [select(x[0] == x[0], made[0], x[0]), *made[1:]]
 
 
@@ -426,10 +430,6 @@ def _integral(slope: Terms, square: Terms, n: int, largest: float) -> Terms:
 _BELOW = 1.0 - 2.0**-51
 
 
-def _size(x: Terms) -> Terms:
-    return [select(x[0] < 0.0, -t, t) for t in x]
-
-
 def _differ(a: Terms, b: Terms):
     """Return whether exactly one of two is negative."""
     return ((a[0] < 0.0) & ~(b[0] < 0.0)) | (~(a[0] < 0.0) & (b[0] < 0.0))
@@ -437,7 +437,7 @@ def _differ(a: Terms, b: Terms):
 
 def _reaches(r: Terms, b: Terms):
     """Return whether |r| >= |b|, for finite operands and b that is not 0."""
-    over = distill([*_size(r), *negated(_size(b))], 1)[0] >= 0.0
+    over = distill([*_absolute(r), *negated(_absolute(b))], 1)[0] >= 0.0
     return over & is_finite(r[0]) & is_finite(b[0]) & (b[0] != 0.0)
 
 
@@ -575,9 +575,9 @@ def atan(operands: list[Terms], n: int) -> Terms:
     """atan(j / 32) + atan((t - j/32) / (1 + t j/32)) for t = |x| or 1 / |x|."""
     x = operands[0]
     one, zero = constants(x[0], [1.0, 0.0])
-    size = [select(x[0] < 0.0, -t, t) for t in x]
+    size = _absolute(x)
     steep, far = size[0] > 1.0, size[0] > 2.0**400
-    inside = [select(far, one, size[0]), *(select(far, zero, t) for t in size[1:])]
+    inside = _bounded(far, one, size)
     top = [select(steep, one, inside[0]), *(select(steep, zero, t) for t in inside[1:])]
     bottom = [select(steep, inside[0], one), *(select(steep, t, zero) for t in inside[1:])]
     index = nearest_integer(top[0] / bottom[0] * 32.0)
@@ -591,8 +591,8 @@ def atan(operands: list[Terms], n: int) -> Terms:
     flat = added(looked_up(known.arcs(), index, n), small, n)
     right = constants(x[0], known.components(known.pi() // 2, n))
     below = [select(far, zero, t) for t in flat]
-    made = [select(steep, a, b) for a, b in zip(added(right, negated(below), n), flat)]
-    made = [select(x[0] < 0.0, -t, t) for t in made]
+    made = _select_terms(steep, added(right, negated(below), n), flat)
+    made = _copy_sign(x[0], made)
     return odd_at_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
 
 
@@ -660,18 +660,6 @@ class Function:
     any_precision: bool = False
 
 
-def _add(x: list[Terms], n: int) -> Terms:
-    return nets.settled(x[0][0] + x[1][0], nets.added(x[0], x[1], n))
-
-
-def _sub(x: list[Terms], n: int) -> Terms:
-    return nets.settled(x[0][0] - x[1][0], nets.added(x[0], nets.negated(x[1]), n))
-
-
-def _mul(x: list[Terms], n: int) -> Terms:
-    return nets.settled(x[0][0] * x[1][0], nets.multiplied(x[0], x[1], n))
-
-
 def _addcmul(x: list[Terms], n: int) -> Terms:
     """a + b c, with an error relative to |a| + |b c|, not to the result of a cancellation."""
     plain = x[0][0] + x[1][0] * x[2][0]
@@ -700,9 +688,9 @@ def _sign(x: list[Terms], n: int) -> Terms:
 
 
 FUNCTIONS: dict[str, Function] = {
-    "add": Function(2, _add, True),
-    "sub": Function(2, _sub, True),
-    "mul": Function(2, _mul, True),
+    "add": Function(2, lambda x, n: nets.settled(x[0][0] + x[1][0], added(x[0], x[1], n)), True),
+    "sub": Function(2, lambda x, n: nets.settled(x[0][0] - x[1][0], added(x[0], negated(x[1]), n)), True),
+    "mul": Function(2, lambda x, n: nets.settled(x[0][0] * x[1][0], multiplied(x[0], x[1], n)), True),
     "div": Function(2, lambda x, n: nets.quotient(x[0], x[1], n), True),
     "sqrt": Function(1, lambda x, n: nets.square_root_of(x[0], n), True),
     "reciprocal": Function(1, lambda x, n: nets.quotient([nets.one_like(x[0][0])], x[0], n), True),

@@ -1,6 +1,6 @@
 """Linear algebra of expansions to all their digits: solve, inverse, least squares, Cholesky, QR, determinant.
 
-Matrices that float64 takes for singular go, one by one, through elimination in components.
+Matrices that float64 takes for singular go, one by one, through elimination in integers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..kernels import define_operator
 from . import _elimination as factors
 from ._elimination import exact_determinant, least_squares_by_elimination, solve_by_elimination
 from ._matmul import matmul
-from ._pointwise import MOST, PRECISION, Parts, pointwise
+from ._pointwise import Parts, check_components, pointwise
 from ._refinement import (
     LIMIT,
     Progress,
@@ -130,8 +130,8 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     scaled by powers of two first. The error is at most a few 2^-(n p) of the largest entry of each column of x; four
     float64 components have no further one for the residual: there it is a few 2^-(n p) times the condition.
 
-    A matrix that float64 takes for singular starts from an inverse in two to four float64 components instead, with
-    residuals in exact integers: the error is the same for conditions up to about 1e58, N up to 128.
+    A matrix that float64 takes for singular is eliminated in integers of 1,024 bits instead, with exact residuals: the
+    error is the same for conditions up to about 1e58, N up to 128.
 
     Args:
         a: (..., N, N), 1 to 4 components of one dtype.
@@ -215,11 +215,7 @@ def det(a: Parts, components: int, dtype: torch.dtype) -> Parts:
 
 
 def _call_solver(name: str, a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    for kind, count in ((a[0].dtype, len(a)), *([(b[0].dtype, len(b))] if b else []), (dtype, components)):
-        if kind not in PRECISION:
-            raise TypeError(f"components of {kind}: allowed are float16, bfloat16, float32 and float64")
-        if not 1 <= count <= MOST:
-            raise ValueError(f"{count} components: allowed are 1 to {MOST}")
+    check_components(*[(x[0].dtype, len(x)) for x in (a, b) if x], (dtype, components))
     _check_shapes(name, a[0].shape, b[0].shape if b else None)
     if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b)):
         return tuple(_operator(name, [*a, *b], len(a), components, dtype))

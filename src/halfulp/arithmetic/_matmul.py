@@ -19,7 +19,7 @@ from ._exact_products import (
     multiply_wide,
     wide_type,
 )
-from ._pointwise import MOST, PRECISION, Parts
+from ._pointwise import Parts, check_components
 
 _STACK = 1 << 20  # elements of operands and result that are worked on at a time
 
@@ -77,11 +77,7 @@ def matmul(
 
 
 def _check(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> None:
-    for kind, count in ((a[0].dtype, len(a)), (b[0].dtype, len(b)), (dtype, components)):
-        if kind not in PRECISION:
-            raise TypeError(f"components of {kind}: allowed are float16, bfloat16, float32 and float64")
-        if not 1 <= count <= MOST:
-            raise ValueError(f"{count} components: allowed are 1 to {MOST}")
+    check_components((a[0].dtype, len(a)), (b[0].dtype, len(b)), (dtype, components))
     x, y = a[0].shape, b[0].shape
     if len(x) < 2 or len(y) < 2 or x[-1] != y[-2]:
         raise ValueError(f"matmul takes (..., M, K) and (..., K, N), got {tuple(x)} and {tuple(y)}")

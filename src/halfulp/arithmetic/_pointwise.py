@@ -396,12 +396,17 @@ def _call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dt
     wanted = 2 if name in DIVISIONS else FUNCTIONS[name].operands
     if len(operands) != wanted:
         raise ValueError(f"{name} takes {wanted} operands, got {len(operands)}")
-    for kind, count in (*operands, (dtype, components)):
+    check_components(*operands, (dtype, components))
+    return Call(name, operands, components, dtype)
+
+
+def check_components(*kinds: tuple[torch.dtype, int]) -> None:
+    """Raise unless operands and results have 1 to MOST components of a known dtype."""
+    for kind, count in kinds:
         if kind not in PRECISION:
             raise TypeError(f"components of {kind}: allowed are float16, bfloat16, float32 and float64")
         if not 1 <= count <= MOST:
             raise ValueError(f"{count} components: allowed are 1 to {MOST}")
-    return Call(name, operands, components, dtype)
 
 
 def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:

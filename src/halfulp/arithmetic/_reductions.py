@@ -304,14 +304,9 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequ
     (many, rows, columns), length, segments, several, divisor = cut
     engine = select_engine(parts[0].device.type)
     if engine == "triton" and (on_device := _ready_triton_kernel(reduction, parts[0].device)) is not None:
-        written = [
-            torch.empty(shape, dtype=reduction.dtype, device=parts[0].device) for _ in range(reduction.components)
-        ]
-        on_device(parts, written, (*cut.sizes, length, segments, several), divisor)
-        return tuple(written)
+        return tuple([part.reshape(shape) for part in _run_on_triton(reduction, on_device, parts, cut)])
     if engine != "llvm":
-        terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
-        return tuple([part.to(reduction.dtype).reshape(shape) for part in terms])
+        return tuple([part.reshape(shape) for part in _reduce_by_reference(reduction, parts, cut)])
     made = tuple([torch.empty(shape, dtype=reduction.dtype, device="cpu") for _ in range(reduction.components)])
     count = many * segments
     if not count or not columns:
@@ -334,25 +329,28 @@ def _kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
     return compile_reduction(f"reduce_{reduction.kind}", reduction.steps, stored, written, shape)
 
 
-@functools.cache
-def _first_use(reduction: _Reduction) -> tuple[Any, ...]:
-    """Return the arguments of `ready` after the device: key, name, builder, the kernel's and plain torch's results."""
-    stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
-    name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
-    build = functools.partial(Reduction, reduction.steps, stored, written)
-    return (
-        reduction,
-        name,
-        build,
-        functools.partial(_run_trial, reduction),
-        functools.partial(_trial_reference, reduction),
-    )
-
-
 def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
     """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
-    key, name, build, run, reference = _first_use(reduction)
-    return ready(key, name, device, build, run, reference)
+    stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
+    name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
+
+    def run(kernel: Reduction, device: torch.device) -> list[torch.Tensor]:
+        found = (_run_on_triton(reduction, kernel, [x.to(device) for x in parts], cut) for cut, parts in trials())
+        return [part.cpu() for parts in found for part in parts]
+
+    def reference() -> list[torch.Tensor]:
+        return [part for cut, parts in trials() for part in _reduce_by_reference(reduction, parts, cut)]
+
+    trials = functools.partial(_trials, reduction)
+    return ready(reduction, name, device, lambda: Reduction(reduction.steps, stored, written), run, reference)
+
+
+def _run_on_triton(reduction: _Reduction, kernel: Reduction, parts: Sequence[torch.Tensor], cut: _Cut) -> Parts:
+    """Return the results as (matrices and segments, columns)."""
+    shape = cut.sizes[0] * cut.segments, cut.sizes[2]
+    made = [torch.empty(shape, dtype=reduction.dtype, device=parts[0].device) for _ in range(reduction.components)]
+    kernel(parts, made, (*cut.sizes, *cut[1:4]), cut.divisor)
+    return tuple(made)
 
 
 def _trials(reduction: _Reduction) -> Iterator[tuple[_Cut, list[torch.Tensor]]]:
@@ -366,28 +364,12 @@ def _trials(reduction: _Reduction) -> Iterator[tuple[_Cut, list[torch.Tensor]]]:
         yield cut, made
 
 
-def _run_trial(reduction: _Reduction, kernel: Reduction, device: torch.device) -> list[torch.Tensor]:
-    found = []
-    for cut, parts in _trials(reduction):
-        shape = 2 * cut.segments, cut.sizes[2]
-        made = [torch.empty(shape, dtype=reduction.dtype, device=device) for _ in range(reduction.components)]
-        kernel([part.to(device) for part in parts], made, (*cut.sizes, *cut[1:4]), cut.divisor)
-        found += [part.cpu() for part in made]
-    return found
-
-
-def _trial_reference(reduction: _Reduction) -> list[torch.Tensor]:
-    found = []
-    for cut, parts in _trials(reduction):
-        terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
-        found += [part.to(reduction.dtype).reshape(2 * cut.segments, -1) for part in terms]
-    return found
-
-
-def _reduce_segments_reference(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Terms:
-    length = cut.length
-    pieces_of = [[part[:, k * length : (k + 1) * length] for part in parts] for k in range(cut.segments)]
-    return [torch.stack(some, 1) for some in zip(*(_segment(reduction, some, cut) for some in pieces_of))]
+def _reduce_by_reference(reduction: _Reduction, parts: Sequence[torch.Tensor], cut: _Cut) -> Parts:
+    """Return the results as (matrices and segments, columns)."""
+    length, wide = cut.length, [part.reshape(cut.sizes).double() for part in parts]
+    pieces_of = [[part[:, k * length : (k + 1) * length] for part in wide] for k in range(cut.segments)]
+    terms = [torch.stack(some, 1) for some in zip(*(_segment(reduction, some, cut) for some in pieces_of))]
+    return tuple([part.to(reduction.dtype).flatten(0, 1) for part in terms])
 
 
 def _segment(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Terms:

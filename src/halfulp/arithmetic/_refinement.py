@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -159,7 +161,9 @@ class Integers:
         for fraction, exponent in zip(fractions, exponents, strict=True):
             shifts = np.where(fraction == 0, 0, exponent - 53 - power).astype(object)
             values = values + (np.ldexp(fraction, 53).astype(np.int64).astype(object) << shifts)
-        return cls(values, power)
+        bits = functools.reduce(operator.or_, values.flat, 0)
+        zeros = max(0, (bits & -bits).bit_length() - 1)  # behind the last digit of all
+        return cls(values >> zeros, power + zeros)
 
     @property
     def mT(self) -> Integers:
@@ -174,12 +178,6 @@ class Integers:
         left, right = (x.values * (1 << (x.power - power)) for x in (self, other))
         return Integers(left - right, power)
 
-    def rounded(self, bits: int) -> Integers:
-        """Round to so many bits of the largest entry, downwards."""
-        most = max(int(value).bit_length() for value in self.values.flat)
-        shift = max(0, most - bits)
-        return Integers(self.values >> shift, self.power + shift)
-
     def parts(self, device: torch.device, components: int = MOST) -> Parts:
         """Return the matrix rounded to float64 components."""
         rows = [_floats(int(value), self.power, components) for value in self.values.flat]
@@ -188,10 +186,14 @@ class Integers:
 
 
 def _floats(value: int, power: int, components: int) -> list[float]:
-    """Return the leading digits of value 2^power, 53 at a time."""
-    out = []
+    """Return components of value 2^power, each the nearest float64 to what is left; behind an infinity follow zeros."""
+    out: list[float] = []
     for _ in range(components):
         shift = max(0, value.bit_length() - 53)
-        out.append(math.ldexp(value >> shift, shift + power))
-        value -= value >> shift << shift
+        head = value / (1 << shift)  # Python divides integers with one rounding
+        try:
+            out.append(math.ldexp(head, shift + power))
+        except OverflowError:
+            return [math.copysign(math.inf, head), *[0.0] * (components - 1)]
+        value -= int(head) << shift
     return out

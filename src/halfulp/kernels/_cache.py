@@ -8,7 +8,6 @@ import hashlib
 import os
 import pickle
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -121,7 +120,6 @@ class CacheEntry:
         temporary = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_parts_of_killed(path)
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".part")
             with os.fdopen(handle, "wb") as file:
                 file.write(_TAG + hashlib.sha256(payload).digest() + payload)
@@ -141,14 +139,6 @@ class CacheEntry:
         machine = (*self._compilers, processor(), source_digest(*_GENERATORS))
         key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
         return None if folder is None else folder / f"{self._name}-{key}.kernel"
-
-
-def _remove_parts_of_killed(path: Path) -> None:
-    """Remove what processes that were killed while they wrote an entry have left."""
-    for part in path.parent.glob(f"{path.stem}.*.part"):
-        with contextlib.suppress(OSError):
-            if time.time() - part.stat().st_mtime > PATIENCE:
-                part.unlink()
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

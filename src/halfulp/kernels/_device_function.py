@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ._operations import SCALARS
+from . import _operations
 from ._trace import Piece, Trace, Traced
 
 # Columns of a chunk: row of the pointers, first element, elements, global index of the first.
@@ -118,8 +118,7 @@ def _bound(function: Callable, names: Mapping[str, object], made: dict[Callable,
 
 def _is_bound_too(value: object) -> TypeGuard[types.FunctionType]:
     """Return whether what a name stands for is a device function, rather than an operation, a number or a recorder."""
-    is_operation = SCALARS.get(getattr(value, "__name__", "")) is value
-    return isinstance(value, types.FunctionType) and not is_operation and value.__module__ != Trace.__module__
+    return isinstance(value, types.FunctionType) and value.__module__ not in (Trace.__module__, _operations.__name__)
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])

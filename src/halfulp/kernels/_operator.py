@@ -82,7 +82,7 @@ def torch_operators(namespace: str) -> Operators:
     >>> present([aten.neg.default, aten.gone_since.default])
     [<OpOverload(op='aten.neg', overload='default')>]
     """
-    return Operators(namespace)
+    return Operators(namespace, getattr(torch.ops, namespace), True)
 
 
 def present(operators: Iterable[Any]) -> list[Any]:
@@ -110,57 +110,35 @@ class AbsentOperator:
         )
 
 
-class _Lookup:
-    """A namespace whose attributes are looked up once each."""
+class Operators:
+    """A namespace of torch.ops, whose attributes are operators, or one operator, whose attributes are its overloads.
 
-    _private = "__"
+    Each attribute is looked up once. An operator that the installed torch lacks has no overloads.
+    """
+
+    def __init__(self, name: str, held: Any, is_namespace: bool = False) -> None:
+        self._name, self._held, self._is_namespace = name, held, is_namespace
 
     def __getattr__(self, name: str) -> Any:
-        # Such as __wrapped__; torch has aten.__and__.
-        found = self._find(name)
-        if found is None and name.startswith(self._private):
+        found = getattr(self._held, name, None)
+        # Such as __wrapped__, though torch has aten.__and__. No overload begins with an underscore: unittest.mock's
+        # call asks everything that doctest finds for _mock_name.
+        if found is None and name.startswith("__" if self._is_namespace else "_"):
             raise AttributeError(name)
-        vars(self)[name] = found = self._entry(name, found)
-        return found
-
-
-class Operators(_Lookup):
-    """A namespace of torch.ops; its attributes are operators, present or not."""
-
-    def __init__(self, namespace: str) -> None:
-        self._name = namespace
-
-    def _find(self, name: str) -> Any:
-        return getattr(getattr(torch.ops, self._name), name, None)
-
-    def _entry(self, name: str, found: Any) -> OperatorPacket:
-        return OperatorPacket(f"{self._name}::{name}", found)
-
-
-class OperatorPacket(_Lookup):
-    """The overloads of one operator; none where the installed torch lacks it."""
-
-    # No overload begins with an underscore; unittest.mock's call asks everything that doctest finds for _mock_name.
-    _private = "_"
-
-    def __init__(self, name: str, packet: Any) -> None:
-        self._name, self._packet = name, packet
-
-    def _find(self, name: str) -> Any:
-        return getattr(self._packet, name, None)
-
-    def _entry(self, name: str, found: Any) -> Any:
-        if found is None:
+        if self._is_namespace:
+            found = Operators(f"{self._name}::{name}", found)
+        elif found is None:
             _absent.add(f"{self._name}.{name}")
-            return AbsentOperator(f"{self._name}.{name}")
+            found = AbsentOperator(f"{self._name}.{name}")
+        vars(self)[name] = found
         return found
 
     def overloads(self) -> list[str]:
-        """Return the names of the overloads."""
-        if self._packet is None:
+        """Return the names of the overloads of an operator."""
+        if self._held is None:
             _absent.add(self._name)
             return []
-        return self._packet.overloads()
+        return self._held.overloads()
 
 
 Function = TypeVar("Function", bound=Callable)

@@ -1,9 +1,9 @@
 """Straight-line arithmetic, written once: device functions in plain Python, recorded as typed instructions.
 
-A device function is a plain function over + - * / (and comparisons), the operations below and those on words in
-`scalar/_operations`. Given tensors or NumPy scalars it computes; given `Traced` values it writes itself down, without
-branches, for three writers: `vector` turns it into machine code, `triton` into source, and `tensors` runs it. A traced
-value has a kind: a real ("f32", "f64"), an unsigned word ("w32", "w64"), a "mask", or the "address" of an array.
+A device function is a plain function over + - * / (and comparisons), the operations below and those of `_operations`.
+Given `Traced` values it writes itself down, without branches, for three writers: `vector` turns it into machine code,
+`triton` into source, and `_tensor_writer` runs it; the operations below compute on tensors, too. A traced value has a
+kind: a real ("f32", "f64"), an unsigned word ("w32", "w64"), a "mask", or the "address" of an array.
 """
 
 from __future__ import annotations
@@ -222,6 +222,13 @@ def shared(network: Network) -> Network:
     return cast("Network", run)
 
 
+def _on_either_side(operation: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+    """Return the methods of an operation whose first operand, or second one, is traced."""
+    return (lambda own, other: own.trace.binary(operation, own, other)), (
+        lambda own, other: own.trace.binary(operation, other, own)
+    )
+
+
 class Traced:
     """A symbolic value: the number of the instruction that will compute it."""
 
@@ -242,29 +249,13 @@ class Traced:
     def __bool__(self) -> bool:
         raise TypeError("a device function has no branches: write select(condition, a, b), and & | ~ for and, or, not")
 
-    def __add__(self, other):
-        return self.trace.binary("add", self, other)
-
-    def __radd__(self, other):
-        return self.trace.binary("add", other, self)
-
-    def __sub__(self, other):
-        return self.trace.binary("sub", self, other)
-
-    def __rsub__(self, other):
-        return self.trace.binary("sub", other, self)
-
-    def __mul__(self, other):
-        return self.trace.binary("mul", self, other)
-
-    def __rmul__(self, other):
-        return self.trace.binary("mul", other, self)
-
-    def __truediv__(self, other):
-        return self.trace.binary("div", self, other)
-
-    def __rtruediv__(self, other):
-        return self.trace.binary("div", other, self)
+    __add__, __radd__ = _on_either_side("add")
+    __sub__, __rsub__ = _on_either_side("sub")
+    __mul__, __rmul__ = _on_either_side("mul")
+    __truediv__, __rtruediv__ = _on_either_side("div")
+    __lt__, __gt__, __le__, __ge__ = (_on_either_side(name)[0] for name in ("lt", "gt", "le", "ge"))
+    __eq__, __ne__ = (_on_either_side(name)[0] for name in ("eq", "ne"))
+    __hash__ = object.__hash__
 
     def __pow__(self, other):
         raise TypeError("a device function has no powers: write x * x, or sqrt(x)")
@@ -282,24 +273,6 @@ class Traced:
     def __abs__(self):
         return self.trace.emit("abs", (self,))
 
-    def __lt__(self, other):
-        return self.trace.binary("lt", self, other)
-
-    def __gt__(self, other):
-        return self.trace.binary("gt", self, other)
-
-    def __le__(self, other):
-        return self.trace.binary("le", self, other)
-
-    def __ge__(self, other):
-        return self.trace.binary("ge", self, other)
-
-    def __eq__(self, other):
-        return self.trace.binary("eq", self, other)
-
-    def __ne__(self, other):
-        return self.trace.binary("ne", self, other)
-
     def __and__(self, other):
         return self.trace.emit("and", (self, other))
 
@@ -308,8 +281,6 @@ class Traced:
 
     def __invert__(self):
         return self.trace.emit("not", (self,))
-
-    __hash__ = object.__hash__
 
 
 Value = torch.Tensor | Traced

@@ -151,7 +151,7 @@ def fp16_stochastic(x, random):
     units = real(magnitude) * TWO_24
     below = to_word(select(magnitude < SINGLE_NORMAL, units, TWO_24))
     chance = to_real(shr(random, S8)) * TWO_M24
-    tiny = add(below, select(chance < units - to_real(below), ONE, sub(ONE, ONE)))
+    tiny = add(below, select(chance < units - to_real(below), ONE, np.uint32(0)))
     normal = shr(sub(add(magnitude, shr(random, S19)), REBIAS), THIRTEEN)
     finite = select(magnitude < SINGLE_NORMAL, tiny, normal)
     special = select(magnitude > EXPONENT, HALF_NAN, HALF_INFINITY)
@@ -246,11 +246,11 @@ def spaced_stochastic(x, random):
     """Device function: stochastic in units of the spacing."""
     bits = word(x)
     magnitude = bit_and(bits, ABS)
-    bounded = select(magnitude < EXPONENT, magnitude, binade_of(ONE))
+    bounded = select(magnitude < EXPONENT, magnitude, LEAST_BINADE)
     binade = binade_of(bounded)
     units = real(bounded) * real(sub(INVERSE_TOP, binade))
     below = to_real(to_word(units))
-    above = below + to_real(ONE)
+    above = below + np.float32(1.0)
     taken = select(to_real(shr(random, S8)) * TWO_M24 < units - below, above, below)
     rounded = word(taken * real(sub(binade, UNIT_SHIFT)))
     return bit_or(limited(magnitude, select(magnitude < EXPONENT, rounded, magnitude)), bit_and(bits, SIGN))

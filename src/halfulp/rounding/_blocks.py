@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 from math import frexp
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,21 +15,15 @@ import torch
 from ..formats import BlockFormat
 from ..kernels import address, check_bits, note, run_chunks, run_on_tensors
 from ..kernels._device_function import Recording, Table, bound
-from ..kernels._operations import add as plus
-from ..kernels._operations import bit_and as both
-from ..kernels._operations import bit_or as either
-from ..kernels._operations import bit_xor as flip
-from ..kernels._operations import divide, real, word
-from ..kernels._operations import shl as left
-from ..kernels._operations import shr as right
-from ..kernels._operations import sub as minus
+from ..kernels._operations import add, bit_and, bit_or, bit_xor, divide, real, select, shl, shr, sub, word
 from ..kernels._trace import Piece, block_largest
-from ..kernels.triton._launch import TensorKernel, fixed_memory, is_aligned, ready
+from ..kernels.triton._launch import TensorKernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
-from ._device_functions import as_real, as_word, choose, rounded
+from ._device_functions import rounded
 from ._kernels import (
     FIXED_KEY,
+    TritonPlan,
     check_device,
     collide,
     container_pieces,
@@ -39,33 +33,23 @@ from ._kernels import (
     inputs_of,
     mode_pieces,
     note_write,
+    round_by_triton,
+    row_length,
     to_words,
 )
 from ._modes import Nearest, Rounding, Up
 from ._random_bits import WEYL, draw, random_words, recorded_start
 from ._target import (
-    BASE,
     COUNT,
     DOWN,
     DTYPES,
-    FIELD,
-    HIGHEST,
-    IMPLICIT,
-    INFINITY,
-    LARGEST,
-    LOWEST,
-    MAGNITUDE,
-    NAN,
-    ONE,
-    ONES,
-    SIGNIFICAND,
     STOCHASTIC,
-    TINY,
     UP,
     WORD32,
     WORD64,
     Layout,
     Target,
+    Words,
     constants,
     layout_for,
     make_target,
@@ -74,15 +58,27 @@ from ._target import (
 # ruff: noqa: F821  names that are free here (scale_of, payload, ...) are bound when a kernel is compiled
 
 
-# Positions in a kernel's array of words about blocks.
-FIRST, SECOND, SMALLEST, GREATEST, TWICE_BIAS, BELOW_NORMAL, UNIT, TENSOR, AMAX, DIVISOR = range(10)
-WORDS = 10
+class BlockWords(NamedTuple):
+    """The constants of a kernel about blocks: for scales that are powers of two, and for any."""
+
+    first: Any = 0
+    second: Any = 0
+    smallest: Any = 0
+    greatest: Any = 0
+    twice_bias: Any = 0
+    below_normal: Any = 0
+    unit: Any = 0
+    tensor: Any = 0
+    amax: Any = 0
+    divisor: Any = 0
+
+
 SMALLEST_SCALE = np.float32(2.0**-126)
 
 
 def block_element(w, u, c, d, b):
     """Device function: an element rounded over its block's scale, times the scale."""
-    scale = scale_of(block_largest(both(w, c[MAGNITUDE])), c, d, b)
+    scale = scale_of(block_largest(bit_and(w, c.magnitude)), c, d, b)
     return rounded_payload(w, u, inverse_of(scale, c, b), factor_of(scale, c, b), c)
 
 
@@ -93,13 +89,13 @@ def block_scale(a, c, d, b):
 
 def finite_largest(w, c):
     """Device function: the largest magnitude of a block, 0 if one of its elements is infinite or NaN."""
-    largest = block_largest(both(w, c[MAGNITUDE]))
-    return choose(largest < c[INFINITY], largest, minus(largest, largest))
+    largest = block_largest(bit_and(w, c.magnitude))
+    return select(largest < c.infinity, largest, 0)
 
 
 def rounded_payload(w, u, inverse, factor, c):
     """Device function: an element over its scale, rounded, times the scale."""
-    return as_word(as_real(rounded(payload(w, inverse, c), u, c)) * as_real(factor))
+    return word(real(rounded(payload(w, inverse, c), u, c)) * real(factor))
 
 
 # scales that are powers of two: the word of a scale is its exponent ------------------------------------------
@@ -107,28 +103,28 @@ def rounded_payload(w, u, inverse, factor, c):
 
 def exponent_of_scale(a, c, d, b):
     """Device function: e - FIRST + (f >= SECOND) for amax = 2^e (1 + f), within the scale's range; all ones for NaN."""
-    e = right(a, c[FIELD])
-    e = choose(both(a, c[SIGNIFICAND]) >= b[SECOND], plus(e, c[ONE]), e)
-    lowest = plus(b[SMALLEST], b[FIRST])
-    e = minus(choose(e > lowest, e, lowest), b[FIRST])
-    e = choose(e < b[GREATEST], e, b[GREATEST])
-    return choose(a >= c[INFINITY], c[ONES], e)
+    e = shr(a, c.field)
+    e = select(bit_and(a, c.significand) >= b.second, add(e, 1), e)
+    lowest = add(b.smallest, b.first)
+    e = sub(select(e > lowest, e, lowest), b.first)
+    e = select(e < b.greatest, e, b.greatest)
+    return select(a >= c.infinity, c.ones, e)
 
 
 def power(e, c, b):
     """Device function: 2^e; 2^-127 is subnormal in float32."""
-    w = choose(e < c[ONE], b[BELOW_NORMAL], left(e, c[FIELD]))
-    return choose(e == c[ONES], c[NAN], w)
+    w = select(e < 1, b.below_normal, shl(e, c.field))
+    return select(e == c.ones, c.nan, w)
 
 
 def inverse_power(e, c, b):
     """Device function: 2^-e."""
-    return choose(e == c[ONES], c[NAN], left(minus(b[TWICE_BIAS], e), c[FIELD]))
+    return select(e == c.ones, c.nan, shl(sub(b.twice_bias, e), c.field))
 
 
 def multiplied(w, inverse, c):
     """Device function: an element over a power of two; one far below its block becomes 0, which it rounds to."""
-    return as_word(as_real(w) * as_real(inverse))
+    return word(real(w) * real(inverse))
 
 
 def multiplied_kept(w, inverse, c):
@@ -138,9 +134,8 @@ def multiplied_kept(w, inverse, c):
 
 def kept(w, y, c):
     """Device function: a quotient, of a number that is not 0 never 0."""
-    zero = minus(c[ONE], c[ONE])
-    lost = (both(y, c[MAGNITUDE]) == zero) & (both(w, c[MAGNITUDE]) > zero)
-    return choose(lost, either(y, c[ONE]), y)
+    lost = (bit_and(y, c.magnitude) == 0) & (bit_and(w, c.magnitude) > 0)
+    return select(lost, bit_or(y, 1), y)
 
 
 # any scale: the word of a scale is that of the product with the tensor's -------------------------------------
@@ -148,29 +143,28 @@ def kept(w, y, c):
 
 def product_of_scale(a, c, d, b):
     """Device function: amax / (largest element x tensor scale), rounded within the scale's range, x tensor scale."""
-    q = as_word(as_real(a) / as_real(b[UNIT]))
-    e = right(q, d[FIELD])
-    e = choose(e < d[LOWEST], d[LOWEST], e)
-    s = minus(d[BASE], choose(e > d[HIGHEST], d[HIGHEST], e))
-    keep = left(d[ONES], s)
-    r = both(plus(q, scale_addend(q, s, flip(keep, d[ONES]), d)), keep)
-    r = choose(q < d[TINY], d[TINY], r)
-    r = choose(r < d[LARGEST], r, d[LARGEST])
-    return choose(a >= c[INFINITY], c[NAN], as_word(as_real(r) * as_real(b[TENSOR])))
+    q = word(real(a) / real(b.unit))
+    e = shr(q, d.field)
+    e = select(e < d.lowest, d.lowest, e)
+    s = sub(d.base, select(e > d.highest, d.highest, e))
+    keep = shl(d.ones, s)
+    r = bit_and(add(q, scale_addend(q, s, bit_xor(keep, d.ones), d)), keep)
+    r = select(q < d.tiny, d.tiny, r)
+    r = select(r < d.largest, r, d.largest)
+    return select(a >= c.infinity, c.nan, word(real(r) * real(b.tensor)))
 
 
 def under_tensor_scale(b):
-    """Device function: the words about blocks, UNIT times the tensor's scale, which is AMAX / DIVISOR."""
-    scale = divide(real(b[AMAX]), real(b[DIVISOR]))
-    scale = choose(scale > SMALLEST_SCALE, scale, SMALLEST_SCALE)
-    changed = {TENSOR: word(scale), UNIT: word(scale * real(b[UNIT]))}
-    return [changed.get(k, b[k]) for k in range(WORDS)]
+    """Device function: the words about blocks, `unit` times the tensor's scale, which is amax / divisor."""
+    scale = divide(real(b.amax), real(b.divisor))
+    scale = select(scale > SMALLEST_SCALE, scale, SMALLEST_SCALE)
+    return b._replace(tensor=word(scale), unit=word(scale * real(b.unit)))
 
 
 def nearest_scale(q, s, lost, d):
     """Device function: to nearest, ties to even."""
-    last = right(either(both(q, d[SIGNIFICAND]), d[IMPLICIT]), s)
-    return plus(right(lost, d[ONE]), both(both(last, d[ONE]), lost))
+    last = shr(bit_or(bit_and(q, d.significand), d.implicit), s)
+    return add(shr(lost, 1), bit_and(bit_and(last, 1), lost))
 
 
 def raised_scale(q, s, lost, d):
@@ -185,7 +179,7 @@ def itself(scale, c, b):
 
 def divided(w, inverse, c):
     """Device function: an element over its scale."""
-    return as_word(as_real(w) / as_real(inverse))
+    return word(real(w) / real(inverse))
 
 
 def divided_kept(w, inverse, c):
@@ -336,9 +330,9 @@ def largest_table(dtype: torch.dtype, kind: Kind) -> Table:
     return _table(dtype, kind, rounds=False)
 
 
-def bound_names(kind: Kind, wide: bool) -> dict[str, object]:
+def bound_names(kind: Kind) -> dict[str, object]:
     """Return the functions bound to the free names of the device functions."""
-    names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating), wide)}
+    names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating))}
     kept = kind.mode in (UP, DOWN)
     if kind.powers:
         names |= {"scale_of": exponent_of_scale, "factor_of": power, "inverse_of": inverse_power}
@@ -352,16 +346,20 @@ def bound_names(kind: Kind, wide: bool) -> dict[str, object]:
 
 def _table(dtype: torch.dtype, kind: Kind, rounds: bool) -> Table:
     pieces, wide = container_pieces(dtype, kind.inexact), dtype == torch.float64
-    element = Recording(2, 2 * COUNT + WORDS, "w64" if wide else "w32")
-    i, (source, target), words = element.index, element.arrays, element.constants
-    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
-    w, names = pieces["load"](source, i), bound_names(kind, wide)
+    element = Recording(2, 2 * COUNT + len(BlockWords._fields), "w64" if wide else "w32")
+    i, (source, target), (c, d, of_block) = element.index, element.arrays, words_in(element.constants)
+    w, names = pieces["load"](source, i), bound_names(kind)
     if rounds:
         random, of_block = draw(*element.stream), under_tensor_scale(of_block) if kind.under_amax else of_block
         pieces["store"](target, i, bound(block_element, names)(w, random, c, d, of_block))
     else:
         element.trace.gather_sum("max", bound(finite_largest, names)(w, c))
-    return Table(element.trace, 2, len(words), recorded_start(), int(WEYL), kind.block, partial=True)
+    return Table(element.trace, 2, len(element.constants), recorded_start(), int(WEYL), kind.block, partial=True)
+
+
+def words_in(constants: Sequence[Any]) -> tuple[Words, Words, BlockWords]:
+    """Return the words of a table's constants: of the elements, of the scales, and of blocks."""
+    return Words(*constants[:COUNT]), Words(*constants[COUNT : 2 * COUNT]), BlockWords(*constants[2 * COUNT :])
 
 
 def words_of(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
@@ -375,20 +373,22 @@ def words_of(target: BlockTarget, layout: Layout, tensor: float, unit: float) ->
 
 
 def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
-    words = dict.fromkeys(range(WORDS), 0)
     if target.powers:
         first, second = scale_threshold(target, layout.mantissa)
         highest = int(np.frexp(target.scale.max)[1]) - 1
-        words |= {FIRST: first % (1 << layout.width), SECOND: second, TWICE_BIAS: 2 * layout.bias}
-        words[SMALLEST] = max(0, target.scale.tiny_exponent + layout.bias)
-        words[GREATEST] = min(highest + layout.bias, 2 * layout.bias - 1)
-        words[BELOW_NORMAL] = layout.power(-layout.bias)
+        words = BlockWords(
+            first=first % (1 << layout.width),
+            second=second,
+            smallest=max(0, target.scale.tiny_exponent + layout.bias),
+            greatest=min(highest + layout.bias, 2 * layout.bias - 1),
+            twice_bias=2 * layout.bias,
+            below_normal=layout.power(-layout.bias),
+        )
     else:
-        words |= {UNIT: layout.word(unit), TENSOR: layout.word(tensor)}
-        if target.tensor_scale:
-            with np.errstate(over="ignore"):  # an infinity, as in `tensor_scale`
-                words[DIVISOR] = layout.word(float(np.float32(target.element.max * target.scale.max)))
-    return np.array([words[i] for i in range(WORDS)], np.uint32 if layout.width == 32 else np.uint64)
+        with np.errstate(over="ignore"):  # an infinity, as in `tensor_scale`
+            divisor = float(np.float32(target.element.max * target.scale.max)) if target.tensor_scale else 0.0
+        words = BlockWords(unit=layout.word(unit), tensor=layout.word(tensor), divisor=layout.word(divisor))
+    return np.array(words, np.uint32 if layout.width == 32 else np.uint64)
 
 
 def fixed_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
@@ -466,9 +466,9 @@ def _layout(dtype: torch.dtype) -> Layout:
 @cache
 def _record_block_function(what: str, kind: Kind, width: int) -> Piece:
     """Return the device function that rounds an element of a block, or makes a scale of a block's largest magnitude."""
-    element = Recording(0, 2 * COUNT + WORDS, f"w{width}")
-    word, words, names = element.given("word", f"w{width}"), element.constants, bound_names(kind, width == 64)
-    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
+    element = Recording(0, 2 * COUNT + len(BlockWords._fields), f"w{width}")
+    word, names = element.given("word", f"w{width}"), bound_names(kind)
+    c, d, of_block = words_in(element.constants)
     if what == "block":
         made = bound(block_element, names)(word, element.given("draw", "w32"), c, d, of_block)
     else:
@@ -476,54 +476,23 @@ def _record_block_function(what: str, kind: Kind, width: int) -> Piece:
     return Piece(element.trace, (made.number,))
 
 
-class Plan(NamedTuple):
-    """The kernels that round tensors of a dtype to a target, each with the target's constants.
-
-    Where the tensor has a scale of its own, `measure` finds the largest of the finite blocks' largest magnitudes.
-    `kind` tells kernels apart, which differ in the choice of the scale too where it is a constant.
-    """
-
-    kernel: TensorKernel
-    constants: tuple[int, ...]
-    measure: TensorKernel | None
-    measured: tuple[int, ...]
-    kind: tuple[torch.dtype, Kind, int]
-    name: str
-
-
-def round_blocks_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
-    """Round contiguous x into out, which may be x; return False if there is no Triton kernel."""
-    plan, device = plan_for(x.dtype, target, layout), x.device
-    aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(_length(x))
-    found = ready(
-        ("quantize in blocks", *plan.kind, aligned, ragged),
-        plan.name,
-        device,
-        lambda: plan,
-        lambda plan, device: [_fixed_by_triton(plan, device, aligned, ragged)],
-        lambda: [blocks_by_reference(_fixed_plan(plan, ragged), target, FIXED_KEY)],
-    )
-    if found is None:
-        return False
-    _round(plan, x, key, out, aligned)
-    return True
-
-
 @lru_cache(maxsize=1024)
-def plan_for(dtype: torch.dtype, target: BlockTarget, layout: Layout) -> Plan:
+def plan_for(dtype: torch.dtype, target: BlockTarget, layout: Layout) -> TritonPlan:
     """Return the plan of a dtype and a target, in words of a layout."""
     words = words_of(target, layout, 1.0, target.element.max)
     kind = Kind.of(dtype, target, layout)._replace(under_amax=target.tensor_scale)
     kernel, measure = triton_kernel(dtype, kind), triton_measure(dtype, kind) if target.tensor_scale else None
     measured = () if measure is None else measure.arguments(words)
+    # The choice of a scale is a constant of the kernel, with which it is compared.
     told, name = (dtype, kind, target.choice), f"quantize in blocks of {dtype}"
-    return Plan(kernel, kernel.arguments(words), measure, measured, told, name)
+    return TritonPlan(kernel, kernel.arguments(words), told, name, measure, measured)
 
 
 @cache
 def triton_kernel(dtype: torch.dtype, kind: Kind) -> TensorKernel:
     """Return the kernel that rounds; the largest magnitude on which a tensor's scale depends lies in memory."""
-    return TensorKernel(rounding_table(dtype, kind), (2 * COUNT + AMAX,) if kind.under_amax else ())
+    place = 2 * COUNT + BlockWords._fields.index("amax")
+    return TensorKernel(rounding_table(dtype, kind), (place,) if kind.under_amax else ())
 
 
 @cache
@@ -532,31 +501,12 @@ def triton_measure(dtype: torch.dtype, kind: Kind) -> TensorKernel:
     return TensorKernel(largest_table(dtype, kind))
 
 
-def _round(plan: Plan, x: torch.Tensor, key: int, out: torch.Tensor, aligned: bool) -> None:
-    device, count, length, at = x.device, x.numel(), _length(x), 0
-    addresses = address(x), address(out)
-    if plan.measure is not None:
-        # The device alone reads it, so that nothing waits.
-        amax = torch.zeros(1, dtype=torch.int32, device=device)
-        at = address(amax)
-        plan.measure.launch(device, addresses, count, plan.measured, (0,), length=length, memory=at, aligned=aligned)
-    plan.kernel.launch(device, addresses, count, plan.constants, (key,), length=length, memory=at, aligned=aligned)
+def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
+    def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
+        return fixed_rows(x.dtype, 3 * target.block + 1 if ragged else 16 * target.block)
 
-
-def _length(x: torch.Tensor) -> int:
-    return x.shape[-1] if x.dim() else 1
-
-
-def _fixed_plan(plan: Plan, ragged: bool) -> torch.Tensor:
-    dtype, kind = plan.kind[:2]
-    return fixed_rows(dtype, 3 * kind.block + 1 if ragged else 16 * kind.block)
-
-
-def _fixed_by_triton(plan: Plan, device: torch.device, aligned: bool, ragged: bool) -> torch.Tensor:
-    rows = _fixed_plan(plan, ragged)
-    here, there = (fixed_memory(rows, device, aligned) for _ in range(2))
-    _round(plan, here, FIXED_KEY, there, aligned)
-    return there.cpu()
+    plan = plan_for(x.dtype, target, layout)
+    return round_by_triton(plan, x, key, out, fixed, lambda rows: blocks_by_reference(rows, target, FIXED_KEY))
 
 
 GROUP = 16_384
@@ -596,7 +546,7 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
     result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
     if engine == "llvm":
         _run(source, target, layout, key, result)
-    elif not round_blocks_by_triton(source, target, layout, key, result):
+    elif not _round_by_triton(source, target, layout, key, result):
         out.copy_(blocks_by_reference(x, target, key))
         return
     if result is not out:
@@ -618,7 +568,7 @@ def _compile_kernels(dtype: torch.dtype, kind: Kind) -> tuple[Callable[..., None
 
 
 def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
-    length = x.shape[-1] if x.dim() else 1
+    length = row_length(x)
     table, sizes = _groups(x.numel() // length, length, target.block)
     numbers = array("Q", (address(x), address(out), key, 0))
     pointers = numbers.buffer_info()[0]

@@ -32,7 +32,7 @@ from ..kernels.vector._machine_function import Kernel, address_of
 from ..kernels.vector._table_loop import compile_row
 from . import _device_functions as p
 from ._device_functions import rounded
-from ._modes import own_mode
+from ._modes import mode_of
 from ._random_bits import WEYL, draw, random_words, recorded_start
 from ._target import (
     COUNT,
@@ -45,36 +45,11 @@ from ._target import (
     WORD64,
     Layout,
     Target,
+    Words,
     constants,
     layout_for,
 )
 
-_MODES: dict[int, dict[str, Callable]] = {
-    NEAREST: {"addend": p.half_addend, "reaches_smallest": p.half_reaches_smallest, "limited": p.limited_outward},
-    STOCHASTIC: {
-        "addend": p.random_addend,
-        "reaches_smallest": p.randomly_reaches_smallest,
-        "limited": p.limited_outward,
-    },
-    UP: {"outward": p.positive},
-    DOWN: {"outward": p.negative},
-}
-_TOWARD_ZERO: dict[str, Callable] = {
-    "addend": p.no_addend,
-    "reaches_smallest": p.never_reaches_smallest,
-    "outward": p.never,
-    "limited": p.limited_directed,
-}
-_DIRECTED: dict[str, Callable] = {
-    "addend": p.away_addend,
-    "reaches_smallest": p.away_reaches_smallest,
-    "limited": p.limited_directed,
-}
-_OWN: dict[str, Callable] = {
-    "addend": p.chosen_addend,
-    "reaches_smallest": p.chosen_reaches_smallest,
-    "limited": p.limited_outward,
-}
 _PATHS = {"fixed": p.fixed, "adder": p.adder, "scaled": p.scaled, "packed": p.packed}
 _CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
     torch.float32: {"load": load32, "store": store32},
@@ -90,35 +65,33 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], 
     width = 64 if dtype == torch.float64 else 32
     element, pieces = Recording(2, COUNT, f"w{width}"), container_pieces(dtype)
     i, (source, target) = element.index, element.arrays
-    rounded = bound(p.rounded, mode_pieces(mode, kind, width == 64))
-    pieces["store"](target, i, rounded(pieces["load"](source, i), draw(*element.stream), element.constants))
+    rounded = bound(p.rounded, mode_pieces(mode, kind))
+    pieces["store"](target, i, rounded(pieces["load"](source, i), draw(*element.stream), Words(*element.constants)))
     return Table(element.trace, 2, COUNT, recorded_start(), int(WEYL), streams=streams)
 
 
-def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:
+def mode_pieces(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
     """Return the functions bound to the free names of `rounded`, for a mode and a kind of `Constants`."""
     path, plain, saturating = kind
-    own = own_mode(mode)
     bind: dict[str, Callable] = {
-        # A partial function: names of its module are not those that are bound here.
-        **({} if own is None else _OWN | {"goes_away": functools.partial(own.goes_away)}),
-        **(_DIRECTED if mode in (UP, DOWN) else _TOWARD_ZERO if mode == TOWARD_ZERO else {}),
-        **_MODES.get(mode, {}),
-        **(p.WIDE if wide else {}),
         "magnitude": _PATHS[path],
-        "aligned": p.aligned64 if wide else p.aligned32,
-        "fraction": p.fraction64 if wide else p.fraction32,
-        "has_residue": p.has_residue64 if wide else p.has_residue32,
+        "limited": p.saturated if saturating else p.limited_outward,
         "signed": p.signed_plain if plain else p.signed_special,
     }
-    if mode == NEAREST and path == "fixed":
-        bind["addend"] = p.half_addend_fixed
-    if (mode in (NEAREST, STOCHASTIC) or own is not None) and saturating:
-        bind["limited"] = p.saturated
-    if path == "adder" and saturating:
-        bind |= {"magnitude": p.saturating_adder, "limited": p.unlimited}
+    if mode == NEAREST:
+        bind["addend"] = p.half_addend_fixed if path == "fixed" else p.half_addend
+        bind["reaches_smallest"] = p.half_reaches_smallest
+    elif mode == STOCHASTIC:
+        bind |= {"addend": p.random_addend, "reaches_smallest": p.randomly_reaches_smallest}
+    else:
+        bind |= {"addend": p.chosen_addend, "reaches_smallest": p.chosen_reaches_smallest}
+        # A partial function: names of its module are not those that are bound here.
+        bind["goes_away"] = functools.partial(mode_of(mode).goes_away)
+    if mode in (TOWARD_ZERO, UP, DOWN):
+        bind["limited"] = p.limited_directed
     elif path == "adder":
-        bind["limited"] = p.limited_by_input
+        bind["limited"] = p.unlimited if saturating else p.limited_by_input
+        bind["magnitude"] = p.saturating_adder if saturating else p.adder
     return bind
 
 
@@ -174,8 +147,8 @@ def round_words(words: torch.Tensor, target: Target, layout: Layout, bits: torch
 @functools.cache
 def _recorded(mode: int, kind: tuple[str, bool, bool], width: int) -> Piece:
     element = Recording(0, COUNT, f"w{width}")
-    given = element.given("word", f"w{width}"), element.given("draw", "w32"), element.constants
-    return Piece(element.trace, (bound(rounded, mode_pieces(mode, kind, width == 64))(*given).number,))
+    given = element.given("word", f"w{width}"), element.given("draw", "w32"), Words(*element.constants)
+    return Piece(element.trace, (bound(rounded, mode_pieces(mode, kind))(*given).number,))
 
 
 @functools.lru_cache(1024)
@@ -200,35 +173,72 @@ def from_words(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class TritonPlan(NamedTuple):
-    """The kernel that rounds tensors of a dtype to a target, and all of its kind, with the target's constants.
+    """The kernel that rounds tensors of a dtype to a target, with the target's constants.
 
-    Its kind is the dtype, the mode, and the path, plainness and saturation of `Constants`.
+    Attributes:
+        kernel: of all targets of its kind.
+        constants: of the target.
+        kind: the dtype, and what else determines the kernel.
+        name: for messages.
+        measure: where a tensor has a scale of its own, the kernel that finds the largest of the finite blocks' largest
+            magnitudes.
+        measured: its constants.
     """
 
     kernel: TensorKernel
     constants: tuple[int, ...]
-    kind: tuple[torch.dtype, int, str, bool, bool]
+    kind: tuple[Hashable, ...]
     name: str
+    measure: TensorKernel | None = None
+    measured: tuple[int, ...] = ()
+
+    def round(self, x: torch.Tensor, key: int, out: torch.Tensor, aligned: bool) -> None:
+        """Round contiguous x, whose blocks lie along its last dimension, into out, which may be x."""
+        device, count, length, at = x.device, x.numel(), row_length(x), 0
+        addresses = address(x), address(out)
+        if self.measure is not None:
+            # The device alone reads it, so that nothing waits.
+            amax = torch.zeros(1, dtype=torch.int32, device=device)
+            at = address(amax)
+            self.measure.launch(device, addresses, count, self.measured, (0,), length, at, aligned)
+        self.kernel.launch(device, addresses, count, self.constants, (key,), length, at, aligned)
 
 
-def round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
-    """Round x into out, as `run` takes them; return False if there is no Triton kernel."""
-    count = x.numel()
-    if count == 0:
+def row_length(x: torch.Tensor) -> int:
+    """Return the length of the rows along which blocks lie."""
+    return x.shape[-1] if x.dim() else 1
+
+
+def round_by_triton(
+    plan: TritonPlan,
+    x: torch.Tensor,
+    key: int,
+    out: torch.Tensor,
+    fixed: Callable[[bool, bool], torch.Tensor],
+    reference: Callable[[torch.Tensor], torch.Tensor],
+) -> bool:
+    """Round contiguous x into out, which may be x; return False if there is no Triton kernel.
+
+    Args:
+        plan: for x's dtype.
+        x, key, out: as `run` takes them.
+        fixed: (whether whole vectors are wanted, whether blocks are ragged) -> elements of the first use's comparison.
+        reference: rounds them in plain torch, with the key FIXED_KEY.
+    """
+    if not x.numel():
         return True
-    plan, addresses, device = plan_for(x.dtype, target), (address(x), address(out)), x.device
-    aligned = is_aligned(addresses, count)
-    kernel = ready(
-        ("quantize", *plan.kind, aligned),
-        plan.name,
-        device,
-        lambda: plan.kernel,
-        lambda kernel, device: [_fixed_by_triton(kernel, plan, device, aligned)],
-        lambda: [by_reference(_fixed_elements(x.dtype, aligned), target, FIXED_KEY)],
-    )
-    if kernel is None:
+    aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(row_length(x))
+
+    def on_fixed(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
+        here, there = (fixed_memory(fixed(aligned, ragged), device, aligned) for _ in range(2))
+        plan.round(here, FIXED_KEY, there, aligned)
+        return [there.cpu()]
+
+    key_of_use = "quantize", *plan.kind, aligned, ragged
+    found = ready(key_of_use, plan.name, x.device, lambda: plan, on_fixed, lambda: [reference(fixed(aligned, ragged))])
+    if found is None:
         return False
-    kernel.launch(device, addresses, count, plan.constants, (key,), aligned=aligned)
+    plan.round(x, key, out, aligned)
     return True
 
 
@@ -247,16 +257,13 @@ def triton_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -
     return TensorKernel(rounding_table(dtype, mode, kind))
 
 
-def _fixed_elements(dtype: torch.dtype, aligned: bool) -> torch.Tensor:
-    fixed = fixed_elements(dtype)
-    return fixed[: fixed.numel() // VECTOR * VECTOR] if aligned else fixed
+def _round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
+    def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
+        elements = fixed_elements(x.dtype)
+        return elements[: elements.numel() // VECTOR * VECTOR] if aligned else elements
 
-
-def _fixed_by_triton(kernel: TensorKernel, plan: TritonPlan, device: torch.device, aligned: bool) -> torch.Tensor:
-    x = _fixed_elements(plan.kind[0], aligned)
-    here, there = (fixed_memory(x, device, aligned) for _ in range(2))
-    kernel.launch(device, (address(here), address(there)), x.numel(), plan.constants, (FIXED_KEY,), aligned=aligned)
-    return there.cpu()
+    plan = plan_for(x.dtype, target)
+    return round_by_triton(plan, x, key, out, fixed, lambda elements: by_reference(elements, target, FIXED_KEY))
 
 
 def run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
@@ -293,7 +300,7 @@ def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
         chosen = engine_for(x)
         if chosen == "llvm":
             _run_kernel(x, target, key, out)
-        elif chosen == "reference" or not round_by_triton(x, target, key, out):
+        elif chosen == "reference" or not _round_by_triton(x, target, key, out):
             out.copy_(by_reference(x, target, key))
 
 
@@ -353,10 +360,6 @@ def round_memory(plan: Plan, source: int, goal: int, count: int, key: int) -> No
     """Round so many elements from one address to another."""
     if count * plan.size >= STREAMED and goal != source and goal % ALIGNMENT == 0:
         plan = prepare(plan.target, plan.dtype, True)
-    _launch(plan, source, goal, count, key)
-
-
-def _launch(plan: Plan, source: int, goal: int, count: int, key: int) -> None:
     number, lengths, table = _table(count)
     kernel, key = plan.kernel, key - (key >> 63 << 64)
     if (count < SERIAL_BELOW or torch.get_num_threads() == 1) and not flushes():
@@ -390,7 +393,8 @@ def _check(plan: Plan, kind: tuple[Hashable, ...]) -> None:
 
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(x)
-        _launch(plan, address(x), address(out), x.numel(), FIXED_KEY)
+        number, _, table = _table(x.numel())
+        plan.kernel(0, number, table, plan.at, 0, FIXED_KEY, address(x), address(out))
         return [out]
 
     check_bits(f"quantize ({plan.dtype}, {kind[2]})", fast, lambda: [by_reference(x, plan.target, FIXED_KEY)])

@@ -27,7 +27,7 @@ class Rounding:
     def goes_away(fraction: Any, half: Any, odd: Any, negative: Any) -> Any:
         """Return whether a number that lies between two neighbours goes to the one farther from 0: a device function.
 
-        Modes that `register_rounding` adds define it.
+        All modes but `Nearest` and `Stochastic` define it, which have faster device functions.
 
         Args:
             fraction: how far the number is from the nearer one to 0, in units of the spacing, as an unsigned word:
@@ -59,6 +59,11 @@ class TowardZero(Rounding):
 
     name: ClassVar[str] = "toward_zero"
 
+    @staticmethod
+    def goes_away(fraction: Any, half: Any, odd: Any, negative: Any) -> Any:
+        """Never."""
+        return negative & ~negative
+
 
 @dataclass(frozen=True)
 class Up(Rounding):
@@ -66,12 +71,22 @@ class Up(Rounding):
 
     name: ClassVar[str] = "up"
 
+    @staticmethod
+    def goes_away(fraction: Any, half: Any, odd: Any, negative: Any) -> Any:
+        """Where the number is positive."""
+        return ~negative
+
 
 @dataclass(frozen=True)
 class Down(Rounding):
     """The smaller neighbour: toward minus infinity."""
 
     name: ClassVar[str] = "down"
+
+    @staticmethod
+    def goes_away(fraction: Any, half: Any, odd: Any, negative: Any) -> Any:
+        """Where the number is negative."""
+        return negative
 
 
 @dataclass(frozen=True)
@@ -200,17 +215,15 @@ def _code(name: str) -> int:
     return _FIRST_OWN + zlib.crc32(name.encode())
 
 
-def own_mode(code: int) -> type[Rounding] | None:
-    """Return the registered rounding with a number; None for those of the library.
+def mode_of(code: int) -> type[Rounding]:
+    """Return the rounding with a number.
 
     Raises:
         ValueError: nobody registered it in this process.
     """
-    if code < _FIRST_OWN:
-        return None
-    for name in list(MODES)[len(_BUILT_IN) :]:
-        if _code(name) == code:
-            return MODES[name]
+    for name, kind in MODES.items():
+        if code == (_BUILT_IN.index(name) if name in _BUILT_IN else _code(name)):
+            return kind
     raise ValueError(
         f"rounding number {code} is not known in this process: import the module that registers it by "
         "hu.rounding.register_rounding"

@@ -165,17 +165,14 @@ def _apply(
     x: torch.Tensor, target: tuple[int, ...], rounding: Rounding, counter: int, out: torch.Tensor | None
 ) -> torch.Tensor:
     """Call the operator that fits; x is detached and all has been checked."""
-    if isinstance(rounding, Stochastic) and rounding.seed is None:
-        if out is None:
-            drawn: torch.Tensor = _quantize_drawing(x, target, counter)
-            return drawn
-        _quantize_drawing_into(x, target, counter, out)
-        return out
-    seed, counter = (rounding.signed_seed, counter) if isinstance(rounding, Stochastic) else (0, 0)
+    draws = isinstance(rounding, Stochastic) and rounding.seed is None
+    given: tuple[int, ...] = (counter,)
+    if not draws:
+        given = (rounding.signed_seed, counter) if isinstance(rounding, Stochastic) else (0, 0)
     if out is None:
-        result: torch.Tensor = _quantize(x, target, seed, counter)
-        return result
-    _quantize_into(x, target, seed, counter, out)
+        rounded: torch.Tensor = (_quantize_drawing if draws else _quantize)(x, target, *given)
+        return rounded
+    (_quantize_drawing_into if draws else _quantize_into)(x, target, *given, out)
     return out
 
 
@@ -302,21 +299,9 @@ def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out
     out.copy_(result)
 
 
-def _new_drawing(x: torch.Tensor, target: list[int], counter: int) -> torch.Tensor:
-    return _new(x, target, drawn_key(), counter)
-
-
-def _quantize_into_drawing(x: torch.Tensor, target: list[int], counter: int, out: torch.Tensor) -> None:
-    _round_into(x, target, drawn_key(), counter, out)
-
-
 def _like(x: torch.Tensor, target: list[int], *arguments: object) -> torch.Tensor:
     is_elementwise = len(target) == _ELEMENTWISE
     return torch.empty_like(x, memory_format=torch.preserve_format if is_elementwise else torch.contiguous_format)
-
-
-def _nothing(*arguments: object) -> None:
-    return None
 
 
 _quantize = define_operator("quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _new, _like)
@@ -334,14 +319,19 @@ def _quantize_batch(
 
 torch.library.register_vmap("halfulp::quantize", _quantize_batch)
 _quantize_into = define_operator(
-    "quantize_into(Tensor x, int[] target, int seed, SymInt counter, Tensor(a!) out) -> ()", _round_into, _nothing
+    "quantize_into(Tensor x, int[] target, int seed, SymInt counter, Tensor(a!) out) -> ()",
+    _round_into,
+    lambda *given: None,
 )
 _quantize_drawing = define_operator(
-    "quantize_drawing(Tensor x, int[] target, SymInt counter) -> Tensor", _new_drawing, _like, random=True
+    "quantize_drawing(Tensor x, int[] target, SymInt counter) -> Tensor",
+    lambda x, target, counter: _new(x, target, drawn_key(), counter),
+    _like,
+    random=True,
 )
 _quantize_drawing_into = define_operator(
     "quantize_drawing_into(Tensor x, int[] target, SymInt counter, Tensor(a!) out) -> ()",
-    _quantize_into_drawing,
-    _nothing,
+    lambda x, target, counter, out: _round_into(x, target, drawn_key(), counter, out),
+    lambda *given: None,
     random=True,
 )

@@ -79,7 +79,7 @@ def mix64_all(*values: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return mixed
 
 
-def stream_start(key_low: Word, key_high: Word, index: Word) -> tuple[np.uint32, np.uint32]:
+def stream_start(key_low: Word, key_high: Word, index: Word) -> tuple[Word, Word]:
     """Device function: the counter of the element at a global index, and what its hash is xored with.
 
     Neighbours' counters differ by WEYL, and the second word is the same for all elements up to 2^32 apart.
@@ -94,18 +94,18 @@ def recorded_start() -> Piece:
     return record_words(stream_start, "w32", "w32", "w64")
 
 
-def hashed(counter: Word, own: Word) -> np.uint32:
+def hashed(counter: Word, own: Word) -> Word:
     """Device function: the hash of an element from its counter and its stream's own word, short of the last product."""
     x = mul(bit_xor(bit_xor(counter, shr(counter, S16)), own), FIRST)
     return bit_xor(bit_xor(x, shr(x, S15)), own)
 
 
-def drawn_word(hash_of_element: Word, number: int) -> np.uint32:
+def drawn_word(hash_of_element: Word, number: int) -> Word:
     """Device function: one of an element's random words."""
     return mul(hash_of_element, np.uint32(int(SECOND) * pow(NEXT_FACTOR, number, 1 << 32) & 0xFFFFFFFF))
 
 
-def draw(counter: Word, own: Word) -> np.uint32:
+def draw(counter: Word, own: Word) -> Word:
     """Device function: 32 random bits of an element, its first word."""
     return drawn_word(hashed(counter, own), 0)
 

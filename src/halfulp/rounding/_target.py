@@ -5,12 +5,12 @@ from __future__ import annotations
 import struct
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ..formats import Format
+from ..formats import Format, get
 from ._modes import Rounding, code_of
 
 NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(5)  # as `code_of` numbers them; behind them the registered ones
@@ -76,23 +76,14 @@ def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype:
     )
 
 
-# Of the dtypes that tensors come in: explicit mantissa bits, exponent of the smallest normal number, largest number.
-_CONTAINERS = {
-    torch.float16: (10, -14, 65504.0),
-    torch.bfloat16: (7, -126, float.fromhex("0x1.fep127")),
-    torch.float32: (23, -126, float.fromhex("0x1.fffffep127")),
-    torch.float64: (52, -1022, float.fromhex("0x1.fffffffffffffp1023")),
-}
-
-
 def _is_identity(format: Format, policy: str, dtype: torch.dtype) -> bool:
-    mantissa, emin, largest = _CONTAINERS[dtype]
+    held = get(dtype)
     return (
         policy == "inf"
         and format.signed_zero
-        and format.mantissa_bits >= mantissa
-        and format.max >= largest
-        and format.smallest_subnormal <= 2.0 ** (emin - mantissa)
+        and format.mantissa_bits >= held.mantissa_bits
+        and format.max >= held.max
+        and format.smallest_subnormal <= held.smallest_subnormal
     )
 
 
@@ -102,26 +93,22 @@ def _check_held(format: Format, rounding: Rounding, policy: str, dtype: torch.dt
         raise NotImplementedError(
             f"{format.name} has normal numbers below 2^-1022, which are subnormal in float64: take a smaller bias"
         )
-    mantissa, emin, largest = _CONTAINERS[dtype]
-    finer = format.mantissa_bits >= mantissa
-    beyond = format.max > largest and not (finer and policy != "saturate")
+    held = get(dtype)
+    finer = format.mantissa_bits >= held.mantissa_bits
+    beyond = format.max > held.max and not (finer and policy != "saturate")
     gives_max = policy == "saturate" or rounding.name in ("toward_zero", "up", "down")
-    if gives_max and format.max <= largest:
-        beyond = format.max % 2.0 ** (format.emax - mantissa) != 0
-    below = not format.zero and format.smallest_normal < 2.0 ** (emin - mantissa)
+    if gives_max and format.max <= held.max:
+        beyond = format.max % 2.0 ** (format.emax - held.mantissa_bits) != 0
+    below = not format.zero and format.smallest_normal < held.smallest_subnormal
     if beyond or below:
         name = str(dtype).removeprefix("torch.")
+        wide = get(torch.float32)
+        fits = format.mantissa_bits <= wide.mantissa_bits and format.max <= wide.max
+        enough = "float32" if fits and format.smallest_subnormal >= wide.smallest_subnormal else "float64"
         raise ValueError(
             f"{name} cannot hold the values of {format.name} (largest {format.max:.6g}) that overflow={policy!r} and "
-            f"{rounding.name} rounding give: convert the tensor first, x.to(torch.{_wide_enough(format)})"
+            f"{rounding.name} rounding give: convert the tensor first, x.to(torch.{enough})"
         )
-
-
-def _wide_enough(format: Format) -> str:
-    """Return the narrowest of float32 and float64 that holds all of a format."""
-    mantissa, emin, largest = _CONTAINERS[torch.float32]
-    fits = format.mantissa_bits <= mantissa and format.max <= largest
-    return "float32" if fits and format.smallest_subnormal >= 2.0 ** (emin - mantissa) else "float64"
 
 
 class Layout(NamedTuple):
@@ -151,12 +138,48 @@ class Layout(NamedTuple):
 
 WORD32, WORD64 = Layout(32, 23, 127), Layout(64, 52, 1023)
 
-# Positions in a kernel's array of constants.
-MAGNITUDE, SIGN, INFINITY, NAN, ONE, ONES, SIGNIFICAND, IMPLICIT, FIELD = range(9)
-SHIFT, BASE, LOWEST, HIGHEST, ADDEND, TINY, FLOOR, TIE, FIRST_FACTOR, SECOND_FACTOR, LAST_BIT = range(9, 20)
-SMALLEST_BINADE, RAISE, LIMIT, LARGEST, OVERFLOW, ZERO_SIGN, VALUE_SIGN, NEGATIVE = range(20, 28)
-FINITE, DRAWN, UP_SCALE, DOWN_SCALE, SPARE_BITS, WHOLE_STEPS, HALF_WORD = range(28, 35)
-COUNT = 35
+
+class Words(NamedTuple):
+    """The constants of a kernel that rounds, each a word: Python's integers, or traced values in a device function."""
+
+    magnitude: Any
+    sign: Any
+    infinity: Any
+    nan: Any
+    ones: Any
+    significand: Any
+    implicit: Any
+    field: Any
+    last_bit: Any
+    finite: Any
+    drawn: Any
+    largest: Any
+    overflow: Any
+    zero_sign: Any
+    value_sign: Any
+    negative: Any
+    # how many bits a word loses by its exponent, and the words around the smallest number
+    shift: Any
+    base: Any
+    highest: Any
+    lowest: Any
+    tiny: Any
+    floor: Any
+    tie: Any
+    first_factor: Any
+    second_factor: Any
+    # the path "adder": the addend 2^(e - m + M) of a magnitude with exponent e, and the largest that stays finite
+    smallest_binade: Any = 0
+    raise_by: Any = 0
+    limit: Any = 0
+    # the path "scaled": factors to and from fixed point, in which a step is 2^(29 - mantissa bits)
+    up_scale: Any = 0
+    down_scale: Any = 0
+    spare_bits: Any = 0
+    whole_steps: Any = 0
+
+
+COUNT = len(Words._fields)
 
 # A fraction is compared with this many random bits where it has more: 31, and what a 30-bit product leaves for formats
 # of few bits, whose fast path is a fixed-point number.
@@ -171,7 +194,7 @@ class Constants(NamedTuple):
             fixed-point number takes the random bits, else "packed".
         plain: whether every result keeps the sign of its input.
         saturating: whether what overflows becomes the largest number.
-        words: uint32 or uint64 array, by the positions above.
+        words: uint32 or uint64 array of `Words`.
     """
 
     path: str
@@ -196,72 +219,61 @@ def layout_for(target: Target) -> Layout:
 @lru_cache(maxsize=1024)
 def constants(target: Target, layout: Layout) -> Constants:
     """Return the path and the words of a target."""
-    sign = 1 << (layout.width - 1)
-    infinity = layout.power(layout.bias + 1)
-    ones = 2 * sign - 1
-    values = dict.fromkeys(range(COUNT), 0)
-    values |= {MAGNITUDE: sign - 1, SIGN: sign, INFINITY: infinity, ONE: 1, ONES: ones, FIELD: layout.mantissa}
-    values |= {SIGNIFICAND: (1 << layout.mantissa) - 1, IMPLICIT: 1 << layout.mantissa, LAST_BIT: layout.width - 1}
-    values[NAN] = infinity | 1 << (layout.mantissa - 1)
+    sign, infinity = 1 << (layout.width - 1), layout.power(layout.bias + 1)
+    nan, ones = infinity | 1 << (layout.mantissa - 1), 2 * sign - 1
     largest = infinity - 1 if target.max > _largest(layout) else layout.word(target.max)
-    values |= {LARGEST: largest, OVERFLOW: (infinity, values[NAN], largest)[target.policy]}
-    values |= {ZERO_SIGN: sign * target.signed_zero, VALUE_SIGN: sign * target.signed}
-    values[NEGATIVE] = ones if target.signed else sign
-    values |= {HALF_WORD: 32, FINITE: infinity - 1, DRAWN: ones & -1 << 32 - random_bits(target) & 0xFFFFFFFF}
-    values |= _grid(target, layout)
-    path = _path(target, layout)
-    if path == "adder":
-        values |= _adder(target, layout)
-    if path == "scaled":
-        values |= _fixed_point_exponents(target, layout)
-    dtype = np.uint32 if layout.width == 32 else np.uint64
-    words = np.array([values[i] for i in range(COUNT)], dtype=dtype)
-    return Constants(path, bool(target.signed_zero), POLICIES[target.policy] == "saturate", words)
-
-
-def _grid(target: Target, layout: Layout) -> dict[int, int]:
-    """Return how many bits a word loses by its exponent, and the words around the smallest number."""
     lost = max(0, layout.mantissa - target.mantissa_bits)
     base = max(0, layout.mantissa - target.mantissa_bits + target.emin + layout.bias)
-    highest = max(0, base - lost)
-    tiny = target.tiny_exponent
+    highest, tiny = max(0, base - lost), target.tiny_exponent
     exponent = max(0, 31 - tiny)
     halves = (exponent // 2, exponent - exponent // 2) if layout.width == 64 else (min(exponent, 127), 0)
-    return {
-        SHIFT: lost,
-        BASE: base,
-        HIGHEST: highest,
-        LOWEST: min(highest, max(1, base - layout.mantissa)),
-        TINY: layout.power(tiny),
-        FLOOR: 0 if target.zero else layout.power(tiny),
-        TIE: layout.power(tiny - 1) + 1,
-        FIRST_FACTOR: layout.power(halves[0]),
-        SECOND_FACTOR: layout.power(halves[1]),
-    }
-
-
-def _adder(target: Target, layout: Layout) -> dict[int, int]:
-    """Return the addend 2^(e - m + M) of a magnitude with exponent e, and the largest magnitude that stays finite."""
-    spacing = Fraction(2) ** (_exponent(target.max) - target.mantissa_bits)
-    steps = Fraction(target.max) / spacing
-    limit = layout.word(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2
-    return {
-        SMALLEST_BINADE: layout.power(target.emin),
-        RAISE: (layout.mantissa - target.mantissa_bits) << layout.mantissa,
-        LIMIT: limit,
-    }
-
-
-def _fixed_point_exponents(target: Target, layout: Layout) -> dict[int, int]:
-    """Return the exponents of the factors to and from fixed point, in which a step is 2^(29 - mantissa bits)."""
-    spare = _SCALED_BITS - target.mantissa_bits
-    return {
-        SMALLEST_BINADE: layout.power(target.emin),
-        UP_SCALE: (2 * layout.bias + _SCALED_BITS) << layout.mantissa,
-        DOWN_SCALE: _SCALED_BITS << layout.mantissa,
-        SPARE_BITS: layout.width - spare,
-        WHOLE_STEPS: (1 << layout.width) - (1 << spare),
-    }
+    words = Words(
+        magnitude=sign - 1,
+        sign=sign,
+        infinity=infinity,
+        nan=nan,
+        ones=ones,
+        significand=(1 << layout.mantissa) - 1,
+        implicit=1 << layout.mantissa,
+        field=layout.mantissa,
+        last_bit=layout.width - 1,
+        finite=infinity - 1,
+        drawn=ones & -1 << 32 - random_bits(target) & 0xFFFFFFFF,
+        largest=largest,
+        overflow=(infinity, nan, largest)[target.policy],
+        zero_sign=sign * target.signed_zero,
+        value_sign=sign * target.signed,
+        negative=ones if target.signed else sign,
+        shift=lost,
+        base=base,
+        highest=highest,
+        lowest=min(highest, max(1, base - layout.mantissa)),
+        tiny=layout.power(tiny),
+        floor=0 if target.zero else layout.power(tiny),
+        tie=layout.power(tiny - 1) + 1,
+        first_factor=layout.power(halves[0]),
+        second_factor=layout.power(halves[1]),
+    )
+    path = _path(target, layout)
+    if path == "adder":
+        spacing = Fraction(2) ** (_exponent(target.max) - target.mantissa_bits)
+        steps = Fraction(target.max) / spacing
+        words = words._replace(
+            smallest_binade=layout.power(target.emin),
+            raise_by=(layout.mantissa - target.mantissa_bits) << layout.mantissa,
+            limit=layout.word(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
+        )
+    if path == "scaled":
+        spare = _SCALED_BITS - target.mantissa_bits
+        words = words._replace(
+            smallest_binade=layout.power(target.emin),
+            up_scale=(2 * layout.bias + _SCALED_BITS) << layout.mantissa,
+            down_scale=_SCALED_BITS << layout.mantissa,
+            spare_bits=layout.width - spare,
+            whole_steps=(1 << layout.width) - (1 << spare),
+        )
+    array = np.array(words, np.uint32 if layout.width == 32 else np.uint64)
+    return Constants(path, bool(target.signed_zero), POLICIES[target.policy] == "saturate", array)
 
 
 def random_bits(target: Target) -> int:

@@ -41,7 +41,7 @@ def powers(exponents: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_gap_between_exponents(dtype, product, seed):
     layout = LAYOUTS[dtype]
-    gaps = torch.arange(0, min(130, (layout.fields - 3) // 2))
+    gaps = torch.arange(0, min(130, layout.bias - 1))
     top = int(torch.randint(0, 12, ()))
     a = gapped(dtype, gaps, block_of(dtype, product) + 50, top)
     signs = torch.where(torch.rand(a.shape) < 0.5, -1.0, 1.0).to(dtype)
@@ -147,9 +147,10 @@ def test_rows_whose_sums_two_floats_hold(columns, product, seed):
     for dtype, layout in LAYOUTS.items():
         for result in RESULTS[product][dtype]:
             other = LAYOUTS[result]
-            lows = [0, -1, -20, layout.least_exponent + 3, layout.lowest, other.least_exponent - 1, other.lowest]
-            tops = [layout.fields // 2 - 2, other.fields // 2, other.fields // 2 - 6]
-            exponents = torch.tensor([e for e in lows + tops if layout.least_exponent <= e <= layout.fields // 2])
+            least, others_least = (form.emin - form.mantissa_bits for form in (layout, other))
+            lows = [0, -1, -20, least + 3, layout.emin, others_least - 1, other.emin]
+            tops = [layout.bias - 2, other.bias, other.bias - 6]
+            exponents = torch.tensor([e for e in lows + tops if least <= e <= layout.bias])
             scale = exponents[torch.randint(len(exponents), (rows, 1))].double()
             # Few bits make halfway cases, and sums of zero; far smaller ones decide them.
             x = torch.randint(-4, 5, (rows, columns)) * (scale / 2).exp2() * (scale / 2).exp2()

@@ -7,7 +7,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import address, square_root
 from halfulp.kernels._device_function import Recording, Table
-from halfulp.kernels._operations import load16, load32, load64, real64, store32, store64, word64
+from halfulp.kernels._operations import load16, load32, load64, real, store32, store64, word
 from halfulp.kernels.triton._launch import TensorKernel
 
 from .compiled import inexact, instructions
@@ -21,11 +21,11 @@ def _wide() -> TensorKernel:
     """A root of |-(x / y)| in float64, times a constant, where x is not a special number."""
     element = Recording(3, 4, "f64")
     i, (x, y, out) = element.index, element.arrays
-    a, b = real64(load64(x, i)), real64(load64(y, i))
+    a, b = real(load64(x, i)), real(load64(y, i))
     value = square_root(abs(-(a / b))) * element.constants[2] - element.constants[0]
     for number in NUMBERS:
         value = hu.kernels.select(a == np.float64(number), np.float64(number), value)
-    store64(out, i, word64(value))
+    store64(out, i, word(value))
     return TensorKernel(Table(element.trace, 3, 4))
 
 

@@ -1,4 +1,4 @@
-"""Operations of the kernel language on Triton blocks: plain functions whose text goes into generated modules.
+"""Operations on Triton blocks that take more than an expression: plain functions whose text goes into modules.
 
 `lanes` is the mask of the elements that exist, and `aligned` says that addresses and indices are multiples of 16. Words
 are uint32 blocks and reals float32 blocks; names that end in 64 are of uint64 and float64 blocks.
@@ -12,14 +12,6 @@ if TYPE_CHECKING:
     import triton.language as tl
 else:
     tl = None  # triton.language in a generated module
-
-
-def low_word(index):
-    return index.to(tl.uint32)
-
-
-def high_word(index):
-    return (index >> 32).to(tl.uint32)
 
 
 def word(x):
@@ -39,44 +31,8 @@ def real64(w):
     return w.to(tl.float64, bitcast=True)
 
 
-def widen(w):
-    return w.to(tl.uint64)
-
-
-def to_real(w):
-    return w.to(tl.int32, bitcast=True).to(tl.float32)
-
-
-def to_word(x):
-    return x.to(tl.int32).to(tl.uint32, bitcast=True)
-
-
-def to_word64(x):
-    return x.to(tl.int32).to(tl.uint32, bitcast=True).to(tl.uint64)
-
-
-def multiply_high16(a, b):
-    return ((a >> 16) * (b >> 16) & 0xFFFF0000) | ((a & 0xFFFF) * (b & 0xFFFF) >> 16)
-
-
-def multiply_add(a, b, c):
-    return a * b + c
-
-
-def divide(a, b):
-    return tl.div_rn(a, b)
-
-
 def divide64(a, b):
     return a / b  # of float64 correctly rounded, and div_rn takes float32 alone
-
-
-def sqrt(a):
-    return tl.sqrt_rn(a)
-
-
-def sqrt64(a):
-    return tl.sqrt(a)  # of float64 correctly rounded
 
 
 def negative(x):
@@ -94,18 +50,6 @@ def absolute(x):
 
 def absolute64(x):
     return (x.to(tl.uint64, bitcast=True) & tl.full([], 0x7FFFFFFFFFFFFFFF, tl.uint64)).to(tl.float64, bitcast=True)
-
-
-def single(x):
-    return x.to(tl.float32)
-
-
-def double(x):
-    return x.to(tl.float64)
-
-
-def shift_signed(w, n):
-    return (w.to(tl.int64, bitcast=True) >> n.to(tl.int64)).to(tl.uint64, bitcast=True)
 
 
 def deposit64(address, places, words, lanes):
@@ -247,14 +191,6 @@ def rint64(x):
     whole = tl.where(tl.abs(x) < tl.full([], 2251799813685248.0, tl.float64), (x + magic) - magic, x)
     sign = x.to(tl.uint64, bitcast=True) & tl.full([], 0x8000000000000000, tl.uint64)
     return (whole.to(tl.uint64, bitcast=True) | sign).to(tl.float64, bitcast=True)
-
-
-def floor32(x):
-    return tl.floor(x)
-
-
-def floor64(x):
-    return tl.floor(x)
 
 
 def power_below32(x):

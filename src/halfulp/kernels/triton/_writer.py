@@ -23,14 +23,37 @@ _INFIX = {
     **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "==", "ne": "!="},
     **{"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"},
 }
-_CALLS = {
-    "neg": "negative", "abs": "absolute", "div": "divide", "sqrt": "sqrt", "select": "tl.where", "to_real": "to_real",
-    "to_word": "to_word", "low_word": "low_word", "high_word": "high_word", "to_float64": "double",
-    "to_float32": "single", "block_largest": "block_largest", "widen": "widen", "word_sar": "shift_signed",
-    "multiply_add": "multiply_add", "word_mulh16": "multiply_high16",
-}  # fmt: skip
-_WIDE = ("neg", "abs", "div", "sqrt", "to_word")  # which have another form on 64 bits
-_REALS = ("product_error", "rint", "floor", "power_below", "exponent", "power")  # named by their width
+# What an operation is as an expression of its operands x, y and z, where reals of 64 bits have the same one.
+_FORMS = {
+    "abs": "absolute({x})",
+    "neg": "negative({x})",
+    "not": "{x} == 0",
+    "select": "tl.where({x}, {y}, {z})",
+    "div": "tl.div_rn({x}, {y})",
+    "sqrt": "tl.sqrt_rn({x})",
+    "floor": "tl.floor({x})",
+    "low_word": "{x}.to(tl.uint32)",
+    "high_word": "({x} >> 32).to(tl.uint32)",
+    "widen": "{x}.to(tl.uint64)",
+    "to_real": "{x}.to(tl.int32, bitcast=True).to(tl.float32)",
+    "to_word": "{x}.to(tl.int32).to(tl.uint32, bitcast=True)",
+    "to_float32": "{x}.to(tl.float32)",
+    "to_float64": "{x}.to(tl.float64)",
+    "round_to_float32": "{x}.to(tl.float32).to(tl.float64)",
+    "word_sar": "({x}.to(tl.int64, bitcast=True) >> {y}.to(tl.int64)).to(tl.uint64, bitcast=True)",
+    "word_mulh16": "(({x} >> 16) * ({y} >> 16) & 0xFFFF0000) | (({x} & 0xFFFF) * ({y} & 0xFFFF) >> 16)",
+    "multiply_add": "{x} * {y} + {z}",
+    "block_largest": "block_largest({x})",
+}
+# Triton's sqrt_rn takes float32 alone; its plain root rounds float64 correctly.
+_WIDE_FORMS = _FORMS | {
+    "abs": "absolute64({x})",
+    "neg": "negative64({x})",
+    "div": "divide64({x}, {y})",
+    "sqrt": "tl.sqrt({x})",
+    "to_word": "{x}.to(tl.int32).to(tl.uint32, bitcast=True).to(tl.uint64)",
+}
+_REALS = ("product_error", "rint", "power_below", "exponent", "power")  # named by their width
 _TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
 
 
@@ -201,23 +224,18 @@ def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind:
         return f"tl.full([], {extra[0]}, {_TYPES[kind]})"
     if operation == "bits":
         return f"{'real' if kind[0] == 'f' else 'word'}{'64' if kind[1:] == '64' else ''}({values[0]})"
-    if operation == "not":
-        return f"{values[0]} == 0"
     if operation == "part":
         return f"{values[0]}_{extra}"
     if operation == "gather":
         last = len(trace.tables[extra]) - 1
         return f"gather(tables + {names['table', extra]}, {values[0]}, {last})"
-    if operation == "round_to_float32":
-        return f"{values[0]}.to(tl.float32).to(tl.float64)"
     if name in _INFIX:
         return f"{values[0]} {_INFIX[name]} {values[1]}"
     if operation in _REALS:
         return f"{operation}{kind[1:]}({', '.join(values)})"
-    if operation not in _CALLS:
+    if operation not in _FORMS:
         raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
-    wide = "64" if operation in _WIDE and kind[1:] == "64" else ""
-    return f"{_CALLS[operation]}{wide}({', '.join(values)})"
+    return (_WIDE_FORMS if kind[1:] == "64" else _FORMS)[operation].format(**dict(zip("xyz", values)))
 
 
 def _number(value: float, kind: str) -> str:

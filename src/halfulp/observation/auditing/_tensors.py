@@ -74,7 +74,7 @@ class _Code:
     def read(cls, element: Recording, which: int, dtype: torch.dtype) -> _Code:
         """Return the code of an element of one of the tensors."""
         code = _LOAD[dtype.itemsize](element.arrays[which], element.index)
-        size = (o.and64 if dtype.itemsize == 8 else o.bit_and)(code, (1 << (8 * dtype.itemsize - 1)) - 1)
+        size = o.bit_and(code, (1 << (8 * dtype.itemsize - 1)) - 1)
         first, infinity = NATIVE[dtype]
         return cls(code, size, size >= first, size != size if infinity is None else size == infinity)
 
@@ -122,11 +122,11 @@ def record_changes_table(a: torch.dtype, b: torch.dtype) -> Table:
     changed, zero = finite & (u != v), np.uint64(0)
     # Fields are biased: that of a size in ulps by 1023 and 4096.
     slot = _between(o.sub(field, 4096 + 1023 + LOWEST), BINADES - 1)
-    fine = o.low_word(o.shr64(fraction, 52 - FINE))
+    fine = o.low_word(o.shr(fraction, 52 - FINE))
     place = o.bit_or(o.shl(slot, FINE), fine)
     o.deposit64(element.arrays[2], select(changed, place, np.uint32(0)), select(changed, np.uint64(1), zero), SLOTS)
     exponent = o.add(_between(o.sub(field, 4096 + 1), 2045), 1)
-    ulps: Any = o.real64(select(changed, o.or64(fraction, o.shl64(o.widen(exponent), 52)), zero))
+    ulps: Any = o.real(select(changed, o.bit_or(fraction, o.shl(o.widen(exponent), 52)), zero))
     element.trace.gather_sum("sum", ulps)
     element.trace.gather_sum("max", ulps)
     return Table(element.trace, 3, constants=4)
@@ -141,7 +141,7 @@ def _between(word: Any, most: int) -> Any:
 def _value(element: Recording, dtype: torch.dtype, one: _Code, finite: Any) -> Any:
     """Return a code's number as a float64; 0 where one of the two is not finite."""
     if dtype == torch.float64:
-        return o.real64(select(finite, one.code, np.uint64(0)))
+        return o.real(select(finite, one.code, np.uint64(0)))
     word, width = one.code, 8 * dtype.itemsize
     if dtype == torch.bfloat16:
         word = o.shl(word, 16)
@@ -170,13 +170,13 @@ def _change(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
     back = change - v
     rest = (v - (change - back)) - (u + back)
     away = (rest != zero) & (((rest < zero) & (change > zero)) | ((rest > zero) & (change < zero)))
-    bits = o.sub64(o.word64(abs(change)), select(away, np.uint64(1), np.uint64(0)))
+    bits = o.sub(o.word(abs(change)), select(away, np.uint64(1), np.uint64(0)))
     raised = np.uint32(0)
     if wide:
         small = bits < 1 << 52
         raised = select(small, np.uint32(54), raised)
-        bits = select(small, o.word64(o.real64(bits) * np.float64(2.0**54)), bits)
-    binade = o.add(o.shr(o.high_word(o.word64(abs(u))), 20), halved)
+        bits = select(small, o.word(o.real(bits) * np.float64(2.0**54)), bits)
+    binade = o.add(o.shr(o.high_word(o.word(abs(u))), 20), halved)
     spacings = []
     for lowest, mantissa in zip(*[map(o.low_word, element.constants)] * 2):
         spacings.append(o.sub(select(binade > lowest, binade, lowest), mantissa))
@@ -184,7 +184,7 @@ def _change(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
     higher = [o.add(spacing, 64) for spacing in spacings]
     spacing = select(higher[0] > higher[1], *spacings)
     field = o.add(o.sub(o.add(o.shr(o.high_word(bits), 20), halved), raised), 4096)
-    return o.add(o.sub(field, spacing), 1023), o.and64(bits, (1 << 52) - 1)
+    return o.add(o.sub(field, spacing), 1023), o.bit_and(bits, (1 << 52) - 1)
 
 
 # Elements of the parts that are converted, or read, one after another.

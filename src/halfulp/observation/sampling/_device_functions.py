@@ -14,7 +14,7 @@ from ...kernels._device_function import Recording, Table, bound
 from ...kernels._trace import block_largest
 from ...rounding import _blocks as b
 from ...rounding._blocks import Kind, bound_names
-from ...rounding._target import COUNT, INFINITY, MAGNITUDE
+from ...rounding._target import COUNT
 
 # The words of infinity in memory, and bits of the fraction.
 INFINITE_WORDS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -89,22 +89,21 @@ def blocks_table(kind: Kind) -> Table:
     normal, those of `rounding.blocks`, and two of the float64 that is the largest of all finite blocks. Sums: elements
     of finite blocks, those that become zero, those that become subnormal, and zeros in blocks whose largest stays.
     """
-    element = Recording(2, 2 + 2 * COUNT + b.WORDS + 2, "w32")
+    element = Recording(2, 2 + 2 * COUNT + len(b.BlockWords._fields) + 2, "w32")
     (nonzero, normal), words, amax = element.constants[:2], element.constants[2:-2], element.constants[-2:]
-    c, d = words[:COUNT], words[COUNT : 2 * COUNT]
-    of_block: list[Any] = list(words[2 * COUNT :])
+    c, d, of_block = b.words_in(words)
     if kind.under_amax:
         low, high = map(o.widen, amax)
-        largest = o.real64(o.or64(low, o.shl64(high, 32)))
-        of_block[b.AMAX] = o.word(element.trace.emit("to_float32", (largest,), None, "f32"))
+        largest = o.real(o.bit_or(low, o.shl(high, 32)))
+        of_block = of_block._replace(amax=o.word(element.trace.emit("to_float32", (largest,), None, "f32")))
         of_block = b.under_tensor_scale(of_block)
-    names: dict[str, Any] = bound_names(kind, wide=False)
-    a = o.bit_and(o.load32(element.arrays[0], element.index), c[MAGNITUDE])
+    names: dict[str, Any] = bound_names(kind)
+    a = o.bit_and(o.load32(element.arrays[0], element.index), c.magnitude)
     top = block_largest(a)
     scale = bound(names["scale_of"], names)(top, c, d, of_block)
     inverse = bound(names["inverse_of"], names)(scale, c, of_block)
     payload, payload_of_top = (bound(names["payload"], names)(x, inverse, c) for x in (a, top))
-    finite = top < c[INFINITY]
+    finite = top < c.infinity
     gone = finite & (a != 0) & (payload < nonzero)
     stays = finite & ~(payload_of_top < nonzero)
     for mask in (finite, gone, finite & (payload < normal) & ~(payload < nonzero), gone & stays):
@@ -122,7 +121,7 @@ def record_changes_table() -> Table:
     """
     element = Recording(3, 1, "f64")
     words = [o.load64(array, element.index) for array in element.arrays]
-    before, after, wanted = map(o.real64, words)
+    before, after, wanted = map(o.real, words)
     (limit,), zero = element.constants, np.float64(0.0)
     change = after - before
     counts = (wanted != zero) & (wanted < limit) & (wanted > np.float64(-np.inf)) & (abs(change) < np.float64(np.inf))

@@ -21,7 +21,7 @@ import torch
 
 from ...kernels import IndexMap, Trace, address, chunks, plain, run_chunks, select_engine
 from ...kernels._device_function import Digest, Table, record_words
-from ...kernels._operations import add64, and64, shr64, xor64
+from ...kernels._operations import add, bit_and, bit_xor, shr
 from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import compile_table
 
@@ -92,5 +92,5 @@ def payload_digest(size: int) -> Digest:
 
 def digest_term(value, key):
     """Device function: what one word adds."""
-    mixed = xor64(value, key)
-    return add64(value, and64(mixed, LOW) * shr64(mixed, HALF))
+    mixed = bit_xor(value, key)
+    return add(value, bit_and(mixed, LOW) * shr(mixed, HALF))
