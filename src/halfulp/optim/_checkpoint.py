@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +42,7 @@ from .parameters._narrow_groups import name_of
 from .parameters._outside_writes import (
     CHECKSUMS,
     PAYLOAD_KEYS,
-    SavedPayload,
+    UPDATE,
     describe_payload,
     fit_auxiliary_tensors,
     is_written,
@@ -64,7 +63,6 @@ from .parameters._state_tensors import (
     set_initial,
 )
 from .parameters._step_spec import StepSpec
-from .parameters._tensor_map import TensorMap
 from .states._codec import finite_amax
 from .states._int8_blocks import scale_shape
 from .states._state import StateChoice, as_state
@@ -72,15 +70,11 @@ from .step._batch import PlanCache
 from .step._scales import weight_scale
 from .weight_updates._weight_update import WeightUpdate, weight_update
 
-# In a saved state: the weight update that wrote it, where its group has been given another since.
-UPDATE = "weight_update"
-
 
 class CheckpointMixin(torch.optim.Optimizer):
     """state_dict, load_state_dict and their float32 counterparts, for Optimizer, which has the rest."""
 
     _plans: PlanCache
-    _saved_payloads: TensorMap[SavedPayload]
 
     if TYPE_CHECKING:
 
@@ -416,19 +410,13 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return the state for copy and pickle, without the caches."""
         self._follow_groups()
         state: dict[str, Any] = super().__getstate__()
-        kept: list[tuple[torch.Tensor, SavedPayload]] = []
         held = state["state"] = state["state"].copy()
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
-                saved.pop(UPDATE, None)
-                payload = {name: saved.pop(name) for name in PAYLOAD_KEYS if name in saved}
-                if payload:
-                    plan = self._plans[parameter]
-                    kept.append((parameter, replace(SavedPayload.of(payload, plan), update=plan.spec.update)))
-                if saved:
-                    held[parameter] = {**held[parameter], **saved}
-        return {**state, "_saved_payloads": kept}
+                if CHECKSUMS in saved:
+                    held[parameter] = {**held[parameter], **saved, UPDATE: self._plans[parameter].spec.update}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from `__getstate__`.
@@ -436,11 +424,8 @@ class CheckpointMixin(torch.optim.Optimizer):
         Where another version of the stream of random bits was drawn from, it goes on with this one's and says so: a
         refusal would lose the states, which nothing else can read out of a pickle.
         """
-        kept = state.pop("_saved_payloads", ())
         super().__setstate__(state)
         self._start_caches()
-        for parameter, saved in kept:
-            self._saved_payloads[parameter] = saved
         for number, group in enumerate(self.param_groups):
             version, group["random_stream"] = group.get("random_stream", 1), STREAM_VERSION
             if version != STREAM_VERSION and self._has_drawn(group):

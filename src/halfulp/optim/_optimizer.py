@@ -42,7 +42,16 @@ from .parameters._narrow_groups import (
     updates_in_effect,
     warn_of_idle_update,
 )
-from .parameters._outside_writes import SavedPayload, follow_version, is_current, under, weight_to_carry, write_carried
+from .parameters._outside_writes import (
+    PAYLOAD_KEYS,
+    UPDATE,
+    follow_version,
+    is_current,
+    mark_loaded,
+    under,
+    weight_to_carry,
+    write_carried,
+)
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
 from .parameters._random_identity import (
     Identity,
@@ -144,7 +153,6 @@ class Optimizer(CheckpointMixin):
         watch_checkpoints()
         self._plans = PlanCache()
         self._outside_states: TensorMap[dict[str, Any]] = TensorMap()
-        self._saved_payloads: TensorMap[SavedPayload] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
         self._note_identities()
 
@@ -267,17 +275,19 @@ class Optimizer(CheckpointMixin):
         (_, identity), name = self._identities[parameter], name_of(group, position)
         spec = self._step_spec(group, parameter, gradient, name)
         refuse_other_dtype(parameter, spec, name)
-        copied = self._saved_payloads.get(parameter)
-        if copied is not None and copied.update not in (None, spec.update):
-            # A copy whose group was given another weight update before its first step.
-            with under(group, copied.update):
-                self._new_plan(group, position, gradient)
         state = self.state[parameter]
+        if state.get(UPDATE) not in (None, spec.update):
+            # A copy whose group was given another weight update before its first step.
+            with under(group, state[UPDATE]):
+                self._new_plan(group, position, gradient)
         weight = None if carried is None else weight_to_carry(self._plans.get(parameter), spec, state)
         complete_state(state, spec, group, parameter, name, self._plans.get(parameter))
-        options, saved = options or self._plans.options_of(group), self._saved_payloads.get(parameter)
-        plan = self._plans.renew(parameter, spec, state, options, name, identity, saved, beside)
-        self._saved_payloads.pop(parameter)
+        options = options or self._plans.options_of(group)
+        plan = self._plans.renew(parameter, spec, state, options, name, identity, beside)
+        if UPDATE in state:  # a copy, which says what a file does
+            mark_loaded(plan, state)
+            for key in (UPDATE, *PAYLOAD_KEYS):
+                state.pop(key, None)
         if carried is not None and weight is not None:
             carried.append((plan, weight))
         return plan
@@ -301,13 +311,9 @@ class Optimizer(CheckpointMixin):
 
     def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan:
         """Return a parameter's valid plan under the weight update that wrote it, without changing the plan."""
-        parameter, update = group["params"][position], group["weight_update"]
-        known, copied = self._plans.get(parameter), self._saved_payloads.get(parameter)
-        if known is not None:
-            update = known.options.weight_update
-        elif copied is not None and copied.update is not None:
-            update = copied.update
-        with under(group, update):
+        parameter = group["params"][position]
+        known, copied = self._plans.get(parameter), self.state.get(parameter, {}).get(UPDATE, group["weight_update"])
+        with under(group, copied if known is None else known.options.weight_update):
             return self._plan(group, position)
 
     def _clear_plans(self) -> None:

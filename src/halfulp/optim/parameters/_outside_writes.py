@@ -20,14 +20,13 @@ import contextlib
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...kernels import row_checksums
-from ..weight_updates._weight_update import WeightUpdate
 from ._local_tensors import is_dtensor, memory
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
 from ._payload_digests import PayloadDigests, digests_of
@@ -42,46 +41,9 @@ CHECKSUMS = "payload_checksums"
 # one value, and there in every file, because torch.distributed.checkpoint wants in a file whatever a reader has.
 COPY = "payload_copy"
 PAYLOAD_KEYS = (CHECKSUMS, COPY)
+# In files and copies: the weight update whose auxiliary tensors they are, where the group may have another.
+UPDATE = "weight_update"
 _HEAD = struct.Struct("<qd")  # steps, scale
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SavedPayload:
-    """The saved identity of the payload that a parameter's auxiliary tensors belong to.
-
-    Attributes:
-        checksums: of its rows; None if the file has none.
-        payload: the copy of it that is kept for some steps after a write from outside, if one is.
-        steps: for how many more steps.
-        scale: the scale that the copy is under.
-        update: the weight update whose auxiliary tensors they are; None in files, whose groups say it.
-    """
-
-    checksums: torch.Tensor | None
-    payload: torch.Tensor | None = None
-    steps: int = 0
-    scale: float = 1.0
-    update: WeightUpdate | None = None
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any], plan: ParameterPlan) -> SavedPayload:
-        """Read it from a saved state, for the rows of this process."""
-        checksums, kept = read_checksums(state.get(CHECKSUMS), plan), state.get(COPY)
-        if not isinstance(kept, bytes) or len(kept) < _HEAD.size:
-            return cls(checksums)
-        (steps, scale), now = _HEAD.unpack_from(kept), plan.payloads[0]
-        memory = bytearray(kept[_HEAD.size :])
-        if memory and len(memory) == now.numel() * now.element_size():
-            words = torch.frombuffer(memory, dtype=torch.uint8)
-            payload = words.view(now.dtype).view(now.shape).to(now.device)
-            found = compute_checksums(plan, payload, scale)
-            if checksums is None or found is None or not any_row_differs(checksums, found):
-                return cls(checksums, payload, steps, scale)
-        return cls(checksums, None, steps, scale)  # another process's part of a sharded parameter
-
-    def version(self, memory: torch.Tensor) -> PayloadVersion:
-        """Return the version of auxiliary tensors that were loaded or copied beside some memory."""
-        return PayloadVersion(ANY_VERSION, memory, self.payload, self.steps, self.scale, self.checksums)
 
 
 def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
@@ -104,16 +66,11 @@ def _bytes_of(payload: torch.Tensor) -> bytes:
     return payload.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
-def payload_version_of(
-    parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None, saved: SavedPayload | None = None
-) -> PayloadVersion:
-    """Return the payload version for a new plan, carried over from the plans before it.
-
-    `saved` is of the payload that the auxiliary tensors belong to, if these are a copy without a plan yet.
-    """
+def payload_version_of(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
+    """Return the payload version for a new plan, carried over from the plans before it."""
     memory = part.detach()
     if held is None:
-        return PayloadVersion(parameter._version, memory) if saved is None else saved.version(memory)
+        return PayloadVersion(parameter._version, memory)
     old = held.memory
     if held.version in (ANY_VERSION, MOVED) or old.data_ptr() == memory.data_ptr() or old.shape != memory.shape:
         return replace(held, memory=memory)
@@ -310,9 +267,22 @@ def _mark(
 
 
 def mark_loaded(plan: ParameterPlan, state: Mapping[str, Any]) -> None:
-    """Record that auxiliary tensors were loaded, with what the saved state tells of their payload."""
-    if plan.payload_version is not None:
-        plan.record.payload_version = SavedPayload.of(state, plan).version(plan.payload_version.memory)
+    """Record that auxiliary tensors were loaded or copied, with what the saved state tells of their payload."""
+    if plan.payload_version is None:
+        return
+    held = PayloadVersion(ANY_VERSION, plan.payload_version.memory)
+    held.checksums, kept = read_checksums(state.get(CHECKSUMS), plan), state.get(COPY)
+    plan.record.payload_version = held
+    if not isinstance(kept, bytes) or len(kept) < _HEAD.size:
+        return
+    held.steps, held.scale = _HEAD.unpack_from(kept)
+    now, memory = plan.payloads[0], bytearray(kept[_HEAD.size :])
+    if memory and len(memory) == now.numel() * now.element_size():
+        payload = torch.frombuffer(memory, dtype=torch.uint8).view(now.dtype).view(now.shape).to(now.device)
+        found = compute_checksums(plan, payload, float(held.scale))
+        # Else it is another process's part of a sharded parameter.
+        if held.checksums is None or found is None or not any_row_differs(held.checksums, found):
+            held.payload = payload
 
 
 def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:

@@ -19,7 +19,7 @@ from ...scaled import ScaledTensor
 from .._storage import PAYLOADS, STORES, Store
 from ..parameters._local_tensors import index_map_of, local, memory, own_parts
 from ..parameters._narrowing import is_kept
-from ..parameters._outside_writes import SavedPayload, drop_stale, follow_version, mark_stepped, payload_version_of
+from ..parameters._outside_writes import drop_stale, follow_version, mark_stepped, payload_version_of
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
 from ..parameters._payload_digests import PayloadDigests
 from ..parameters._state_tensors import BEGUN
@@ -409,7 +409,6 @@ class PlanCache(TensorMap[ParameterPlan]):
         options: PlanOptions,
         name: str,
         identity: int,
-        saved: SavedPayload | None,
         gradient: torch.Tensor | None = None,
     ) -> ParameterPlan:
         """Make a parameter's plan, in place of the one that is not valid any more.
@@ -417,7 +416,6 @@ class PlanCache(TensorMap[ParameterPlan]):
         Args:
             state: its entry in the optimizer's state, which holds all tensors of the specification.
             identity: that keys its random bits.
-            saved: of the payload that the auxiliary tensors belong to, if these are a copy without a plan so far.
             gradient: with which it is to be stepped, if it is.
 
         Raises:
@@ -447,7 +445,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         if gradient is not None:
             check_memory(plan, gradient)
         if plan.tracks_writes:
-            plan.record.payload_version = payload_version_of(parameter, part, plan.record.payload_version, saved)
+            plan.record.payload_version = payload_version_of(parameter, part, plan.record.payload_version)
         self[parameter] = plan
         return plan
 
