@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -93,13 +94,14 @@ class _Option:
         return float(value if self.number is None else value[self.number])
 
 
-def decay_of(group: Mapping[str, Any], decoupled: bool) -> float:
-    """Return the factor of a weight that decay takes: from the gradient, or decoupled from it, from the weight itself.
+def sign_in(group: Mapping[str, Any]) -> float:
+    """Return the factor of a gradient by which a group descends, or climbs under `maximize`."""
+    return -1.0 if group["maximize"] else 1.0
 
-    >>> decay_of({"lr": 0.5, "weight_decay": 0.5}, decoupled=True)
-    0.25
-    """
-    return (float(group["lr"]) if decoupled else 1.0) * float(group["weight_decay"])
+
+def constants_of(update: Callable[..., Any], states: tuple[StateSlot, ...]) -> tuple[str, ...]:
+    """Return the names of an update's constants: its arguments behind the weight, the gradient and the states."""
+    return tuple(inspect.signature(update).parameters)[2 + len(states) :]
 
 
 def check_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
