@@ -15,10 +15,10 @@ from .._messages import differences, find_users_level, listed
 from ..formats import Format
 from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
-from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
 from ._group_options import read_own_version
 from ._state_dict_validation import (
+    SWITCHED,
     VERSION,
     check_groups,
     check_shape,
@@ -28,9 +28,7 @@ from ._state_dict_validation import (
     fit_state,
     has_other_bits,
     is_auxiliary,
-    is_kept_by_some_optimizer,
     is_own_file,
-    is_switched_off,
     read_begun,
     refuse_confusing_keys,
     refuse_newer_keys,
@@ -103,7 +101,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return the state_dict before the post hooks have run."""
         self._follow_groups()
         places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
-        refuse_confusing_keys(self.state, len(places))
+        refuse_confusing_keys(self.state)
         # First: where a group was given another weight update, it takes the state over.
         held = [self.state.get(group["params"][position]) for group, position in places]
         beside = [self._auxiliary_tensors_to_save(*place) if state else {} for place, state in zip(places, held)]
@@ -143,9 +141,8 @@ class CheckpointMixin(torch.optim.Optimizer):
             auxiliary.update(zip(names, read_auxiliary_tensors(plan)))
         return {**auxiliary, **describe_payload(plan)}
 
-    def explain_missing_entry(self, key: str, flat: Mapping[str, Any]) -> str:
-        """Return the words for a flat state (flatten_optimizer_state_dict) that lacks an entry which torch looks up."""
-        return explain_missing_entry(key, flat)
+    # Words for a flat state (flatten_optimizer_state_dict) that lacks an entry which torch looks up.
+    explain_missing_entry = staticmethod(explain_missing_entry)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -282,18 +279,18 @@ class CheckpointMixin(torch.optim.Optimizer):
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
         foreign = [key for key in state if key not in used and state[key] is not None]
-        for key in [key for key in foreign if is_switched_off(key, group, plan.spec.rule.states)]:
-            foreign.remove(key)
-            value = state[key]
-            fitted[key] = value.to(local(plan.parameter).device) if isinstance(value, torch.Tensor) else value
-        refuse_newer_keys("the state of parameter", plan.name, foreign, saved_groups)
-        if is_own and not any(is_kept_by_some_optimizer(key) for key in foreign):
-            return fitted | {key: state[key] for key in foreign}
-        if foreign:
+        unknown = [key for key in foreign if not str(key).startswith(SWITCHED)]
+        refuse_newer_keys("the state of parameter", plan.name, unknown, saved_groups)
+        others = [key for key in foreign if is_auxiliary(key) or key.startswith("base.")]
+        if others:
             raise ValueError(
-                f"state of parameter {plan.name} holds {listed(foreign)}, which {type(self).__name__} with "
+                f"state of parameter {plan.name} holds {listed(others)}, which {type(self).__name__} with "
                 f"weight_update={plan.spec.update.name!r} does not keep: load it into the optimizer that saved it"
             )
+        # The user's own, and states that an option of the group has switched off, which stay, as in torch.optim.
+        device = local(plan.parameter).device
+        for key in foreign:
+            fitted[key] = state[key].to(device) if isinstance(state[key], torch.Tensor) else state[key]
         return fitted
 
     @keeping_subnormals()
@@ -421,28 +418,13 @@ class CheckpointMixin(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from `__getstate__`.
 
-        Where another version of the stream of random bits was drawn from, it goes on with this one's and says so: a
-        refusal would lose the states, which nothing else can read out of a pickle.
+        Raises:
+            ValueError: it was pickled under another version of the stream of random bits.
         """
         super().__setstate__(state)
         self._start_caches()
         for number, group in enumerate(self.param_groups):
-            version, group["random_stream"] = group.get("random_stream", 1), STREAM_VERSION
-            if version != STREAM_VERSION and self._has_drawn(group):
-                warnings.warn(
-                    f"param group {number} was pickled under version {version!r} of the stream of random bits, known "
-                    f"is {STREAM_VERSION}: stochastic rounding goes on, but with other bits than the pickled run's; to "
-                    "go on with the same bits, use the halfulp that pickled it",
-                    UserWarning,
-                    stacklevel=find_users_level(),
-                )
-
-    def _has_drawn(self, group: dict[str, Any]) -> bool:
-        """Return whether parameters of a group have states, and steps that draw random bits; makes no plans."""
-        return any(
-            bool(self.state.get(parameter)) and self._step_spec(group, parameter, None, name_of(group, position)).draws
-            for position, parameter in enumerate(group["params"])
-        )
+            refuse_other_stream(f"the pickled param group {number}", "that group before it is pickled", group)
 
 
 def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:

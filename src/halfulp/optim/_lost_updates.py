@@ -112,7 +112,7 @@ def summarize_lost_updates(
     counted = [(plan, plan.record.lost) for plan in plans if plan.record.lost is not None]
     rows = [
         LostUpdateRow(
-            str(plan.name),  # a position where there is no name, for which no module is searched
+            plan.name,
             plan.spec.update.name,
             lost.samples,
             _share(lost.cancelled, lost.seen),

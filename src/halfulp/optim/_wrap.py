@@ -426,7 +426,7 @@ class Wrapped(ExplicitGradientOptimizer):
                 if held:
                     named = {f"{BASE}{name}": value for name, value in held.items()}
                     state[number] = {**state.get(number, {}), **named}
-        refuse_confusing_keys(inner, sum(len(packed["params"]) for packed in saved["param_groups"]))
+        refuse_confusing_keys(inner)
         state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
         beside = read_outside_state(self.base)
         return {**saved, "base": beside} if beside else saved

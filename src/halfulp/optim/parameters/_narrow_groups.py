@@ -17,7 +17,6 @@ from ...subclass.models._parameter_holders import (
     check_overlaps,
     data_parallel_modules,
     living_modules,
-    named_beside,
     replace_data,
     sharded_modules,
 )
@@ -28,7 +27,6 @@ from ._local_tensors import is_dtensor, local, memory
 from ._narrowing import is_kept, is_written, take_float32
 from ._outside_writes import drop_stale, mark_current
 from ._parameter_plan import ParameterPlan
-from ._random_identity import plain_names
 
 # Bytes that travel in one message.
 _MESSAGE = 1 << 26
@@ -103,11 +101,9 @@ def _to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
 
 
 def name_of(group: dict, position: int) -> str:
-    """Return a parameter's qualified name if names were given, else its position, which messages name if they can."""
+    """Return a parameter's qualified name if names were given, else its position."""
     names = group.get("param_names")
-    if names and position < len(names):
-        return names[position]
-    return UnnamedParameter.at(position, group["params"][position])
+    return names[position] if names and position < len(names) else f"#{position}"
 
 
 def check_sharded_ranks(optimizer: Any) -> None:
@@ -266,39 +262,3 @@ def updates_in_effect(optimizer: Any) -> str:
             counts[dtype, update] += 1
     said = (f"{dtype} {update} ({n} tensor{'s' * (n > 1)})" for (dtype, update), n in counts.items())
     return f"Weight updates in effect: {', '.join(said) or 'none'}"
-
-
-class UnnamedParameter(str):
-    """A parameter's position in its group, which a message replaces by the name that a living module has for it.
-
-    Modules are searched for where it is formatted alone, so that steps pay nothing; `str` gives the position.
-
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    >>> name = UnnamedParameter.at(1, model[0].bias)
-    >>> f"{name}", f"{name!r}", str(name)
-    ('0.bias', "'0.bias'", '#1')
-    """
-
-    __slots__ = ("key",)
-    key: int
-
-    @classmethod
-    def at(cls, position: int, parameter: torch.Tensor) -> UnnamedParameter:
-        """Return the name of the parameter at a position."""
-        name = cls(f"#{position}")
-        # By its id: a name keeps no parameter alive, and messages are about living ones.
-        name.key = id(parameter)
-        return name
-
-    def __format__(self, spec: str) -> str:
-        """Return the name that a module has for it, else the position."""
-        return format(self._found(), spec)
-
-    def __repr__(self) -> str:
-        """Return the quoted description."""
-        return repr(self._found())
-
-    def _found(self) -> str:
-        named = named_beside(self.key)
-        plain = zip(plain_names(name for name, _ in named), named, strict=True)
-        return next((name for name, (_, tensor) in plain if id(tensor) == self.key), str(self))

@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """The tables of a batch's kernel, one row per plan, rebuilt only if one of the batch's plans changes.
+    """The parameters of a batch and the tables of its kernel, one row per plan, rebuilt only if one of these changes.
 
     Attributes:
+        places: of the parameters among those of all groups.
+        runs: the number of a group and the rows of its parameters, (group, first, last).
         chunks: int64 array of shape (chunks, 4); `lengths` is a column of it.
         pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
         digests: of the payloads, as the last step of these plans has written them here, where it computes them.
@@ -68,6 +70,8 @@ class Table:
     addresses: list[int]
     has_gaps: list[int]
     is_plain: bool
+    places: list[int] = field(default_factory=list)
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
     device_chunks: DeviceChunks | None = None
 
     @classmethod
@@ -101,6 +105,10 @@ class Table:
             has_gaps=[row for row, plan in enumerate(plans) if not plan.contiguous],
             is_plain=all(plan.plain for plan in plans),
         )
+
+    def own(self, values: list[Any]) -> list[Any]:
+        """Return the values of the batch's parameters, given those of all."""
+        return values if len(self.places) == len(values) else [values[place] for place in self.places]
 
     def stands(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
         """Return whether all plans are valid for the parameters of a step, and their gradients plain memory.
@@ -235,21 +243,6 @@ Setting = tuple[UpdateRule, Any, int, int]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Seats:
-    """The parameters of one batch.
-
-    Attributes:
-        table: of their plans.
-        places: theirs among the parameters of all groups.
-        runs: the number of a group and the rows of its parameters, (group, first, last).
-    """
-
-    table: Table
-    places: list[int]
-    runs: list[tuple[int, int, int]]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class Roster:
     """The parameters that step together, batch by batch, which the next step takes over while nothing has changed.
 
@@ -257,14 +250,14 @@ class Roster:
         settings: of the groups.
         plans: of all parameters in the groups' order; None for one that has not stepped.
         resting: the places of those without a gradient.
-        seats: of the batches.
+        tables: of the batches.
         keys, entries: of the optimizer's state, in its order, the keys by their ids.
     """
 
     settings: list[Setting]
     plans: list[ParameterPlan | None]
     resting: list[int]
-    seats: list[Seats]
+    tables: list[Table]
     keys: list[int]
     entries: list[Any]
 
@@ -280,20 +273,21 @@ class Roster:
     ) -> Roster:
         """Return a roster; the tables of the one of the step before stay where their plans do."""
         group_of = [number for number, setting in enumerate(settings) for _ in range(setting[-1])]
-        tables = {} if before is None else {seats.table.plans[0]: seats.table for seats in before.seats}
-        seats = []
+        known = {} if before is None else {table.plans[0]: table for table in before.tables}
+        tables = []
         for chosen in places:
             own = [plan for plan in map(plans.__getitem__, chosen) if plan is not None]
-            table = tables.get(own[0])
+            table = known.get(own[0])
+            if table is None or table.plans != own:
+                table = Table.of(own)
             groups = [group_of[place] for place in chosen]
             cuts = [0, *(k for k in range(1, len(groups)) if groups[k] != groups[k - 1]), len(groups)]
-            runs = [(groups[first], first, last) for first, last in itertools.pairwise(cuts)]
-            seats.append(Seats(Table.of(own) if table is None or table.plans != own else table, chosen, runs))
-        return cls(settings, plans, resting, seats, [*map(id, state)], [*state.values()])
-
-    def _of(self, seats: Seats, values: list[Any]) -> list[Any]:
-        """Return the values of a batch's parameters, given those of all."""
-        return values if len(seats.places) == len(self.plans) else [values[place] for place in seats.places]
+            table.places, table.runs = (
+                chosen,
+                [(groups[first], first, last) for first, last in itertools.pairwise(cuts)],
+            )
+            tables.append(table)
+        return cls(settings, plans, resting, tables, [*map(id, state)], [*state.values()])
 
     def stands(
         self,
@@ -313,7 +307,7 @@ class Roster:
             and all(map(is_, state.values(), self.entries))
         ):
             return False
-        return all(s.table.stands(self._of(s, parameters), self._of(s, gradients)) for s in self.seats)
+        return all(table.stands(table.own(parameters), table.own(gradients)) for table in self.tables)
 
     def batches(
         self,
@@ -328,12 +322,12 @@ class Roster:
         gradients, by place.
         """
         found = []
-        for seats in self.seats:
-            table, constants = seats.table, []
+        for table in self.tables:
+            constants: list[tuple[float, ...]] = []
             counted: list[tuple[Mapping[str, Any], int]] = []
             steps: list[int] = [entry["step"] + 1 for entry in table.entries]
             metered = set()
-            for number, first, last in seats.runs:
+            for number, first, last in table.runs:
                 rule, _, interval, _ = self.settings[number]
                 own = steps[first:last]
                 entries = table.entries[first:last]
@@ -352,9 +346,9 @@ class Roster:
                 Batch(
                     spec.metered_twin if metered.pop() else spec,
                     table,
-                    self._of(seats, parameters),
-                    self._of(seats, gradients),
-                    [scales.get(place, 1.0) for place in seats.places] if scales else [1.0] * len(steps),
+                    table.own(parameters),
+                    table.own(gradients),
+                    [scales.get(place, 1.0) for place in table.places] if scales else [1.0] * len(steps),
                     steps,
                     constants,
                     counted,
@@ -524,22 +518,14 @@ def gradient_memory(
     """
     if isinstance(gradient, ScaledTensor):
         if isinstance(parameter, ScaledTensor):
-            return plain_gradient(cast("ScaledTensor", gradient.detach()).payload, name), gradient.scale.detach()
+            payload = cast("ScaledTensor", gradient.detach()).payload
+            return plain(payload, f"the gradient of {name}"), gradient.scale.detach()
         gradient = cast("ScaledTensor", gradient.detach()).decode()
     elif isinstance(gradient, MCTensor):
         gradient = cast("MCTensor", gradient.detach()).decode(torch.float32)
     if gradient.layout is not torch.strided:
         return gradient, 1.0  # refused, or kept sparse, where its dtype is looked at
-    return plain_gradient(gradient, name), 1.0
-
-
-def plain_gradient(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a gradient as plain memory, or raise TypeError by its parameter's name, which is put into words then."""
-    try:
-        return plain(gradient)
-    except TypeError:
-        pass
-    return plain(gradient, f"the gradient of {name}")
+    return plain(gradient, f"the gradient of {name}"), 1.0
 
 
 def gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:

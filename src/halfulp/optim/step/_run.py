@@ -21,6 +21,7 @@ from ...kernels import (
     chunks,
     has_own_memory,
     note,
+    plain,
     require_same_bits,
     run_chunks,
     select_engine,
@@ -31,7 +32,7 @@ from .._float32 import read_weights
 from ..parameters._local_tensors import is_dtensor, local, placed_like, scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, pointer_count
-from ._batch import Batch, plain_gradient
+from ._batch import Batch
 from ._kernel import compiled, record_step, reference_amax, reference_step
 from ._scales import keep_scales, with_new_scales, with_present_scales
 
@@ -128,7 +129,7 @@ def _write(batch: Batch) -> None:
     keys = _keys(batch).tolist()
     for row, plan in enumerate(batch.plans):
         if not has_own_memory(batch.gradients[row]):  # freed, or not written out
-            batch.gradients[row] = plain_gradient(batch.gradients[row], plan.name)
+            batch.gradients[row] = plain(batch.gradients[row], f"the gradient of {plan.name}")
         lost = reference_step(
             spec,
             batch.parts(row),
@@ -231,7 +232,7 @@ def _point_at_gradients(batch: Batch) -> None:
     pointers[:, GRADIENT] = found
     if not all(found):  # empty ones, and those that torch has not written out
         for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
-            gradients[row] = plain_gradient(gradients[row], batch.plans[row].name)
+            gradients[row] = plain(gradients[row], f"the gradient of {batch.plans[row].name}")
             pointers[row, GRADIENT] = address(gradients[row])
     for row, one in enumerate(batch.prepared):
         pointers[row, -1] = address(one)
