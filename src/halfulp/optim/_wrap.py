@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Unpack, overload
 
 import torch
@@ -89,12 +89,6 @@ class ExplicitGradientOptimizer(Optimizer):
 
     def _check_switches(self, group: dict[str, Any]) -> None:
         """Accept all: these options belong to the wrapped optimizer."""
-
-    def _current(self, group: dict[str, Any], position: int, given: Store) -> ParameterPlan:
-        """Return a parameter's plan for gradients that are stored as given, its auxiliary tensors up to date."""
-        plan = self._plan(group, position, given)
-        drop_stale(plan)
-        return plan
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle."""
@@ -199,7 +193,6 @@ class Wrapped(ExplicitGradientOptimizer):
             raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
         self.base, self._complete = base, False
         self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
-        self._base_aside: TensorMap[dict[str, Any]] = TensorMap()
         super().__init__(groups, dict(base.defaults), **narrow)
         self._complete = True
         self._pair_groups()
@@ -217,7 +210,7 @@ class Wrapped(ExplicitGradientOptimizer):
         inner, outer = split_group(param_group, shadows)
         self.base.add_param_group(inner)
         try:
-            super().add_param_group(merge_group(outer, self.base.param_groups[-1]))
+            super().add_param_group(outer | _options_of(self.base.param_groups[-1]))
         except Exception:
             del self.base.param_groups[-1]
             raise
@@ -229,36 +222,28 @@ class Wrapped(ExplicitGradientOptimizer):
         self._pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
 
     def _follow_groups(self) -> None:
-        """Follow the groups, also in the wrapped optimizer, whose groups hold shadows of these parameters."""
         super()._follow_groups()
-        if not self._complete:
-            return
-        inner_of = {id(own): inner for own, inner in self._pairs}
-        self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
-        self._pair_groups()
-        members: set[int] = set()
+        if self._complete:
+            self._follow_parameters()
+
+    def _follow_parameters(self) -> None:
+        """Put shadows into the wrapped optimizer's groups for the parameters of these, whose lists users may edit.
+
+        Raises:
+            ValueError: whole groups were taken out, put in or moved.
+        """
+        if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
+            raise ValueError("the list of a wrapped optimizer's param groups was edited: use add_param_group")
         for own, inner in self._pairs:
             for parameter in own["params"]:
                 if parameter not in self._shadows:
                     self._shadows[parameter] = make_shadow(parameter)
             # The list itself stays: LBFGS holds it.
             inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
-            members |= set(map(id, inner["params"]))
-            for shadow in inner["params"]:
-                if shadow in self._base_aside:
-                    self.base.state[shadow] = self._base_aside.pop(shadow)
-        for shadow in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in members]:
-            self._base_aside[shadow] = self.base.state.pop(shadow)
-
-    def _groups_changed(self) -> bool:
-        if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
-            return True
-        known = self._shadows.by_id
-        for own, inner in self._pairs:
-            wanted = [id(known.get(id(parameter))) for parameter in own["params"]]
-            if wanted != [id(shadow) for shadow in inner["params"]]:
-                return True
-        return False
+        if len(self.base.state) > len(self._shadows):  # some parameters are gone
+            living = set(map(id, self._shadows.values()))
+            for key in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in living]:
+                del self.base.state[key]
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
@@ -269,8 +254,7 @@ class Wrapped(ExplicitGradientOptimizer):
         change = getattr(self.base, "train" if mode else "eval", None)
         if not callable(change):
             return
-        if self._groups_changed():
-            self._follow_groups()
+        self._follow_parameters()
         # What was frozen after steps has a state still, and two weights.
         plans = list(self._all_plans(lambda p: p.requires_grad or bool(self.base.state.get(self._shadows[p]))))
         try:
@@ -302,8 +286,7 @@ class Wrapped(ExplicitGradientOptimizer):
         """
         for group in self.param_groups:
             self._check_numbers(group)
-        if self._groups_changed():
-            self._follow_groups()
+        self._follow_parameters()
         self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
         wanted = inspect.signature(type(self.base).step).parameters.get("closure")
         if wanted is not None and wanted.default is inspect.Parameter.empty:
@@ -374,7 +357,9 @@ class Wrapped(ExplicitGradientOptimizer):
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if wanted(parameter):
-                    yield self._current(group, position, F32)
+                    plan = self._plan(group, position, F32)
+                    drop_stale(plan)
+                    yield plan
 
     def _load(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Fill the shadows and their gradients."""
@@ -422,10 +407,10 @@ class Wrapped(ExplicitGradientOptimizer):
         state, inner = saved["state"], dict(self.base.state)
         for group, packed in zip(self.param_groups, saved["param_groups"]):
             for parameter, number in zip(group["params"], packed["params"]):
-                held = inner.pop(self._shadows[parameter], None)
-                if held:
+                if held := inner.get(self._shadows[parameter]):
                     named = {f"{BASE}{name}": value for name, value in held.items()}
                     state[number] = {**state.get(number, {}), **named}
+        inner = {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
         refuse_confusing_keys(inner)
         state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
         beside = read_outside_state(self.base)
@@ -492,7 +477,7 @@ class Wrapped(ExplicitGradientOptimizer):
         (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
         self._complete = False
         super().__setstate__(state)
-        self._shadows, self._base_aside = TensorMap(shadows), TensorMap()
+        self._shadows = TensorMap(shadows)
         self.base, self._complete = object.__new__(kind), True
         self.base.__setstate__(fields)
         self._pair_groups()
@@ -525,7 +510,7 @@ def make_base(
     refuse_inner_optimizers(base)
     if len(base.param_groups) != len(pairs):
         raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
-    return base, [merge_group(outer, inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
+    return base, [outer | _options_of(inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
 
 
 def split_group(
@@ -545,10 +530,9 @@ def split_group(
     return {**rest, "params": inner}, {**group, "params": members}
 
 
-def merge_group(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of parameters with the options of the wrapped optimizer's group."""
-    options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
-    return {**outer, **options}
+def _options_of(inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group of the wrapped optimizer, without its parameters."""
+    return {name: value for name, value in inner.items() if name not in ("params", "param_names")}
 
 
 def empty_like(parameter: torch.Tensor) -> torch.Tensor:
@@ -594,19 +578,15 @@ def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
         NotImplementedError: such an optimizer, with what to do.
     """
     name = type(base).__name__
-    for place, inner in _inner_optimizers(base):
-        raise NotImplementedError(
-            f"{name} holds another optimizer, {type(inner).__name__} in {place!r}, whose parameters wrap cannot put "
-            f"float32 weights behind: step float32 parameters by {name}, or wrap {type(inner).__name__} alone: "
-            f"hu.optim.wrap({type(inner).__name__}, params, ...)"
-        )
-
-
-def _inner_optimizers(base: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(base).items():
+    for place, value in vars(base).items():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        if name not in ("param_groups", "state", "defaults"):
-            yield from ((name, one) for one in held if isinstance(one, torch.optim.Optimizer) and one is not base)
+        for inner in held if place not in ("param_groups", "state", "defaults") else ():
+            if isinstance(inner, torch.optim.Optimizer) and inner is not base:
+                raise NotImplementedError(
+                    f"{name} holds another optimizer, {type(inner).__name__} in {place!r}, whose parameters wrap "
+                    f"cannot put float32 weights behind: step float32 parameters by {name}, or wrap "
+                    f"{type(inner).__name__} alone: hu.optim.wrap({type(inner).__name__}, params, ...)"
+                )
 
 
 def step_without_global_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
