@@ -27,7 +27,7 @@ from ._group_options import (
     read_options,
     warn_of_rate_jump,
 )
-from ._lost_updates import LostUpdateReport, stall_widths, summarize_lost_updates, warn_if_mostly_lost
+from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
 from .parameters._local_tensors import is_dtensor, local, memory, own_parts, take_shard
 from .parameters._narrow_groups import (
@@ -39,7 +39,6 @@ from .parameters._narrow_groups import (
     refuse_overlaps,
     refuse_replaced_parameters,
     refuse_unused_update,
-    updates_in_effect,
     warn_of_idle_update,
 )
 from .parameters._outside_writes import (
@@ -109,6 +108,8 @@ class Optimizer(CheckpointMixin):
     _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
     # Options of a class above that this one decides, and no user.
     _fixed_options: ClassVar[tuple[str, ...]] = ()
+    # The update rule, where it is the same for all groups.
+    _rule: ClassVar[UpdateRule | None] = None
     # Whether a step of one parameter depends on no other.
     _steps_one_alone: ClassVar[bool] = True
     # Of copies, which have all groups and made no step.
@@ -178,7 +179,8 @@ class Optimizer(CheckpointMixin):
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return the update rule of a param group."""
-        raise AssertionError("every optimizer has a rule")
+        assert self._rule is not None, "every optimizer has a rule"
+        return self._rule
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch.optim does; what its parameters cannot do is refused before anything is changed.
@@ -571,13 +573,8 @@ class Optimizer(CheckpointMixin):
         return [*places.values()]
 
     def report(self) -> LostUpdateReport:
-        """Return the share of updates that rounding cancelled on metered steps, and which states lose what."""
-        stalled: dict[str, float] = {}
-        for group in self.param_groups:
-            for plan in filter(None, map(self._plans.get, group["params"])):
-                for name, width in stall_widths(plan, group).items():
-                    stalled[name] = max(width, stalled.get(name, 0.0))
-        return summarize_lost_updates(self._plans.values(), tuple(stalled.items()))
+        """Return the share of updates that rounding cancelled on metered steps."""
+        return summarize_lost_updates(self._plans.values())
 
     def bytes_per_parameter(self) -> float:
         """Return bytes per element: weights (and copies after outside writes), auxiliary tensors, states, gradients.
@@ -598,8 +595,8 @@ class Optimizer(CheckpointMixin):
         return total / elements if elements else 0.0
 
     def __repr__(self) -> str:
-        """torch.optim's description, then how each dtype is updated, then the lost updates."""
-        return f"{super().__repr__()}\n{updates_in_effect(self)}\n{self.report()}"
+        """torch.optim's description, then the lost updates."""
+        return f"{super().__repr__()}\n{self.report()}"
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {}
@@ -623,7 +620,7 @@ def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
-    if kind.rule is Optimizer.rule:
+    if kind.rule is Optimizer.rule and kind._rule is None:
         raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
     enter("optimizer", OPTIMIZERS, kind.__name__, kind, words_of(kind))
     return kind

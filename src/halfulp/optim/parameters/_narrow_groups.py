@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from ...subclass.models._parameter_holders import (
 from .._group_options import check_ranks
 from .._storage import STORES
 from ..weight_updates._weight_update import weight_update
-from ._local_tensors import is_dtensor, local, memory
+from ._local_tensors import is_dtensor, local
 from ._narrowing import is_kept, is_written, take_float32
 from ._outside_writes import drop_stale, mark_current
 from ._parameter_plan import ParameterPlan
@@ -138,23 +137,8 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
                     plan = optimizer._plan(group, position)
                     drop_stale(plan)
                     tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
-        _broadcast(tensors, module.process_group)
-
-
-def _broadcast(tensors: list[torch.Tensor], group: torch.distributed.ProcessGroup) -> None:
-    """Broadcast tensors of any dtypes, as bytes."""
-    run: list[torch.Tensor] = []
-    size = 0
-    for tensor in [*(t for t in tensors if t.numel()), None]:
-        if run and (tensor is None or size + tensor.nbytes > _MESSAGE):
-            message = torch.cat([t.reshape(-1).view(torch.uint8) for t in run])
-            torch.distributed.broadcast(message, group=group, group_src=0)
-            for t, part in zip(run, message.split([t.nbytes for t in run]), strict=True):
-                t.reshape(-1).view(torch.uint8).copy_(part)
-            run, size = [], 0
-        if tensor is not None:
-            run.append(tensor)
-            size += tensor.nbytes
+        if memory := [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]:
+            torch.distributed._broadcast_coalesced(module.process_group, memory, _MESSAGE, 0)
 
 
 def refuse_replaced_parameters(optimizer: Any) -> None:
@@ -241,24 +225,3 @@ def _chosen_updates(optimizer: Any, groups: Iterable[dict]) -> Iterator[tuple[An
         for position, parameter in enumerate(group["params"]):
             name = name_of(group, position)
             yield chosen, name, parameter, optimizer._step_spec(group, parameter, None, name).update.name != "exact"
-
-
-def updates_in_effect(optimizer: Any) -> str:
-    """Describe the weight update that each dtype of an optimizer's parameters gets.
-
-    >>> import halfulp as hu
-    >>> weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
-    >>> print(updates_in_effect(hu.optim.SGD(weights, weight_update="kahan")))
-    Weight updates in effect: bfloat16 kahan (1 tensor), float32 exact (1 tensor)
-    """
-    counts: Counter[tuple[str, str]] = Counter()
-    for group in optimizer.param_groups:
-        for position, parameter in enumerate(group["params"]):
-            try:
-                update = optimizer._step_spec(group, parameter, None, name_of(group, position)).update.name
-            except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
-                update = "not steppable"
-            dtype = str(memory(parameter).dtype).removeprefix("torch.")
-            counts[dtype, update] += 1
-    said = (f"{dtype} {update} ({n} tensor{'s' * (n > 1)})" for (dtype, update), n in counts.items())
-    return f"Weight updates in effect: {', '.join(said) or 'none'}"

@@ -29,13 +29,6 @@ class LostUpdates:
     kept: float = 0.0
     mostly_lost: int = 0
 
-    def add(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
-        """Count one metered step."""
-        self.samples += 1
-        self.seen, self.cancelled = self.seen + seen, self.cancelled + cancelled
-        self.wanted, self.kept = self.wanted + wanted, self.kept + kept
-        self.mostly_lost += cancelled > 0.5 * seen
-
 
 @dataclass(eq=False, slots=True)
 class PayloadVersion:
@@ -77,9 +70,11 @@ class ParameterRecord:
 
     def count(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
         """Count the updates of one metered step."""
-        if self.lost is None:
-            self.lost = LostUpdates()
-        self.lost.add(seen, cancelled, wanted, kept)
+        lost = self.lost = self.lost or LostUpdates()
+        lost.samples += 1
+        lost.seen, lost.cancelled = lost.seen + seen, lost.cancelled + cancelled
+        lost.wanted, lost.kept = lost.wanted + wanted, lost.kept + kept
+        lost.mostly_lost += cancelled > 0.5 * seen
 
 
 class PlanOptions(NamedTuple):

@@ -8,9 +8,9 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule, beta, constants_of, sign_in
+from ._update_rule import StateSlot, UpdateRule, constants_of, sign_in
 
-MOMENTS = (StateSlot("exp_avg", 1, retention=beta(0)), StateSlot("exp_avg_sq", 2, retention=beta(1)))
+MOMENTS = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
 _MAXIMUM = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
 from ._adam import MOMENTS, moments, of_moments, unbias_root
-from ._update_rule import Reduction, StateSlot, UpdateRule, beta, constants_of, sign_in
+from ._update_rule import Reduction, StateSlot, UpdateRule, constants_of, sign_in
 
 
 def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, unbias, eps, size_m, size_slow):
@@ -35,7 +35,7 @@ def _ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return (*kept, lr / (1 - beta1**step), lr * alpha)
 
 
-_WITH_SLOW = (*MOMENTS, StateSlot("exp_avg_slow", 1, retention=beta(2)))
+_WITH_SLOW = (*MOMENTS, StateSlot("exp_avg_slow", 1))
 ADEMAMIX = UpdateRule(
     "ademamix",
     ademamix,
@@ -77,10 +77,10 @@ def _adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
 
 
 _ADANS = (
-    StateSlot("exp_avg", 1, retention=beta(0)),
-    StateSlot("exp_avg_diff", 1, retention=beta(1)),
-    StateSlot("exp_avg_sq", 2, retention=beta(2)),
-    StateSlot("gradient_before", 1, retention=0.0),
+    StateSlot("exp_avg", 1),
+    StateSlot("exp_avg_diff", 1),
+    StateSlot("exp_avg_sq", 2),
+    StateSlot("gradient_before", 1),
 )
 ADAN = UpdateRule("adan", adan, _ADANS, constants_of(adan, _ADANS), _adan_constants, homogeneous=("eps",), betas=3)
 
@@ -192,7 +192,7 @@ def _prodigy_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> 
     return (float(group["eps"]) * estimate(group, sums)["d"],)
 
 
-_PRODIGYS = (*MOMENTS, StateSlot("s", 1, retention=_third_beta), StateSlot("p0", 1, exact=True))
+_PRODIGYS = (*MOMENTS, StateSlot("s", 1), StateSlot("p0", 1, exact=True))
 PRODIGY = UpdateRule(
     "prodigy",
     prodigy,

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ...kernels import divide, sign_of, sqrt
-from ._update_rule import StateSlot, UpdateRule, beta, constants_of, option, sign_in
+from ._update_rule import StateSlot, UpdateRule, constants_of, sign_in
 
-_BUFFER = (StateSlot("momentum_buffer", 1, retention=option("momentum")),)
+_BUFFER = (StateSlot("momentum_buffer", 1),)
 
 
 def sgd(w, g, sign, decay, keep, take, lr, feedback_gain):
@@ -73,7 +73,7 @@ def _lion_constants(group: Mapping, step: int) -> tuple[float, ...]:
 LION = UpdateRule(
     "lion",
     lion,
-    (StateSlot("exp_avg", 1, retention=beta(1)),),
+    (StateSlot("exp_avg", 1),),
     ("sign", "decay", "keep", "take", "keep_m", "take_m", "lr"),
     _lion_constants,
     betas=2,
@@ -181,7 +181,7 @@ def _adamw_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return (*_schedule_free_constants(group, step, beta1), *own)
 
 
-_Z_AND_SQUARES = (*_Z, StateSlot("exp_avg_sq", 2, retention=beta(1)))
+_Z_AND_SQUARES = (*_Z, StateSlot("exp_avg_sq", 2))
 SCHEDULE_FREE_SGD = UpdateRule(
     "schedule_free_sgd", schedule_free_sgd, _Z, constants_of(schedule_free_sgd, _Z), _sgd_constants
 )

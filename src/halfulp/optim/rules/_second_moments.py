@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule, option, sign_in
+from ._update_rule import StateSlot, UpdateRule, sign_in
 
 
 def _first_sum(group: Mapping) -> float:
@@ -38,12 +38,12 @@ ADAGRAD = UpdateRule(
 )
 
 
-_SQUARE = StateSlot("square_avg", 2, retention=option("alpha"))
-_MOMENTUM = StateSlot("momentum_buffer", 1, retention=option("momentum"))
+_SQUARE = StateSlot("square_avg", 2)
+_MOMENTUM = StateSlot("momentum_buffer", 1)
 # A variance is the small difference of two means.
 _CENTERED = (
-    StateSlot("square_avg", 2, retention=option("alpha"), exact=True),
-    StateSlot("grad_avg", 1, retention=option("alpha"), exact=True),
+    StateSlot("square_avg", 2, exact=True),
+    StateSlot("grad_avg", 1, exact=True),
 )
 _RMSPROP_CONSTANTS = ("sign", "decay", "keep", "take", "eps", "momentum", "lr", "none")
 

@@ -22,7 +22,6 @@ class StateSlot:
         name: its key in the optimizer's state, torch.optim's where torch has it.
         degree: 1 where the state grows as the gradient does, 2 where it grows as its square.
         initial: its value before the first step, rounded to nearest where it is stored.
-        retention: the share of it that a step keeps where it is a decaying mean, as a beta; None for other states.
         maximum_of: the state whose largest value so far it is; None for other states. It keeps what noise adds to that
             state for good, so that both need a storage with little (`refuse_coarse`).
 
@@ -35,7 +34,6 @@ class StateSlot:
     name: str
     degree: int
     initial: Number = 0.0
-    retention: Number | None = None
     maximum_of: str | None = None
     exact: bool = False
 
@@ -58,41 +56,6 @@ class StateSlot:
             raise ValueError(f"state {self.name!r} begins with {value}: give a number up to 2^127{sign}")
         return value
 
-    def retained(self, group: Mapping[str, Any]) -> float | None:
-        """Return the share that a step keeps under a group's options."""
-        return float(self.retention(group)) if callable(self.retention) else self.retention
-
-
-def beta(number: int) -> Callable[[Mapping[str, Any]], float]:
-    """Return the function that reads one of a group's `betas`, for `StateSlot.retention`.
-
-    >>> beta(1)({"betas": (0.9, 0.999)})
-    0.999
-    """
-
-    return _Option("betas", number)
-
-
-def option(name: str) -> Callable[[Mapping[str, Any]], float]:
-    """Return the function that reads one of a group's options, for `StateSlot.retention`.
-
-    >>> option("momentum")({"momentum": 0.5})
-    0.5
-    """
-    return _Option(name)
-
-
-@dataclass(frozen=True)
-class _Option:
-    """One of a group's numbers: a value, so that rules can be compared and pickled."""
-
-    name: str
-    number: int | None = None
-
-    def __call__(self, group: Mapping[str, Any]) -> float:
-        value = group[self.name]
-        return float(value if self.number is None else value[self.number])
-
 
 def sign_in(group: Mapping[str, Any]) -> float:
     """Return the factor of a gradient by which a group descends, or climbs under `maximize`."""
@@ -105,12 +68,10 @@ def constants_of(update: Callable[..., Any], states: tuple[StateSlot, ...]) -> t
 
 
 def check_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
-    """Raise for a state that cannot begin with, or keep the share of, what a group's options say."""
+    """Raise for a state that cannot begin with what a group's options say."""
     for state in rule.states:
         if state.initial != 0.0:
             state.initial_value(group)
-        if callable(state.retention):
-            state.retained(group)
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,6 @@ class WeightUpdate:
                     f"out, and give its arithmetic as {piece!r} of bindings()"
                 )
 
-    @property
-    def rounds_sum(self) -> bool:
-        """Whether w + u is rounded to nearest in float32, which loses an update below 2^-24 of the weight."""
-        return not self.compensates
-
     def check(self, store: Store) -> None:
         """Raise ValueError if this weight update does not apply to parameters of this store."""
 
