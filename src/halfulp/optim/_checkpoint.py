@@ -416,11 +416,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from `__getstate__`.
-
-        Raises:
-            ValueError: it was pickled under another version of the stream of random bits.
-        """
+        """Restore from `__getstate__`."""
         super().__setstate__(state)
         self._start_caches()
         for number, group in enumerate(self.param_groups):

@@ -38,12 +38,7 @@ def average(w: Any, g: Any, take: Any) -> tuple[Any]:
 
 
 def decay_at(group: Mapping[str, Any], step: int) -> float:
-    """Return the decay of an update; updates count from 1.
-
-    Raises:
-        ValueError: not in [0, 1].
-        TypeError: no number.
-    """
+    """Return the decay of an update; updates count from 1."""
     given = group["decay"]
     decay = given(step) if callable(given) else given
     check_number("decay", decay)

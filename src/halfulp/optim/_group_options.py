@@ -63,9 +63,6 @@ def read_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
         given: the options.
         defaults: values of the same names, whose types are those of the options.
 
-    Raises:
-        ValueError: a word that is no value of its option's type.
-
     >>> read_options({"lr": "1e-3", "betas": "0.9,0.95", "param_dtype": "bf16"}, {"lr": 0.1, "betas": (0.9, 0.999)})
     {'lr': 0.001, 'betas': (0.9, 0.95), 'param_dtype': torch.bfloat16}
     """
@@ -133,9 +130,6 @@ def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any, device: to
         optimizer: what steps here.
         process_group: of the processes.
         device: on which NCCL sends.
-
-    Raises:
-        ValueError: the first rank that differs, and in what; on all ranks.
     """
     ranks: list[dict[str, str]] = [{} for _ in range(process_group.size())]
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -199,23 +193,14 @@ def check_parameters(params: object) -> None:
 
 
 def check_fixed_options(group: dict, defaults: Mapping[str, Any], fixed: Iterable[str]) -> None:
-    """Refuse another value for an option that an optimizer does not let its user choose.
-
-    Raises:
-        ValueError: a group has one.
-    """
+    """Refuse another value for an option that an optimizer does not let its user choose."""
     for name in fixed:
         if group[name] != defaults[name]:
             raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {defaults[name]}; leave it out")
 
 
 def check_group(group: dict, options: Iterable[str] = ()) -> None:
-    """Check a new group's options; keys that resemble no option are the user's own, and stay.
-
-    Raises:
-        ValueError: an option that means nothing here, with what is allowed.
-        TypeError: an option of the wrong type.
-    """
+    """Check a new group's options; keys that resemble no option are the user's own, and stay."""
     _check_keys(group, list(options))
     _check_emulated(group)
     if group["weight_update"] is not None:
@@ -260,12 +245,7 @@ def _check_emulated(group: dict) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Check that a hyper-parameter is one real number, or a tensor that holds one.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: a tensor of several, one without memory, or one that wants a gradient.
-    """
+    """Check that a hyper-parameter is one real number, or a tensor that holds one."""
     if type(value) is float:  # nearly always; the general question costs a microsecond
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
@@ -324,9 +304,6 @@ def check_torch_switches(name: str, **switches: bool | None) -> None:
 
     `foreach` and `fused` choose among equals, so that trainers set them unasked: they are ignored with a warning where
     they ask for another implementation than the only one.
-
-    Raises:
-        NotImplementedError: a switch that asks for what this optimizer does not do.
     """
     reasons = {
         "differentiable": "the step writes in place and is not differentiable: use torch.optim for that",

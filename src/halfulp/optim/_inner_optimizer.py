@@ -33,9 +33,6 @@ def find_own_optimizer(given: Any, what: str, remedy: str) -> Optimizer:
     Args:
         given: the optimizer, or such a wrapper.
         what: what takes it, and remedy: what to do instead, for the message.
-
-    Raises:
-        TypeError: anything else.
     """
     inner = inner_optimizer(given)
     if not isinstance(inner, Optimizer):

@@ -159,11 +159,7 @@ def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
 
 
 def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
-    """Return one parameter's saved state, by its number in the file and its name for messages; empty if absent.
-
-    Raises:
-        ValueError: it is no mapping.
-    """
+    """Return one parameter's saved state, by its number in the file and its name for messages; empty if absent."""
     state = state_dict["state"].get(number, {})
     if not isinstance(state, Mapping):
         raise ValueError(f"the state of parameter {name} is {type(state).__name__}, not a dict: the file is damaged")
@@ -171,11 +167,7 @@ def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
 
 
 def read_step(state: Mapping, name: str) -> int:
-    """Return the saved step number.
-
-    Raises:
-        ValueError: it is no whole number.
-    """
+    """Return the saved step number."""
     given = state.get("step", 0)
     if given == {}:  # what torch makes of an entry that a flat state lacks
         raise ValueError(_OTHER_MODEL.format(name))

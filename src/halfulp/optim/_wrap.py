@@ -227,11 +227,7 @@ class Wrapped(ExplicitGradientOptimizer):
             self._follow_parameters()
 
     def _follow_parameters(self) -> None:
-        """Put shadows into the wrapped optimizer's groups for the parameters of these, whose lists users may edit.
-
-        Raises:
-            ValueError: whole groups were taken out, put in or moved.
-        """
+        """Put shadows into the wrapped optimizer's groups for the parameters of these, whose lists users may edit."""
         if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
             raise ValueError("the list of a wrapped optimizer's param groups was edited: use add_param_group")
         for own, inner in self._pairs:
@@ -573,9 +569,6 @@ def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
 
     Float32 weights exist during a step of the wrapped optimizer alone. An optimizer inside of it has the narrow
     parameters themselves, or a copy of memory that is not filled yet.
-
-    Raises:
-        NotImplementedError: such an optimizer, with what to do.
     """
     name = type(base).__name__
     for place, value in vars(base).items():

@@ -91,9 +91,6 @@ def read_outside_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     Args:
         optimizer: the wrapped one.
-
-    Raises:
-        NotImplementedError: an attribute that is no plain data, but may change, which a file cannot hold.
     """
     for name, value in _attributes(optimizer):
         if not _is_plain(value) and not _is_code(value):

@@ -57,12 +57,7 @@ def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def index_map_of(parameter: torch.Tensor) -> IndexMap:
-    """Return the map from a parameter's local elements to its global ones.
-
-    Raises:
-        ValueError: a DTensor that is a pending sum.
-        NotImplementedError: a strided shard that does not lie on a grid.
-    """
+    """Return the map from a parameter's local elements to its global ones."""
     if not is_dtensor(parameter):
         return _whole(parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

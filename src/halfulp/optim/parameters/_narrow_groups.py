@@ -32,11 +32,7 @@ _MESSAGE = 1 << 26
 
 
 def check_narrowing(groups: Iterable[dict]) -> Wrappers:
-    """Find other holders of the float32 parameters that groups ask to be narrowed.
-
-    Raises:
-        ValueError: a holder that cannot follow; nothing is changed.
-    """
+    """Find other holders of the float32 parameters that groups ask to be narrowed."""
     return check_holders(
         [(name_of(group, position), group["params"][position]) for group, position in _to_narrow(groups)],
         "param_dtype=",
@@ -106,11 +102,7 @@ def name_of(group: dict, position: int) -> str:
 
 
 def check_sharded_ranks(optimizer: Any) -> None:
-    """Check that all processes with parts of the same parameters train in the same way; all of them must call this.
-
-    Raises:
-        ValueError: the first rank that differs, and in what; on all ranks of its dimension of the mesh.
-    """
+    """Check that all processes with parts of the same parameters train in the same way; all of them must call this."""
     sharded = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
     for mesh, parameter in {parameter.device_mesh: parameter for parameter in sharded}.items():
         for group in mesh.get_all_groups() if mesh.get_coordinate() is not None else ():
@@ -142,11 +134,7 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
 
 
 def refuse_replaced_parameters(optimizer: Any) -> None:
-    """Raise if fully_shard has replaced the parameters, which then never have gradients.
-
-    Raises:
-        ValueError: no module holds any of the parameters.
-    """
+    """Raise if fully_shard has replaced the parameters, which then never have gradients."""
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     if not sharded_modules() or any(hasattr(p, "_local_tensor") for p in parameters.values()):
         return
@@ -170,9 +158,6 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
     """Raise if no parameter can use the weight update that was chosen for its group.
 
     Some may be float32 beside narrow ones, or kept so by `halfulp.convert`.
-
-    Raises:
-        ValueError: all are float32.
     """
     idle = None
     for chosen, name, parameter, uses in _chosen_updates(optimizer, groups):

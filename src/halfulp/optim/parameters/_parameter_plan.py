@@ -233,11 +233,7 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
 
 
 def refuse_other_dtype(parameter: torch.Tensor, spec: StepSpec, name: str) -> None:
-    """Refuse a parameter that was put into a group, or converted, behind the optimizer's back.
-
-    Raises:
-        ValueError: it does not have the dtype of its group's parameters.
-    """
+    """Refuse a parameter that was put into a group, or converted, behind the optimizer's back."""
     if memory(parameter).dtype != spec.store.dtype:
         raise ValueError(
             f"parameter {name} is {memory(parameter).dtype}, but its group holds {spec.store.dtype}: add parameters by "

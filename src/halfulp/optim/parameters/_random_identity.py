@@ -126,9 +126,6 @@ def follow_parameters(group: dict, groups: list[dict], known: TensorMap[Identity
 
     A parameter that stands in another's place takes over its name and identity; one that was added without a name
     gets the next free number.
-
-    Raises:
-        ValueError: a parameter without a name was added to a group of named ones.
     """
     parameters, numbers, names = group["params"], identities_of(group), group.get("param_names")
     held: list[tuple[str | None, int | None]] = [known.get(parameter) or (None, None) for parameter in parameters]

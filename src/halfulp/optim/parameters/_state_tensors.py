@@ -37,10 +37,6 @@ def complete_state(
     Args:
         known: its plan so far. Where the group has another rule since, as under another `amsgrad`, the states that both
             have are stored as this one stores them.
-
-    Raises:
-        ValueError: a tensor of another shape or dtype than is needed, or a part of a state without the rest of it.
-        TypeError: an initial value that is no number.
     """
     wanted = list_state_tensors(spec, local(parameter).shape) | list_factors(spec, parameter.shape)
     if known is not None and known.spec.rule is not spec.rule:
@@ -115,11 +111,7 @@ def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tens
 
 
 def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
-    """Refuse states that were made before the parameter was converted or resized.
-
-    Raises:
-        ValueError: a state of another shape or dtype than is wanted.
-    """
+    """Refuse states that were made before the parameter was converted or resized."""
     for key, (shape, dtype) in wanted.items():
         held = local(state[key]) if key in state else None
         if held is not None and held.dim() and held.shape[1:] == shape[1:] and held.dtype == dtype:
@@ -138,11 +130,7 @@ def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
 
 
 def _refuse_partial_states(state: Mapping, spec: StepSpec, name: str) -> None:
-    """Refuse a state some of whose tensors are missing: those that are there mean nothing, or something else, alone.
-
-    Raises:
-        ValueError: one was deleted, or `state_dtype` was changed in the group.
-    """
+    """Refuse a state some of whose tensors are missing: those that are there mean nothing, or something else, alone."""
     for slot, names in zip(spec.rule.states, spec.state_tensors):
         missing = [key for key in names if key not in state]
         forms = {*names, *(f"{slot.name}{suffix}" for suffix in STORAGE_SUFFIXES)}
@@ -202,11 +190,7 @@ def find_saved_tensor(state: Mapping[str, Any], name: str) -> Any:
 
 
 def decode_saved(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
-    """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter.
-
-    Raises:
-        ValueError: dtypes or shapes that do not belong together, or codes of an unknown version.
-    """
+    """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter."""
     scale, residual = (local(state.get(f"{slot.name}_{part}")) for part in ("scale", "residual"))
     if f"{slot.name}_codes" in state:
         check_version(slot.name, state)

@@ -214,12 +214,7 @@ def state_pointers(spec: StepSpec) -> list[int]:
 def step_spec_of(
     rule: UpdateRule, group: Mapping, parameter: torch.Tensor, gradient: Store | None, name: str
 ) -> StepSpec:
-    """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None.
-
-    Raises:
-        ValueError: a dtype, option or weight update that does not go together, with what to use instead.
-        NotImplementedError: a shard of a scaled tensor.
-    """
+    """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None."""
     own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
     narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
@@ -250,11 +245,7 @@ def _weight_update(group: Mapping, store: Store, scaled: bool) -> WeightUpdate:
 
 
 def choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
-    """Return the store of a parameter of some dtype, or of a scaled parameter's payload.
-
-    Raises:
-        ValueError: a dtype that cannot be trained here, or format= on a parameter that is not float32.
-    """
+    """Return the store of a parameter of some dtype, or of a scaled parameter's payload."""
     if scaled:
         if format_store is not None:
             raise ValueError(f"format= is for plain float32 parameters, but {name} is scaled: leave format out")
@@ -328,12 +319,7 @@ def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
 
 
 def refuse_unscalable(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
-    """Refuse options that have no meaning for a scaled parameter.
-
-    Raises:
-        ValueError: a weight update that keeps bits instead of floats, or param_dtype=.
-        NotImplementedError: a shard of a scaled tensor.
-    """
+    """Refuse options that have no meaning for a scaled parameter."""
     if isinstance(local(parameter), ScaledTensor) and not isinstance(parameter, ScaledTensor):
         raise NotImplementedError(f"parameter {name} is a DTensor of scaled tensors: torch.optim steps it")
     if not isinstance(parameter, ScaledTensor):

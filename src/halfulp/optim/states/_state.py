@@ -170,11 +170,7 @@ _EXACT_BITS = 16
 
 
 def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoice) -> None:
-    """Refuse a storage that loses digits of an exact state, or whose noise a running maximum would keep.
-
-    Raises:
-        ValueError: such a state, or the one that a maximum is taken of, in too few bits.
-    """
+    """Refuse a storage that loses digits of an exact state, or whose noise a running maximum would keep."""
     bits = {slot.name: _kept_bits(codec) for slot, codec in zip(rule.states, codecs)}
     exact = [slot.name for slot in rule.states if slot.exact]
     if any(bits[name] < _EXACT_BITS for name in exact):

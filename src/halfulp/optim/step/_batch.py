@@ -411,9 +411,6 @@ class PlanCache(TensorMap[ParameterPlan]):
             state: its entry in the optimizer's state, which holds all tensors of the specification.
             identity: that keys its random bits.
             gradient: with which it is to be stepped, if it is.
-
-        Raises:
-            TypeError, ValueError: memory that a step cannot use, as `check_memory` says; the plan is not kept.
         """
         known, part, index_map = self.get(parameter), memory(parameter), index_map_of(parameter)
         stored = tuple(local(state[key]) for key in spec.tensors)
@@ -466,9 +463,6 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
     """Refuse a parameter whose numbers no step here can write.
 
     Memory that is still to come (the meta device) is looked at when it steps, by `check_memory`.
-
-    Raises:
-        TypeError: a tensor class that keeps its numbers in other tensors, a sparse, quantized or nested tensor.
     """
     if part.is_meta or has_own_memory(part):
         return
@@ -481,12 +475,7 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
 
 
 def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
-    """Check every tensor whose address a step's kernel is given.
-
-    Raises:
-        TypeError: a parameter or state without plain memory: fake, on the meta device, freed.
-        ValueError: a parameter whose elements share memory, a state with gaps, or tensors on several devices.
-    """
+    """Check every tensor whose address a step's kernel is given."""
     own = len(plan.parts) - len(plan.auxiliary_tensors)
     named = [("parameter", part) for part in plan.parts[:own]]
     named += [(f"state {key!r} of parameter", tensor) for key, tensor in plan.tensors.items()]
@@ -511,11 +500,7 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
 def gradient_memory(
     gradient: torch.Tensor, parameter: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """Return a gradient as plain memory, with its scale, which only the step of a scaled parameter uses.
-
-    Raises:
-        TypeError: a tensor class whose memory is not its values.
-    """
+    """Return a gradient as plain memory, with its scale, which only the step of a scaled parameter uses."""
     if isinstance(gradient, ScaledTensor):
         if isinstance(parameter, ScaledTensor):
             payload = cast("ScaledTensor", gradient.detach()).payload
@@ -529,11 +514,7 @@ def gradient_memory(
 
 
 def gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
-    """Return the store that a gradient's numbers are read by.
-
-    Raises:
-        ValueError: a sparse gradient, or one of another dtype.
-    """
+    """Return the store that a gradient's numbers are read by."""
     if gradient.layout is not torch.strided:
         raise ValueError(
             f"parameter {name} has a sparse gradient: give its Embedding sparse=False, or use "

@@ -45,11 +45,7 @@ _FEW = 8  # keys that take Python less time than NumPy's arrays
 
 
 def compile_kernels(batch: Batch) -> None:
-    """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was.
-
-    Raises:
-        NotImplementedError: the batch's device does not compute the step as the CPU does.
-    """
+    """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
     batch.engine = select_engine(batch.device.type)
     if batch.engine == "llvm":
         twins = [amax_spec(batch.spec)] if batch.spec.scaled else []
