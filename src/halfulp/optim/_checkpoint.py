@@ -240,15 +240,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _fit_tensors(
         self, group: dict, position: int, state: Mapping, is_own: bool, saved_groups: list[Mapping]
     ) -> dict[str, Any]:
-        """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries.
-
-        Args:
-            group: of the parameter.
-            position: in it.
-            state: what was saved.
-            is_own: whether an optimizer of this library saved it, where the user may have put entries of his own.
-            saved_groups: of the file.
-        """
+        """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries."""
         if not state:
             return {}
         with under(group, weight_update(state[UPDATE]) if UPDATE in state else group["weight_update"]):

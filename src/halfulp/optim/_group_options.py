@@ -59,10 +59,6 @@ def read_defaults(make: Callable[..., Any]) -> dict[str, Any]:
 def read_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as values, where some may be words for them.
 
-    Args:
-        given: the options.
-        defaults: values of the same names, whose types are those of the options.
-
     >>> read_options({"lr": "1e-3", "betas": "0.9,0.95", "param_dtype": "bf16"}, {"lr": 0.1, "betas": (0.9, 0.999)})
     {'lr': 0.001, 'betas': (0.9, 0.95), 'param_dtype': torch.bfloat16}
     """
@@ -124,13 +120,7 @@ _OTHER_KEYS = frozenset(("params", "param_names", "identities", "random_stream",
 
 
 def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
-    """Check that all processes of a group train in the same way; all of them must call this.
-
-    Args:
-        optimizer: what steps here.
-        process_group: of the processes.
-        device: on which NCCL sends.
-    """
+    """Check that all processes of a group train in the same way; all of them must call this."""
     ranks: list[dict[str, str]] = [{} for _ in range(process_group.size())]
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         torch.distributed.all_gather_object(ranks, _describe(optimizer), group=process_group)

@@ -121,13 +121,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups: list[Mapping]) -> None:
-    """Raise ValueError for unknown keys in a file of a later version; in other files they are the user's own.
-
-    Args:
-        what: of the file holds it, and its name.
-        unknown: its keys.
-        saved_groups: of the file.
-    """
+    """Raise ValueError for unknown keys in a file of a later version; in other files they are the user's own."""
     if not unknown:
         return
     versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
@@ -142,12 +136,7 @@ def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups:
 
 
 def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
-    """Raise ValueError for what was saved with random bits of another version of the stream.
-
-    Args:
-        what: of the file draws random bits, and place: where the file says the version, for the message.
-        saved: what says it there.
-    """
+    """Raise ValueError for what was saved with random bits of another version of the stream."""
     version = saved.get("random_stream", 1)
     if "weight_update" in saved and version != STREAM_VERSION:
         raise ValueError(

@@ -587,13 +587,6 @@ def step_without_global_hooks(optimizer: torch.optim.Optimizer, *arguments: Any)
 
     torch patches the `step` of every class so that it calls both kinds; the global ones run around the outer step.
     A `step` that somebody has set on the instance, as a scheduler does, is called as it is.
-
-    Args:
-        optimizer: to step.
-        arguments: of `step`.
-
-    Returns:
-        What `step` returns.
     """
     patched: Any = type(optimizer).step
     if "step" in vars(optimizer) or not getattr(patched, "hooked", False) or not hasattr(patched, "__wrapped__"):

@@ -65,12 +65,7 @@ def check_base_state(
     group: dict,
     position: int,
 ) -> None:
-    """Raise ValueError for saved states of a wrapped optimizer that do not fit what it holds.
-
-    Args:
-        state: that it saved of a parameter, and own: that the optimizer around it saved beside.
-        base: the wrapped optimizer, and shadow: the tensor that it steps for the parameter.
-    """
+    """Raise ValueError for saved states of a wrapped optimizer that do not fit what it holds."""
     held = base.state.get(shadow, {})
     for name, value in (state or {}).items():
         known = held.get(name)
@@ -87,11 +82,7 @@ def check_base_state(
 
 
 def read_outside_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state beside parameter states and groups: attributes, and entries that the class itself saves.
-
-    Args:
-        optimizer: the wrapped one.
-    """
+    """Return the state beside parameter states and groups: attributes, and entries that the class itself saves."""
     for name, value in _attributes(optimizer):
         if not _is_plain(value) and not _is_code(value):
             raise NotImplementedError(

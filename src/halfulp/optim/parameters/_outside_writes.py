@@ -134,13 +134,7 @@ def fit_auxiliary_tensors(
     known: torch.Tensor | None,
     beside_known: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Return auxiliary tensors for a payload: the stored ones where it equals a known payload, else neutral ones.
-
-    Args:
-        plan: whose auxiliary tensors they are.
-        payload, known: the payloads; None if it is not known.
-        beside_known: those in place of the stored ones.
-    """
+    """Return auxiliary tensors for a payload: the stored ones where it equals a known payload, else neutral ones."""
     auxiliary = [tensor.clone() for tensor in beside_known or plan.auxiliary_tensors]
     _reset(plan, auxiliary, payload, known)
     return auxiliary

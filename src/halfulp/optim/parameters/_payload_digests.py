@@ -53,12 +53,7 @@ class PayloadDigests:
 
 
 def digests_of(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | None:
-    """Return a payload's digests; None off the CPU, where a step computes none.
-
-    Args:
-        payload: local.
-        index_map: the parameter's place in the whole, along whose chunks it is cut.
-    """
+    """Return a payload's digests; None off the CPU, where a step computes none."""
     if payload.device.type != "cpu":
         return None
     payload = plain(payload.detach(), "a parameter").contiguous()

@@ -184,9 +184,6 @@ def warn_of_shared_keys(optimizer: Any) -> None:
 
     Twins are runs that are compared: their parameters are alike in shape and, now or before their first steps, in
     value.
-
-    Args:
-        optimizer: of this library, which is about to make a step that draws random bits.
     """
     last = None if _Last.optimizer is None else _Last.optimizer()
     if last is optimizer:

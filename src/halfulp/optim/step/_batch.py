@@ -405,13 +405,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         identity: int,
         gradient: torch.Tensor | None = None,
     ) -> ParameterPlan:
-        """Make a parameter's plan, in place of the one that is not valid any more.
-
-        Args:
-            state: its entry in the optimizer's state, which holds all tensors of the specification.
-            identity: that keys its random bits.
-            gradient: with which it is to be stepped, if it is.
-        """
+        """Make a parameter's plan, in place of the one that is not valid any more."""
         known, part, index_map = self.get(parameter), memory(parameter), index_map_of(parameter)
         stored = tuple(local(state[key]) for key in spec.tensors)
         plan = ParameterPlan(
