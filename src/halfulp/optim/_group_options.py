@@ -242,14 +242,13 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name}={value!r} is {type(value).__name__}: give a number")
     if not isinstance(value, torch.Tensor):
         return
-    if value.numel() != 1:
-        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
     if value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name} is a tensor of {value.dtype}: give a real number")
-    if value.is_meta:
-        raise ValueError(f"{name} is a tensor on the meta device, which holds no number: give one on a real device")
-    if value.requires_grad:
-        raise ValueError(f"{name} requires a gradient, which a step here does not give: give {name}.detach()")
+    if value.numel() != 1 or value.is_meta or value.requires_grad:
+        raise ValueError(
+            f"{name} is a tensor of shape {tuple(value.shape)} on {value.device}, requires_grad={value.requires_grad}: "
+            f"give one number, in memory and without a gradient, such as {name}.detach()"
+        )
 
 
 NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")

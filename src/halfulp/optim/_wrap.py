@@ -176,6 +176,7 @@ class Wrapped(ExplicitGradientOptimizer):
 
     base: torch.optim.Optimizer
     _steps_one_alone = False
+    _rule = ASSIGNMENT
 
     def __init__(
         self,
@@ -196,10 +197,6 @@ class Wrapped(ExplicitGradientOptimizer):
         super().__init__(groups, dict(base.defaults), **narrow)
         self._complete = True
         self._pair_groups()
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return the rule that assigns the new weight."""
-        return ASSIGNMENT
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers; what either refuses is added to none."""
@@ -229,7 +226,9 @@ class Wrapped(ExplicitGradientOptimizer):
     def _follow_parameters(self) -> None:
         """Put shadows into the wrapped optimizer's groups for the parameters of these, whose lists users may edit."""
         if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
-            raise ValueError("the list of a wrapped optimizer's param groups was edited: use add_param_group")
+            inner_of = {id(own): inner for own, inner in self._pairs}
+            self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
+            self._pair_groups()
         for own, inner in self._pairs:
             for parameter in own["params"]:
                 if parameter not in self._shadows:

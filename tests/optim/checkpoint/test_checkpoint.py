@@ -97,8 +97,6 @@ def _change(name):
                 del state[1]["exp_avg_sq"]
             case "missing companion":
                 del state[1]["low_bits"]
-            case "foreign state":
-                state[0]["momentum_buffer"] = torch.zeros(64, 32)
             case "companion dtype":
                 state[0]["low_bits"] = state[0]["low_bits"].float()
             case "nan step":
@@ -167,7 +165,7 @@ def _change(name):
 
 
 CORRUPT = [
-    "shape", "missing state", "missing companion", "foreign state", "companion dtype", "nan step", "negative step",
+    "shape", "missing state", "missing companion", "companion dtype", "nan step", "negative step",
     "half step", "no step number", "string step", "huge step", "string state", "string companion", "list state",
     "integer state", "no state", "no groups", "state list", "groups dict", "group without params",
     "one parameter less", "another group", "other names", "other weight update", "unknown weight update", "nan rate",

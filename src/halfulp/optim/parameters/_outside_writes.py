@@ -52,9 +52,8 @@ def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
     if held is None or checksums is None:
         return {}
     # A write is answered at the next step: what begins then has already begun in the file.
-    begins = _begins_a_copy(plan)
-    is_old_memory = held.version == MOVED and not held.steps and held.digests is None
-    if not begins and (held.payload is None or is_old_memory):
+    begins = is_written(plan)
+    if not begins and held.payload is None:
         return {CHECKSUMS: checksums, COPY: 0}
     return {
         CHECKSUMS: checksums,
@@ -71,13 +70,8 @@ def payload_version_of(parameter: torch.Tensor, part: torch.Tensor, held: Payloa
     memory = part.detach()
     if held is None:
         return PayloadVersion(parameter._version, memory)
-    old = held.memory
-    if held.version in (ANY_VERSION, MOVED) or old.data_ptr() == memory.data_ptr() or old.shape != memory.shape:
-        return replace(held, memory=memory)
-    # Without digests the old memory tells, unless it was written in place before the parameter moved.
-    if held.version == parameter._version and held.digests is None:
-        return replace(held, version=MOVED, memory=memory, payload=old.clone() if held.steps else old)
-    return replace(held, version=MOVED, memory=memory)
+    stays = held.memory.data_ptr() == memory.data_ptr() or held.memory.shape != memory.shape
+    return replace(held, memory=memory, version=held.version if stays or held.version == ANY_VERSION else MOVED)
 
 
 def is_written(plan: ParameterPlan) -> bool:
@@ -120,14 +114,6 @@ def _known_payload(plan: ParameterPlan) -> torch.Tensor | None:
     return held.payload if held.is_under(plan.scale) else None
 
 
-def _begins_a_copy(plan: ParameterPlan) -> bool:
-    """Return whether the next step begins to keep a copy of the payload: after a move the old memory is one."""
-    held = plan.payload_version
-    if held is None or not is_written(plan):
-        return False
-    return held.version != MOVED or _known_payload(plan) is None
-
-
 def fit_auxiliary_tensors(
     plan: ParameterPlan,
     payload: torch.Tensor,
@@ -165,12 +151,8 @@ def drop_stale(plan: ParameterPlan) -> None:
         if held.version != ANY_VERSION:
             follow_version(plan)
         return
-    begins = _begins_a_copy(plan)
     _reset(plan, plan.auxiliary_tensors, plan.payloads[0], _known_payload(plan))
-    if begins:
-        # The old memory after a move is the user's.
-        held.payload = held.payload if held.steps else None
-        held.steps = WATCHED_STEPS
+    held.steps = WATCHED_STEPS
     _mark(plan, held, None)
 
 

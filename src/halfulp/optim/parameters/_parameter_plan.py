@@ -37,7 +37,7 @@ class PayloadVersion:
     Attributes:
         version: the parameter's version counter at that time. ANY_VERSION after loading or copying auxiliary tensors,
             as their payload may be loaded before or after them; MOVED after the parameter was given other memory.
-        memory: the parameter's memory at that time; it still holds the payload if the parameter was given other memory.
+        memory: the parameter's memory at that time.
         payload: a copy of the payload, if one is kept.
         steps: how many more steps the copy is kept for.
         scale: a scaled parameter's scale, in whose units its auxiliary tensors are: a number, or off the CPU, where it

@@ -192,22 +192,19 @@ def find_saved_tensor(state: Mapping[str, Any], name: str) -> Any:
 def decode_saved(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
     """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter."""
     scale, residual = (local(state.get(f"{slot.name}_{part}")) for part in ("scale", "residual"))
-    if f"{slot.name}_codes" in state:
-        check_version(slot.name, state)
-        codes = torch.uint8 if slot.degree == 2 else torch.int8
-        if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != (codes, torch.bfloat16):
-            raise ValueError(
-                f"saved state {slot.name!r} has codes in {given.dtype} and scales in {getattr(scale, 'dtype', None)}, "
-                f"wanted are {codes} and torch.bfloat16: the file is damaged"
-            )
-        return Int8Blocks(find_block(given, scale), slot.degree == 2).decode([given, scale])
-    if f"{slot.name}_packed" in state:
-        if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != (torch.uint8, torch.float32):
-            raise ValueError(
-                f"saved state {slot.name!r} has 4-bit codes in {given.dtype} and scales in "
-                f"{getattr(scale, 'dtype', None)}, wanted are torch.uint8 and torch.float32: the file is damaged"
-            )
-        return Int4Blocks(find_packed_block(given, scale), slot.degree == 2).decode([given, scale])
+    codes = torch.uint8 if slot.degree == 2 else torch.int8
+    for suffix, dtypes, kind, find in (
+        ("codes", (codes, torch.bfloat16), Int8Blocks, find_block),
+        ("packed", (torch.uint8, torch.float32), Int4Blocks, find_packed_block),
+    ):
+        if f"{slot.name}_{suffix}" in state:
+            check_version(slot.name, state)
+            if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != dtypes:
+                raise ValueError(
+                    f"saved state {slot.name!r} has codes in {given.dtype} and scales in "
+                    f"{getattr(scale, 'dtype', None)}, wanted are {dtypes[0]} and {dtypes[1]}: the file is damaged"
+                )
+            return kind(find(given, scale), slot.degree == 2).decode([given, scale])
     if not given.is_floating_point():
         raise ValueError(f"saved state {slot.name!r} is {given.dtype} without a scale: the file is damaged")
     if scale is not None:

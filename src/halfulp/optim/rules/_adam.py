@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from ...kernels import divide, maximum, sqrt
@@ -58,12 +59,23 @@ def of_moments(group: Mapping, decoupled: bool = True) -> tuple[float, ...]:
     return sign_in(group), decay, beta2, 1 - beta1, 1 - beta2
 
 
+@dataclass(frozen=True)
+class Decoupled:
+    """The constants of a rule whose decay is taken from the weight; a value, so that rules are compared and pickled."""
+
+    values: Callable[[Mapping, int, bool], tuple[float, ...]]
+
+    def __call__(self, group: Mapping, step: int) -> tuple[float, ...]:
+        """Return the constants of a step."""
+        return self.values(group, step, True)
+
+
 def unbias_root(beta2: float, step: int) -> float:
     """1 / sqrt(1 - b2^t)."""
     return 1 / math.sqrt(1 - beta2**step)
 
 
-def _adam_constants(group: Mapping, step: int, decoupled: bool) -> tuple[float, ...]:
+def _adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     size = lr / (1 - beta1**step)
     feedback_gain = (1 - beta1) / (beta1 * size) if size > 0 and beta1 > 0 else 0.0
@@ -71,12 +83,13 @@ def _adam_constants(group: Mapping, step: int, decoupled: bool) -> tuple[float, 
 
 
 _ADAMS = constants_of(adam, MOMENTS)
-_coupled, _decoupled = (partial(_adam_constants, decoupled=is_so) for is_so in (False, True))
 _BOTH, _PLAIN = ("decay", "eps"), ("eps",)  # what a power of two that multiplies gradients multiplies too
-ADAM = UpdateRule("adam", adam, MOMENTS, _ADAMS, _coupled, _BOTH, adam_error_feedback, betas=2)
-ADAMW = UpdateRule("adamw", adamw, MOMENTS, _ADAMS, _decoupled, _PLAIN, adam_error_feedback, betas=2)
-ADAM_AMSGRAD = UpdateRule("adam_amsgrad", adam_amsgrad, _MAXIMUM, _ADAMS, _coupled, _BOTH, betas=2)
-ADAMW_AMSGRAD = UpdateRule("adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _ADAMS, _decoupled, _PLAIN, betas=2)
+ADAM = UpdateRule("adam", adam, MOMENTS, _ADAMS, _adam_constants, _BOTH, adam_error_feedback, betas=2)
+ADAMW = UpdateRule("adamw", adamw, MOMENTS, _ADAMS, Decoupled(_adam_constants), _PLAIN, adam_error_feedback, betas=2)
+ADAM_AMSGRAD = UpdateRule("adam_amsgrad", adam_amsgrad, _MAXIMUM, _ADAMS, _adam_constants, _BOTH, betas=2)
+ADAMW_AMSGRAD = UpdateRule(
+    "adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _ADAMS, Decoupled(_adam_constants), _PLAIN, betas=2
+)
 
 
 _NEGLIGIBLE = 2.0**-60  # beside 1
@@ -114,7 +127,7 @@ def momentum_product(beta: float, momentum_decay: float, step: int) -> float:
     return known[step] if step < len(known) else 0.0
 
 
-def _nadam_constants(group: Mapping, step: int, decoupled: bool) -> tuple[float, ...]:
+def _nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2), slows = float(group["lr"]), map(float, group["betas"]), float(group["momentum_decay"])
     size_g = lr * (1 - momentum_at(beta1, slows, step)) / (1 - momentum_product(beta1, slows, step))
     size_m = lr * momentum_at(beta1, slows, step + 1) / (1 - momentum_product(beta1, slows, step + 1))
@@ -122,10 +135,9 @@ def _nadam_constants(group: Mapping, step: int, decoupled: bool) -> tuple[float,
 
 
 _NADAMS = constants_of(nadam, MOMENTS)
-_coupled, _decoupled = (partial(_nadam_constants, decoupled=is_so) for is_so in (False, True))
 _OF_TORCH: dict[str, Any] = {"betas": 2, "follows_from_step": ("mu_product",)}
-NADAM = UpdateRule("nadam", nadam, MOMENTS, _NADAMS, _coupled, _BOTH, **_OF_TORCH)
-NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _NADAMS, _decoupled, _PLAIN, **_OF_TORCH)
+NADAM = UpdateRule("nadam", nadam, MOMENTS, _NADAMS, _nadam_constants, _BOTH, **_OF_TORCH)
+NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _NADAMS, Decoupled(_nadam_constants), _PLAIN, **_OF_TORCH)
 
 
 def radam(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
@@ -140,7 +152,7 @@ def radamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive
     return -(decay * w) - plain * m - adaptive * divide(m, sqrt(v) + eps), m, v
 
 
-def _radam_constants(group: Mapping, step: int, decoupled: bool) -> tuple[float, ...]:
+def _radam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2), eps = float(group["lr"]), map(float, group["betas"]), float(group["eps"])
     size, left = lr / (1 - beta1**step), 1 - beta2**step
     longest = 2 / (1 - beta2) - 1
@@ -153,6 +165,5 @@ def _radam_constants(group: Mapping, step: int, decoupled: bool) -> tuple[float,
 
 # Not homogeneous: the first steps grow with the gradient.
 _RADAMS = constants_of(radam, MOMENTS)
-_coupled, _decoupled = (partial(_radam_constants, decoupled=is_so) for is_so in (False, True))
-RADAM = UpdateRule("radam", radam, MOMENTS, _RADAMS, _coupled, betas=2)
-RADAMW = UpdateRule("radamw", radamw, MOMENTS, _RADAMS, _decoupled, betas=2)
+RADAM = UpdateRule("radam", radam, MOMENTS, _RADAMS, _radam_constants, betas=2)
+RADAMW = UpdateRule("radamw", radamw, MOMENTS, _RADAMS, Decoupled(_radam_constants), betas=2)
