@@ -29,7 +29,7 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
-from .parameters._local_tensors import is_dtensor, local, memory, own_parts, take_shard
+from .parameters._local_tensors import index_map_of, is_dtensor, local, memory, own_parts, shard_of
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
@@ -252,7 +252,7 @@ class Optimizer(CheckpointMixin):
                     continue
                 spec, state = self._step_spec(group, parameter, None, name_of(group, position)), self.state.pop(before)
                 for name, _ in spec.update.auxiliary_tensors(spec.store):
-                    self.state[parameter][name] = take_shard(state[name], parameter)
+                    self.state[parameter][name] = shard_of(state[name], index_map_of(parameter)).clone()
                 self._plan(group, position)
 
     def _new_plan(

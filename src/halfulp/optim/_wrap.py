@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Unpack, overload
 
 import torch
@@ -57,9 +58,8 @@ ASSIGNMENT = UpdateRule("assignment", assignment, (), (), no_constants, assigns=
 class ExplicitGradientOptimizer(Optimizer):
     """Rounding, auxiliary tensors, lost updates and checkpoints of Optimizer, for updates computed elsewhere."""
 
-    def __init__(self, params: Parameters, defaults: dict[str, Any], **narrow: Unpack[NarrowOptions]) -> None:
-        self._explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = {}
-        super().__init__(params, defaults, **narrow)
+    # What parameters step by, during a step.
+    _explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
     def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
         if isinstance(parameter, ScaledTensor):
@@ -75,7 +75,7 @@ class ExplicitGradientOptimizer(Optimizer):
         try:
             self._take_step()
         finally:
-            self._explicit_gradients = {}
+            del self._explicit_gradients
 
     def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         return [*map(self._explicit_gradients.get, parameters)]
@@ -89,10 +89,6 @@ class ExplicitGradientOptimizer(Optimizer):
 
     def _check_switches(self, group: dict[str, Any]) -> None:
         """Accept all: these options belong to the wrapped optimizer."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copy and pickle."""
-        return {**super().__getstate__(), "_explicit_gradients": {}}
 
 
 def wrap(
@@ -177,6 +173,8 @@ class Wrapped(ExplicitGradientOptimizer):
     base: torch.optim.Optimizer
     _steps_one_alone = False
     _rule = ASSIGNMENT
+    # Groups here and in the wrapped optimizer, once both are complete.
+    _pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
 
     def __init__(
         self,
@@ -192,15 +190,14 @@ class Wrapped(ExplicitGradientOptimizer):
             )
         if any(group.get("differentiable") for group in base.param_groups):
             raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
-        self.base, self._complete = base, False
+        self.base = base
         self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
         super().__init__(groups, dict(base.defaults), **narrow)
-        self._complete = True
         self._pair_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers; what either refuses is added to none."""
-        if not self._complete:
+        if not self._pairs:
             super().add_param_group(param_group)
             return
         shadows: dict[torch.Tensor, torch.Tensor] = {}
@@ -220,7 +217,7 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _follow_groups(self) -> None:
         super()._follow_groups()
-        if self._complete:
+        if self._pairs:
             self._follow_parameters()
 
     def _follow_parameters(self) -> None:
@@ -470,10 +467,9 @@ class Wrapped(ExplicitGradientOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from `__getstate__`."""
         (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
-        self._complete = False
         super().__setstate__(state)
         self._shadows = TensorMap(shadows)
-        self.base, self._complete = object.__new__(kind), True
+        self.base = object.__new__(kind)
         self.base.__setstate__(fields)
         self._pair_groups()
 

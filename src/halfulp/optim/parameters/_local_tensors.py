@@ -71,11 +71,10 @@ def index_map_of(parameter: torch.Tensor) -> IndexMap:
     return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
 
 
-def take_shard(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor of a sharded parameter's whole shape that belongs to its local elements."""
-    place = index_map_of(parameter)
+def shard_of(value: torch.Tensor, place: IndexMap) -> torch.Tensor:
+    """Return a view of the part of a whole tensor that stands at a place."""
     steps = zip(place.shape, place.offset, place.step)
-    return value[tuple(slice(first, first + count * step, step) for count, first, step in steps)].clone()
+    return value[tuple(slice(first, first + count * step, step) for count, first, step in steps)]
 
 
 @functools.lru_cache(256)

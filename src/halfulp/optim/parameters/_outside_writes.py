@@ -219,14 +219,6 @@ def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, sca
     _mark(plan, held, digests, scale)
 
 
-def mark_carried(plan: ParameterPlan) -> None:
-    """Record what `mark_current` does, without counting a step towards the end of a copy."""
-    held = plan.payload_version
-    if held is not None:
-        held.steps += held.steps > 0
-        mark_current(plan)
-
-
 def _mark(
     plan: ParameterPlan,
     held: PayloadVersion,
@@ -350,7 +342,7 @@ def write_carried(
     for plan in current:
         follow_version(plan)
     for plan, _ in carried:
-        mark_carried(plan)
+        mark_current(plan)
 
 
 def _fill(plan: ParameterPlan, value: torch.Tensor) -> None:

@@ -29,7 +29,7 @@ from ...kernels import (
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_weights
-from ..parameters._local_tensors import is_dtensor, local, placed_like, scale_of
+from ..parameters._local_tensors import is_dtensor, local, placed_like, scale_of, shard_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, pointer_count
 from ._batch import Batch
@@ -383,18 +383,8 @@ def prepare_batch(batch: Batch) -> None:
         return
     for row, (group, age) in enumerate(batch.ages):
         made, late = prepare(WholeTensors(batch, row), group, age)
-        batch.prepared.append(_own_part(made, batch.plans[row]))
+        batch.prepared.append(shard_of(made, batch.plans[row].index_map).to(torch.float32).contiguous())
         batch.constants[row] = (*batch.constants[row], *late)
-
-
-def _own_part(whole: torch.Tensor, plan: ParameterPlan) -> torch.Tensor:
-    """Return this rank's elements of a tensor of the whole parameter."""
-    own, index = whole, plan.index_map
-    for dimension, (count, first, step) in enumerate(zip(index.shape, index.offset, index.step)):
-        if count != whole.shape[dimension]:
-            places = torch.arange(count, dtype=torch.int64, device=whole.device) * step + first
-            own = own.index_select(dimension, places)
-    return own.to(torch.float32).contiguous()
 
 
 # Room of a value under its power of two, |v| < 4, or its square, before anything is added.
