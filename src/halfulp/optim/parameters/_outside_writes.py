@@ -21,6 +21,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ import torch
 from ...kernels import row_checksums
 from ._local_tensors import is_dtensor, memory
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
-from ._payload_digests import PayloadDigests, digests_of
+from ._payload_digests import digests_of
 from ._step_spec import StepSpec
 from ._tensor_map import TensorMap
 
@@ -96,7 +97,7 @@ def is_written(plan: ParameterPlan) -> bool:
     if held.digests is None or not held.is_under(plan.scale):
         return True
     found = digests_of(plan.payloads[0], plan.index_map)
-    return found is None or not np.array_equal(found, held.digests.row(held.row))
+    return found is None or not np.array_equal(found, held.digests)
 
 
 def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
@@ -173,13 +174,13 @@ def mark_stepped(
     plans: Sequence[ParameterPlan],
     recorded: Sequence[PayloadVersion],
     stepped: Sequence[torch.Tensor],
-    digests: PayloadDigests | None,
+    digests: list[np.ndarray] | None,
     scales: torch.Tensor | None = None,
 ) -> None:
     """Record after a step that auxiliary tensors belong to the present payloads, as `mark_current` does for one.
 
-    The steps of the same plans write their digests into one object. Only plain parameters of which no copy is kept
-    hold it, so that where all do, only their versions have changed.
+    The steps of the same plans write their digests into the same arrays. Only plain parameters of which no copy is kept
+    hold them, so that where all do, only their versions have changed.
 
     Args:
         recorded: the payload versions of those whose writes are tracked.
@@ -187,7 +188,8 @@ def mark_stepped(
         digests: of their payloads in the same order, if the step has computed them.
         scales: the same of their scales, if the step has chosen them on their device.
     """
-    if digests is not None and [held.digests for held in recorded].count(digests) == len(plans):
+    held_now = [held.digests for held in recorded]
+    if digests is not None and len(held_now) == len(plans) and all(map(is_, held_now, digests)):
         for known, tensor in zip(recorded, stepped):
             known.version = tensor._version
         return
@@ -197,15 +199,15 @@ def mark_stepped(
             continue
         is_known = held.payload is None and not held.steps and plan.plain
         if is_known and digests is not None:
-            held.version, held.digests, held.row = tensor._version, digests, row
+            held.version, held.digests = tensor._version, digests[row]
         elif is_known and held.digests is None and not tensor.is_cpu and not plan.spec.scaled:
             held.version = tensor._version
         else:
-            own = None if digests is None else PayloadDigests.of_one(digests.row(row).copy())
+            own = None if digests is None else digests[row].copy()
             mark_current(plan, own, None if scales is None else scales[row])
 
 
-def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, scale: torch.Tensor | None = None) -> None:
+def mark_current(plan: ParameterPlan, digests: np.ndarray | None = None, scale: torch.Tensor | None = None) -> None:
     """Record that the auxiliary tensors belong to the present payload: the optimizer has written both.
 
     `digests` are of the payload alone, and `scale` is a copy of its own, if whoever wrote it has them.
@@ -214,18 +216,17 @@ def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, sca
     if held is None:
         return
     if digests is None:
-        found = digests_of(plan.payloads[0], plan.index_map)
-        digests = None if found is None else PayloadDigests.of_one(found)
+        digests = digests_of(plan.payloads[0], plan.index_map)
     _mark(plan, held, digests, scale)
 
 
 def _mark(
     plan: ParameterPlan,
     held: PayloadVersion,
-    digests: PayloadDigests | None,
+    digests: np.ndarray | None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    held.version, held.digests, held.row = plan.parameter._version, digests, 0
+    held.version, held.digests = plan.parameter._version, digests
     held.scale = plan.scale_to_keep if scale is None else scale
     if held.steps:
         held.steps -= 1

@@ -6,12 +6,12 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
 from ._local_tensors import local, memory, own_parts, scale_of
-from ._payload_digests import PayloadDigests
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
@@ -44,7 +44,6 @@ class PayloadVersion:
             is not waited for, a tensor.
         checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
         digests: of the payload, as the step that wrote it computed them; None where none does.
-        row: of this parameter in them.
     """
 
     version: int
@@ -53,8 +52,7 @@ class PayloadVersion:
     steps: int = 0
     scale: float | torch.Tensor = 1.0
     checksums: torch.Tensor | None = None
-    digests: PayloadDigests | None = None
-    row: int = 0
+    digests: np.ndarray | None = None
 
     def is_under(self, scale: float) -> bool:
         """Return whether the auxiliary tensors are in units of a scale."""

@@ -21,7 +21,6 @@ from ..parameters._local_tensors import index_map_of, local, memory, own_parts
 from ..parameters._narrowing import is_kept
 from ..parameters._outside_writes import drop_stale, follow_version, mark_stepped, payload_version_of
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
-from ..parameters._payload_digests import PayloadDigests
 from ..parameters._state_tensors import BEGUN
 from ..parameters._step_spec import StepSpec, step_spec_of
 from ..parameters._tensor_map import TensorMap
@@ -40,7 +39,7 @@ class Table:
         runs: the number of a group and the rows of its parameters, (group, first, last).
         chunks: int64 array of shape (chunks, 4); `lengths` is a column of it.
         pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
-        digests: of the payloads, as the last step of these plans has written them here, where it computes them.
+        digests: of each payload, as the last step of these plans has written them here, where it computes them.
         rows: zeros, the row of the constants of each parameter where all have the same.
         identities: uint64 array of shape (parameters, 1).
         seeds: of the random bits: one for all, or a uint64 array of shape (parameters, 1).
@@ -56,7 +55,7 @@ class Table:
     plans: list[ParameterPlan]
     chunks: np.ndarray
     pointers: np.ndarray
-    digests: PayloadDigests
+    digests: list[np.ndarray]
     identities: np.ndarray
     seeds: int | np.ndarray
     keys: np.ndarray
@@ -79,21 +78,20 @@ class Table:
         """Return the tables of some plans of one step specification."""
         chunks = chunk_table([plan.index_map for plan in plans])
         pointers = np.array([plan.addresses for plan in plans], np.int64)
-        ends = np.searchsorted(chunks[:, 0], np.arange(len(plans)), side="right")
-        digests = PayloadDigests(np.zeros(len(chunks), np.uint64), ends)
+        digests = np.zeros(len(chunks), np.uint64)
         seeds, rows = {plan.seed for plan in plans}, np.zeros(len(plans), np.int64)
         keys = np.zeros((len(plans), int(plans[0].spec.draws)), np.uint64)
         return cls(
             plans=plans,
             chunks=chunks,
             pointers=pointers,
-            digests=digests,
+            digests=np.split(digests, np.searchsorted(chunks[:, 0], np.arange(1, len(plans)))),
             identities=np.array([[plan.identity] for plan in plans], np.uint64),
             seeds=seeds.pop() if len(seeds) == 1 else np.array([[plan.seed] for plan in plans], np.uint64),
             keys=keys,
             lengths=chunks[:, 2],
             rows=rows,
-            addresses_of=tuple(map(address_of, (chunks, pointers, rows, keys, digests.values))),
+            addresses_of=tuple(map(address_of, (chunks, pointers, rows, keys, digests))),
             entries=[plan.state for plan in plans],
             stored=[
                 (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
@@ -178,7 +176,7 @@ class Batch:
     copies: dict[int, Copies] = field(default_factory=dict)
     recorded: list[PayloadVersion] = field(default_factory=list)
     engine: str = ""
-    digests: PayloadDigests | None = None
+    digests: list[np.ndarray] | None = None
     scales: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
