@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Unpack, overload
 
 import torch
+from torch.optim import optimizer as _torch_optimizer
 
 from .._messages import a_kind
 from ..formats import Format
@@ -366,9 +368,8 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
-        return self._call_with_options(
-            lambda: step_without_global_hooks(self.base, *(() if closure is None else (closure,)))
-        )
+        with without_global_hooks():
+            return self._call_with_options(self.base.step if closure is None else lambda: self.base.step(closure))
 
     def _call_with_options(self, change: Callable[[], Any]) -> Any:
         """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
@@ -577,26 +578,15 @@ def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
                 )
 
 
-def step_without_global_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
-    """Return an optimizer's step with its own hooks, and without the global ones.
-
-    torch patches the `step` of every class so that it calls both kinds; the global ones run around the outer step.
-    A `step` that somebody has set on the instance, as a scheduler does, is called as it is.
-    """
-    patched: Any = type(optimizer).step
-    if "step" in vars(optimizer) or not getattr(patched, "hooked", False) or not hasattr(patched, "__wrapped__"):
-        return optimizer.step(*arguments)
-    options: dict[str, Any] = {}
-    for hook in tuple(optimizer._optimizer_step_pre_hooks.values()):
-        changed = hook(optimizer, (optimizer, *arguments), options)
-        if changed is None:
-            continue
-        if not (isinstance(changed, tuple) and len(changed) == 2):
-            raise RuntimeError(f"a step pre hook returns None or (args, kwargs), this one returned {changed!r}")
-        (_, *given), options = changed
-        arguments = tuple(given)
-    result = patched.__wrapped__(optimizer, *arguments, **options)
-    optimizer._optimizer_step_code()
-    for hook in tuple(optimizer._optimizer_step_post_hooks.values()):
-        hook(optimizer, (optimizer, *arguments), options)
-    return result
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Return a context in which hooks of every optimizer's step see none: they run around the outer step."""
+    hooks = _torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks
+    held = [dict(one) for one in hooks]
+    try:
+        for one in hooks:
+            one.clear()
+        yield
+    finally:
+        for one, before in zip(hooks, held):
+            one.update(before)
