@@ -164,10 +164,14 @@ class CheckpointMixin(torch.optim.Optimizer):
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def _warn_of_other_bits(self, saved_groups: list[Mapping]) -> None:
-        """Warn of groups that draw random bits, and others than the file's run would have drawn."""
+    def _check_random_bits(self, saved_groups: list[Mapping]) -> None:
+        """Refuse another stream of random bits for groups that draw some, and warn of other numbers that key them."""
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
-            if has_other_bits(group, saved) and self._draws(group):
+            plans = (self._plans.get(parameter) for parameter in group["params"])
+            if not any(plan is not None and plan.spec.draws for plan in plans):
+                continue
+            refuse_other_stream(f"param group {number}", "the groups of the state_dict", saved)
+            if has_other_bits(group, saved):
                 warnings.warn(
                     f"param group {number} was saved without names, which key random bits: stochastic rounding goes "
                     "on, but with other bits than the saved run's; to go on with the same, save and load with "
@@ -175,11 +179,6 @@ class CheckpointMixin(torch.optim.Optimizer):
                     UserWarning,
                     stacklevel=find_users_level(),
                 )
-
-    def _draws(self, group: dict) -> bool:
-        """Return whether a group has parameters with states that draw random bits."""
-        plans = (self._plans.get(parameter) for parameter in group["params"])
-        return any(plan is not None and plan.spec.draws for plan in plans)
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
@@ -198,10 +197,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         try:
             saved_groups = state_dict["param_groups"]
             trial = [(*one, self._fit_tensors(*one, is_own, saved_groups)) for one in given]
-            for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
-                if self._draws(group):
-                    refuse_other_stream(f"param group {number}", "the groups of the state_dict", saved)
-            self._warn_of_other_bits(state_dict["param_groups"])
+            self._check_random_bits(saved_groups)
         except Exception:
             for group, old in zip(self.param_groups, before):
                 group.clear()
@@ -247,13 +243,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             plan = self._plan(group, position, carry=False)
         count_steps(state, plan.name)
         fitted: dict[str, Any] = {}
-        used = {
-            "step",
-            BEGUN,
-            UPDATE,
-            *plan.spec.rule.follows_from_step,
-            *PAYLOAD_KEYS,
-        }
+        used = {"step", BEGUN, UPDATE, *plan.spec.rule.follows_from_step, *PAYLOAD_KEYS}
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
             fitted |= fit_state(plan, group, codec, rule_state, names, state)
@@ -264,9 +254,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             used.add(name)
             if name in state:
                 fitted[name] = check_shape(plan, name, state[name], plan.tensors[name], exact=True)
-            elif is_own and isinstance(
-                state["step"], int
-            ):  # others' states under this optimizer's groups count in tensors
+            elif is_own and isinstance(state["step"], int):  # others' states under these groups count in tensors
                 raise ValueError(
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
