@@ -23,7 +23,6 @@ from ._state_dict_validation import (
     check_groups,
     check_shape,
     count_steps,
-    explain_missing_entry,
     find_state,
     fit_state,
     has_other_bits,
@@ -34,6 +33,7 @@ from ._state_dict_validation import (
     refuse_newer_keys,
     refuse_other_stream,
 )
+from ._state_dict_validation import explain_missing_entry as _explain_missing_entry
 from ._storage import Store
 from .parameters._local_tensors import is_dtensor, local, memory, placed_like
 from .parameters._narrow_groups import name_of
@@ -142,7 +142,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         return {**auxiliary, **describe_payload(plan)}
 
     # Words for a flat state (flatten_optimizer_state_dict) that lacks an entry which torch looks up.
-    explain_missing_entry = staticmethod(explain_missing_entry)
+    explain_missing_entry = staticmethod(_explain_missing_entry)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.

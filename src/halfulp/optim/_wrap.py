@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -368,8 +369,9 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
+        step: Any = self.base.step if closure is None else functools.partial(self.base.step, closure)
         with without_global_hooks():
-            return self._call_with_options(self.base.step if closure is None else lambda: self.base.step(closure))
+            return self._call_with_options(step)
 
     def _call_with_options(self, change: Callable[[], Any]) -> Any:
         """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""

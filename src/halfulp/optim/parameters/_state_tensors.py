@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -193,10 +193,11 @@ def decode_saved(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot)
     """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter."""
     scale, residual = (local(state.get(f"{slot.name}_{part}")) for part in ("scale", "residual"))
     codes = torch.uint8 if slot.degree == 2 else torch.int8
-    for suffix, dtypes, kind, find in (
+    forms: tuple[tuple[str, tuple[torch.dtype, torch.dtype], Callable, Callable], ...] = (
         ("codes", (codes, torch.bfloat16), Int8Blocks, find_block),
         ("packed", (torch.uint8, torch.float32), Int4Blocks, find_packed_block),
-    ):
+    )
+    for suffix, dtypes, kind, find in forms:
         if f"{slot.name}_{suffix}" in state:
             check_version(slot.name, state)
             if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != dtypes:
@@ -204,7 +205,8 @@ def decode_saved(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot)
                     f"saved state {slot.name!r} has codes in {given.dtype} and scales in "
                     f"{getattr(scale, 'dtype', None)}, wanted are {dtypes[0]} and {dtypes[1]}: the file is damaged"
                 )
-            return kind(find(given, scale), slot.degree == 2).decode([given, scale])
+            decoded: torch.Tensor = kind(find(given, scale), slot.degree == 2).decode([given, scale])
+            return decoded
     if not given.is_floating_point():
         raise ValueError(f"saved state {slot.name!r} is {given.dtype} without a scale: the file is damaged")
     if scale is not None:
