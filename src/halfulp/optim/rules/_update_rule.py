@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +103,7 @@ class UpdateRule:
             functions `sqrt`, `divide`, `maximum` and `sign_of`, which each engine binds to its own, and no literals,
             so that every engine gives the same bits.
         states: the states, in the order in which `update` takes and returns them.
-        constants: the constants' names, in order, each once; any letters, digits and underscores.
+        constants: the constants' names, in order, each once.
         values: (group options, step) -> the constants as Python floats, made in float64; without those that
             `late_values` gives.
         homogeneous: constants that, multiplied together with the gradient and the states by a common power of two
@@ -142,13 +141,8 @@ class UpdateRule:
     follows_from_step: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [unicodedata.normalize("NFKC", name) for name in self.constants]
-        wrong = [name for name in names if not name or not f"x{name}".isidentifier() or names.count(name) > 1]
-        if wrong:
-            raise ValueError(
-                f"rule {self.name!r} has the constants {', '.join(map(repr, self.constants))}: {wrong[0]!r} stands "
-                "twice or is no name; give each its own, of letters, digits and underscores"
-            )
+        if len(set(self.constants)) < len(self.constants):
+            raise ValueError(f"rule {self.name!r} names a constant twice, in {self.constants}: give each its own name")
         if len(self.reductions) > 2:
             raise ValueError(f"rule {self.name!r} has {len(self.reductions)} reductions: at most two fit into a step")
         if self.late_values is not None and not self.reductions:
