@@ -324,12 +324,12 @@ class CheckpointMixin(torch.optim.Optimizer):
                 changed.
         """
         own = model.state_dict(keep_vars=True)
-        own = dict(zip(plain_names(own), own.values()))
+        names, own = dict(zip(plain_names(own), own)), dict(zip(plain_names(own), own.values()))
         state_dict = dict(zip(plain_names(state_dict), state_dict.values()))
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(f"the state_dict {differences(missing, foreign)}: give one with the model's own names")
-        extra = {name: state_dict.pop(name) for name in tuple(state_dict) if is_extra_state(name)}
+        extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if is_extra_state(name)}
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
             raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
@@ -352,7 +352,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                     own[name].scale.fill_(scale)
                     value = value / scale
                 set_weight(plan, value)
-            set_extra_states(model, extra)
+            if extra:
+                model.load_state_dict(extra, strict=False)
 
     def _copied_plans(self, held: Mapping[str, tuple]) -> dict[str, ParameterPlan | None]:
         """Return the plans of the parameters that those of another model are copies of, by name."""
@@ -463,18 +464,5 @@ def _plain_state(given: StateChoice) -> object:
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a model's state_dict is that of a module's extra state.
-
-    >>> is_extra_state("0.attention._extra_state"), is_extra_state("0.weight")
-    (True, False)
-    """
+    """Return whether a name in a model's state_dict is that of a module's extra state."""
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
-
-
-def set_extra_states(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
-    """Give modules their extra states, under plain names."""
-    modules = dict(model.named_modules())
-    names = [f"{name}.{_EXTRA_STATE_KEY_SUFFIX}".lstrip(".") for name in modules]
-    for plain, module in zip(plain_names(names), modules.values()):
-        if plain in values:
-            module.set_extra_state(values[plain])
