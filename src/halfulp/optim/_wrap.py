@@ -12,6 +12,7 @@ from typing import Any, Unpack, overload
 
 import torch
 from torch.optim import optimizer as _torch_optimizer
+from torch.utils._pytree import tree_leaves
 
 from .._messages import a_kind
 from ..formats import Format
@@ -26,7 +27,6 @@ from ._wrapped_state import (
     check_base_state,
     check_outside_state,
     copy_to_device,
-    map_nested,
     read_outside_state,
     restore_outside_state,
     split_base_states,
@@ -450,8 +450,8 @@ class Wrapped(ExplicitGradientOptimizer):
         total = elements = 0
         for plan in self._all_plans():
             parameter = plan.parameter
-            tensors: list[torch.Tensor] = []
-            map_nested(self.base.state.get(self._shadows[parameter], {}), tensors.append)
+            leaves = tree_leaves(self.base.state.get(self._shadows[parameter], {}))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             gradient = parameter if parameter.grad is None else parameter.grad
             held = [local(t) for t in (parameter, gradient, *tensors)] + list(plan.tensors.values()) + plan.watched
             total += sum(t.numel() * t.element_size() for t in held)
