@@ -294,9 +294,9 @@ class EMA:
         if missing or foreign:
             raise ValueError(f"the state_dict {differences(missing, foreign)}: give one of an EMA of this model")
         for name, tensor in tensors.items():
-            own, theirs = ((one.dtype, tuple(one.shape)) for one in (tensor, given[name]))
-            if own != theirs:
-                raise ValueError(f"{name} is {theirs[0]} of shape {theirs[1]}, {own[0]} of {own[1]} is needed")
+            wanted, found = ((one.dtype, tuple(one.shape)) for one in (tensor, given[name]))
+            if wanted != found:
+                raise ValueError(f"{name} is {found[0]} of shape {found[1]}, {wanted[0]} of {wanted[1]} is needed")
         updates = state_dict["updates"]
         if not isinstance(updates, int) or not 0 <= updates < math.inf:
             raise ValueError(f"updates={updates!r} is not a whole number from 0 on")

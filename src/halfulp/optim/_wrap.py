@@ -583,7 +583,10 @@ def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
 @contextlib.contextmanager
 def without_global_hooks() -> Iterator[None]:
     """Return a context in which hooks of every optimizer's step see none: they run around the outer step."""
-    hooks = _torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks
+    hooks: list[dict[int, Any]] = [
+        _torch_optimizer._global_optimizer_pre_hooks,
+        _torch_optimizer._global_optimizer_post_hooks,
+    ]
     held = [dict(one) for one in hooks]
     try:
         for one in hooks:
