@@ -21,8 +21,11 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 def copy_to_device(value: Any, device: torch.device | None) -> Any:
     """Return a copy of a state on a device, or where it is."""
-    move = torch.Tensor.clone if device is None else lambda tensor: tensor.to(device, copy=True)
-    return tree_map_only(torch.Tensor, move, value)
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if device is None else tensor.to(device, copy=True)
+
+    return tree_map_only(torch.Tensor, copied, value)
 
 
 def split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tuple[dict, dict]:
