@@ -24,8 +24,8 @@ def constants(group, step):
 
 
 STATES = (
-    StateSlot("exp_avg", 1, retention=lambda group: group["betas"][0]),
-    StateSlot("exp_avg_sq", 2, retention=lambda group: group["betas"][1]),
+    StateSlot("exp_avg", 1),
+    StateSlot("exp_avg_sq", 2),
 )
 RULE = UpdateRule("adopt", adopt, STATES, CONSTANTS, constants, betas=2)
 

@@ -21,7 +21,7 @@ def constants(group, step):
 
 
 STATES = (
-    StateSlot("exp_avg", 1, retention=lambda group: group["betas"][0]),
+    StateSlot("exp_avg", 1),
     StateSlot("exp_avg_sq", 2, initial=lambda group: group["initial_accumulator_value"]),
 )
 RULE = UpdateRule("yogi", yogi, STATES, CONSTANTS, constants, homogeneous=("eps",), betas=2)

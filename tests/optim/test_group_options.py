@@ -263,7 +263,6 @@ def test_float32_parameters_beside_narrow_ones_take_no_weight_update():
     narrow, wide = torch.nn.Parameter(torch.ones(2).bfloat16()), torch.nn.Parameter(torch.ones(2))
     optimizer = hu.optim.AdamW([{"params": [narrow]}, {"params": [wide]}], weight_update="split8")
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
-    assert "bfloat16 split8 (1 tensor), float32 exact (2 tensors)" in repr(optimizer)
     hu.optim.AdamW([wide], weight_update="exact")
     hu.optim.AdamW([wide], weight_update="kahan", format="e8m3")
     hu.optim.AdamW([{"params": []}], weight_update="split8")

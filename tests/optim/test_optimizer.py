@@ -231,13 +231,6 @@ def test_printing_tells_the_options_and_survives_a_copy():
     assert str(copy.deepcopy(optimizer)) == text
 
 
-def test_printing_tells_what_cannot_step_any_more():
-    model = _model()
-    optimizer = hu.optim.AdamW(model.parameters(), weight_update="kahan")
-    model[0].double()
-    assert "float64 not steppable (2 tensors), bfloat16 kahan (2 tensors)" in str(optimizer)
-
-
 def test_learning_happens_in_sixteen_bits():
     """A quadratic whose last steps are far below half a place of bfloat16."""
     target = torch.randn(256, generator=torch.Generator().manual_seed(0))

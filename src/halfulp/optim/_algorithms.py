@@ -203,6 +203,7 @@ class Adagrad(Optimizer):
     """
 
     _not_negative = (*NOT_NEGATIVE, "lr_decay")
+    _rule = ADAGRAD
 
     def __init__(
         self,
@@ -220,10 +221,6 @@ class Adagrad(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return Adagrad."""
-        return ADAGRAD
 
 
 @register_optimizer
@@ -396,6 +393,7 @@ class Adafactor(Optimizer):
     """
 
     _not_negative = ("lr", "weight_decay")
+    _rule = ADAFACTOR
 
     def __init__(
         self,
@@ -411,10 +409,6 @@ class Adafactor(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return Adafactor."""
-        return ADAFACTOR
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
         super()._check_numbers(group)

@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,34 +15,32 @@ from .._messages import differences, find_users_level, listed
 from ..formats import Format
 from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
-from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
 from ._group_options import read_own_version
 from ._state_dict_validation import (
+    SWITCHED,
     VERSION,
     check_groups,
     check_shape,
     count_steps,
-    explain_missing_entry,
     find_state,
     fit_state,
     has_other_bits,
     is_auxiliary,
-    is_kept_by_some_optimizer,
     is_own_file,
-    is_switched_off,
     read_begun,
     refuse_confusing_keys,
     refuse_newer_keys,
     refuse_other_stream,
 )
+from ._state_dict_validation import explain_missing_entry as _explain_missing_entry
 from ._storage import Store
 from .parameters._local_tensors import is_dtensor, local, memory, placed_like
 from .parameters._narrow_groups import name_of
 from .parameters._outside_writes import (
     CHECKSUMS,
     PAYLOAD_KEYS,
-    SavedPayload,
+    UPDATE,
     describe_payload,
     fit_auxiliary_tensors,
     is_written,
@@ -64,7 +61,6 @@ from .parameters._state_tensors import (
     set_initial,
 )
 from .parameters._step_spec import StepSpec
-from .parameters._tensor_map import TensorMap
 from .states._codec import finite_amax
 from .states._int8_blocks import scale_shape
 from .states._state import StateChoice, as_state
@@ -72,15 +68,11 @@ from .step._batch import PlanCache
 from .step._scales import weight_scale
 from .weight_updates._weight_update import WeightUpdate, weight_update
 
-# In a saved state: the weight update that wrote it, where its group has been given another since.
-UPDATE = "weight_update"
-
 
 class CheckpointMixin(torch.optim.Optimizer):
     """state_dict, load_state_dict and their float32 counterparts, for Optimizer, which has the rest."""
 
     _plans: PlanCache
-    _saved_payloads: TensorMap[SavedPayload]
 
     if TYPE_CHECKING:
 
@@ -109,7 +101,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return the state_dict before the post hooks have run."""
         self._follow_groups()
         places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
-        refuse_confusing_keys(self.state, len(places))
+        refuse_confusing_keys(self.state)
         # First: where a group was given another weight update, it takes the state over.
         held = [self.state.get(group["params"][position]) for group, position in places]
         beside = [self._auxiliary_tensors_to_save(*place) if state else {} for place, state in zip(places, held)]
@@ -149,9 +141,8 @@ class CheckpointMixin(torch.optim.Optimizer):
             auxiliary.update(zip(names, read_auxiliary_tensors(plan)))
         return {**auxiliary, **describe_payload(plan)}
 
-    def explain_missing_entry(self, key: str, flat: Mapping[str, Any]) -> str:
-        """Return the words for a flat state (flatten_optimizer_state_dict) that lacks an entry which torch looks up."""
-        return explain_missing_entry(key, flat)
+    # Words for a flat state (flatten_optimizer_state_dict) that lacks an entry which torch looks up.
+    explain_missing_entry = staticmethod(_explain_missing_entry)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -173,10 +164,14 @@ class CheckpointMixin(torch.optim.Optimizer):
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def _warn_of_other_bits(self, saved_groups: list[Mapping]) -> None:
-        """Warn of groups that draw random bits, and others than the file's run would have drawn."""
+    def _check_random_bits(self, saved_groups: list[Mapping]) -> None:
+        """Refuse another stream of random bits for groups that draw some, and warn of other numbers that key them."""
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
-            if has_other_bits(group, saved) and self._draws(group):
+            plans = (self._plans.get(parameter) for parameter in group["params"])
+            if not any(plan is not None and plan.spec.draws for plan in plans):
+                continue
+            refuse_other_stream(f"param group {number}", "the groups of the state_dict", saved)
+            if has_other_bits(group, saved):
                 warnings.warn(
                     f"param group {number} was saved without names, which key random bits: stochastic rounding goes "
                     "on, but with other bits than the saved run's; to go on with the same, save and load with "
@@ -184,11 +179,6 @@ class CheckpointMixin(torch.optim.Optimizer):
                     UserWarning,
                     stacklevel=find_users_level(),
                 )
-
-    def _draws(self, group: dict) -> bool:
-        """Return whether a group has parameters with states that draw random bits."""
-        plans = (self._plans.get(parameter) for parameter in group["params"])
-        return any(plan is not None and plan.spec.draws for plan in plans)
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
@@ -207,10 +197,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         try:
             saved_groups = state_dict["param_groups"]
             trial = [(*one, self._fit_tensors(*one, is_own, saved_groups)) for one in given]
-            for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
-                if self._draws(group):
-                    refuse_other_stream(f"param group {number}", "the groups of the state_dict", saved)
-            self._warn_of_other_bits(state_dict["param_groups"])
+            self._check_random_bits(saved_groups)
         except Exception:
             for group, old in zip(self.param_groups, before):
                 group.clear()
@@ -249,28 +236,14 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _fit_tensors(
         self, group: dict, position: int, state: Mapping, is_own: bool, saved_groups: list[Mapping]
     ) -> dict[str, Any]:
-        """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries.
-
-        Args:
-            group: of the parameter.
-            position: in it.
-            state: what was saved.
-            is_own: whether an optimizer of this library saved it, where the user may have put entries of his own.
-            saved_groups: of the file.
-        """
+        """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries."""
         if not state:
             return {}
         with under(group, weight_update(state[UPDATE]) if UPDATE in state else group["weight_update"]):
             plan = self._plan(group, position, carry=False)
         count_steps(state, plan.name)
         fitted: dict[str, Any] = {}
-        used = {
-            "step",
-            BEGUN,
-            UPDATE,
-            *plan.spec.rule.follows_from_step,
-            *PAYLOAD_KEYS,
-        }
+        used = {"step", BEGUN, UPDATE, *plan.spec.rule.follows_from_step, *PAYLOAD_KEYS}
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
             fitted |= fit_state(plan, group, codec, rule_state, names, state)
@@ -281,25 +254,23 @@ class CheckpointMixin(torch.optim.Optimizer):
             used.add(name)
             if name in state:
                 fitted[name] = check_shape(plan, name, state[name], plan.tensors[name], exact=True)
-            elif is_own and isinstance(
-                state["step"], int
-            ):  # others' states under this optimizer's groups count in tensors
+            elif is_own and isinstance(state["step"], int):  # others' states under these groups count in tensors
                 raise ValueError(
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
         foreign = [key for key in state if key not in used and state[key] is not None]
-        for key in [key for key in foreign if is_switched_off(key, group, plan.spec.rule.states)]:
-            foreign.remove(key)
-            value = state[key]
-            fitted[key] = value.to(local(plan.parameter).device) if isinstance(value, torch.Tensor) else value
-        refuse_newer_keys("the state of parameter", plan.name, foreign, saved_groups)
-        if is_own and not any(is_kept_by_some_optimizer(key) for key in foreign):
-            return fitted | {key: state[key] for key in foreign}
-        if foreign:
+        unknown = [key for key in foreign if not str(key).startswith(SWITCHED)]
+        refuse_newer_keys("the state of parameter", plan.name, unknown, saved_groups)
+        others = [key for key in foreign if is_auxiliary(key) or key.startswith("base.")]
+        if others:
             raise ValueError(
-                f"state of parameter {plan.name} holds {listed(foreign)}, which {type(self).__name__} with "
+                f"state of parameter {plan.name} holds {listed(others)}, which {type(self).__name__} with "
                 f"weight_update={plan.spec.update.name!r} does not keep: load it into the optimizer that saved it"
             )
+        # The user's own, and states that an option of the group has switched off, which stay, as in torch.optim.
+        device = local(plan.parameter).device
+        for key in foreign:
+            fitted[key] = state[key].to(device) if isinstance(state[key], torch.Tensor) else state[key]
         return fitted
 
     @keeping_subnormals()
@@ -353,12 +324,12 @@ class CheckpointMixin(torch.optim.Optimizer):
                 changed.
         """
         own = model.state_dict(keep_vars=True)
-        own = dict(zip(plain_names(own), own.values()))
+        names, own = dict(zip(plain_names(own), own)), dict(zip(plain_names(own), own.values()))
         state_dict = dict(zip(plain_names(state_dict), state_dict.values()))
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(f"the state_dict {differences(missing, foreign)}: give one with the model's own names")
-        extra = {name: state_dict.pop(name) for name in tuple(state_dict) if is_extra_state(name)}
+        extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if is_extra_state(name)}
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
             raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
@@ -381,7 +352,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                     own[name].scale.fill_(scale)
                     value = value / scale
                 set_weight(plan, value)
-            set_extra_states(model, extra)
+            if extra:
+                model.load_state_dict(extra, strict=False)
 
     def _copied_plans(self, held: Mapping[str, tuple]) -> dict[str, ParameterPlan | None]:
         """Return the plans of the parameters that those of another model are copies of, by name."""
@@ -416,48 +388,20 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return the state for copy and pickle, without the caches."""
         self._follow_groups()
         state: dict[str, Any] = super().__getstate__()
-        kept: list[tuple[torch.Tensor, SavedPayload]] = []
         held = state["state"] = state["state"].copy()
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
-                saved.pop(UPDATE, None)
-                payload = {name: saved.pop(name) for name in PAYLOAD_KEYS if name in saved}
-                if payload:
-                    plan = self._plans[parameter]
-                    kept.append((parameter, replace(SavedPayload.of(payload, plan), update=plan.spec.update)))
-                if saved:
-                    held[parameter] = {**held[parameter], **saved}
-        return {**state, "_saved_payloads": kept}
+                if CHECKSUMS in saved:
+                    held[parameter] = {**held[parameter], **saved, UPDATE: self._plans[parameter].spec.update}
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from `__getstate__`.
-
-        Where another version of the stream of random bits was drawn from, it goes on with this one's and says so: a
-        refusal would lose the states, which nothing else can read out of a pickle.
-        """
-        kept = state.pop("_saved_payloads", ())
+        """Restore from `__getstate__`."""
         super().__setstate__(state)
         self._start_caches()
-        for parameter, saved in kept:
-            self._saved_payloads[parameter] = saved
         for number, group in enumerate(self.param_groups):
-            version, group["random_stream"] = group.get("random_stream", 1), STREAM_VERSION
-            if version != STREAM_VERSION and self._has_drawn(group):
-                warnings.warn(
-                    f"param group {number} was pickled under version {version!r} of the stream of random bits, known "
-                    f"is {STREAM_VERSION}: stochastic rounding goes on, but with other bits than the pickled run's; to "
-                    "go on with the same bits, use the halfulp that pickled it",
-                    UserWarning,
-                    stacklevel=find_users_level(),
-                )
-
-    def _has_drawn(self, group: dict[str, Any]) -> bool:
-        """Return whether parameters of a group have states, and steps that draw random bits; makes no plans."""
-        return any(
-            bool(self.state.get(parameter)) and self._step_spec(group, parameter, None, name_of(group, position)).draws
-            for position, parameter in enumerate(group["params"])
-        )
+            refuse_other_stream(f"the pickled param group {number}", "that group before it is pickled", group)
 
 
 def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -520,18 +464,5 @@ def _plain_state(given: StateChoice) -> object:
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a model's state_dict is that of a module's extra state.
-
-    >>> is_extra_state("0.attention._extra_state"), is_extra_state("0.weight")
-    (True, False)
-    """
+    """Return whether a name in a model's state_dict is that of a module's extra state."""
     return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
-
-
-def set_extra_states(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
-    """Give modules their extra states, under plain names."""
-    modules = dict(model.named_modules())
-    names = [f"{name}.{_EXTRA_STATE_KEY_SUFFIX}".lstrip(".") for name in modules]
-    for plain, module in zip(plain_names(names), modules.values()):
-        if plain in values:
-            module.set_extra_state(values[plain])

@@ -38,12 +38,7 @@ def average(w: Any, g: Any, take: Any) -> tuple[Any]:
 
 
 def decay_at(group: Mapping[str, Any], step: int) -> float:
-    """Return the decay of an update; updates count from 1.
-
-    Raises:
-        ValueError: not in [0, 1].
-        TypeError: no number.
-    """
+    """Return the decay of an update; updates count from 1."""
     given = group["decay"]
     decay = given(step) if callable(given) else given
     check_number("decay", decay)
@@ -62,9 +57,7 @@ class Averages(ExplicitGradientOptimizer):
 
     narrowed_by = "dtype=torch.bfloat16"
 
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return the rule a + (1 - decay) (w - a)."""
-        return AVERAGE
+    _rule = AVERAGE
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Do nothing: no wrapper holds averages."""
@@ -301,11 +294,9 @@ class EMA:
         if missing or foreign:
             raise ValueError(f"the state_dict {differences(missing, foreign)}: give one of an EMA of this model")
         for name, tensor in tensors.items():
-            if given[name].shape != tensor.shape or given[name].dtype != tensor.dtype:
-                raise ValueError(
-                    f"{name} is {given[name].dtype} of shape {tuple(given[name].shape)}, {tensor.dtype} of "
-                    f"{tuple(tensor.shape)} is needed"
-                )
+            wanted, found = ((one.dtype, tuple(one.shape)) for one in (tensor, given[name]))
+            if wanted != found:
+                raise ValueError(f"{name} is {found[0]} of shape {found[1]}, {wanted[0]} of {wanted[1]} is needed")
         updates = state_dict["updates"]
         if not isinstance(updates, int) or not 0 <= updates < math.inf:
             raise ValueError(f"updates={updates!r} is not a whole number from 0 on")

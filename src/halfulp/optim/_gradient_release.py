@@ -272,13 +272,7 @@ class HostParameters:
     def step(
         self, parameter: torch.Tensor, gradient: torch.Tensor, step: Callable[[torch.Tensor], None], waits: bool = False
     ) -> None:
-        """Step a parameter by a gradient, which may be freed afterwards.
-
-        Args:
-            parameter, gradient: the model's.
-            step: steps a copy that has the gradient.
-            waits: until it is done, for whoever watches.
-        """
+        """Step a parameter by a gradient, which may be freed afterwards."""
         assert self._thread is not None, "steps are made inside of `stepping`"
         copy = self._copies[parameter]
         found, _ = self._stage(_sum_of_bits(parameter))

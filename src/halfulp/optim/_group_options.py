@@ -59,13 +59,6 @@ def read_defaults(make: Callable[..., Any]) -> dict[str, Any]:
 def read_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as values, where some may be words for them.
 
-    Args:
-        given: the options.
-        defaults: values of the same names, whose types are those of the options.
-
-    Raises:
-        ValueError: a word that is no value of its option's type.
-
     >>> read_options({"lr": "1e-3", "betas": "0.9,0.95", "param_dtype": "bf16"}, {"lr": 0.1, "betas": (0.9, 0.999)})
     {'lr': 0.001, 'betas': (0.9, 0.95), 'param_dtype': torch.bfloat16}
     """
@@ -127,16 +120,7 @@ _OTHER_KEYS = frozenset(("params", "param_names", "identities", "random_stream",
 
 
 def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
-    """Check that all processes of a group train in the same way; all of them must call this.
-
-    Args:
-        optimizer: what steps here.
-        process_group: of the processes.
-        device: on which NCCL sends.
-
-    Raises:
-        ValueError: the first rank that differs, and in what; on all ranks.
-    """
+    """Check that all processes of a group train in the same way; all of them must call this."""
     ranks: list[dict[str, str]] = [{} for _ in range(process_group.size())]
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         torch.distributed.all_gather_object(ranks, _describe(optimizer), group=process_group)
@@ -199,23 +183,14 @@ def check_parameters(params: object) -> None:
 
 
 def check_fixed_options(group: dict, defaults: Mapping[str, Any], fixed: Iterable[str]) -> None:
-    """Refuse another value for an option that an optimizer does not let its user choose.
-
-    Raises:
-        ValueError: a group has one.
-    """
+    """Refuse another value for an option that an optimizer does not let its user choose."""
     for name in fixed:
         if group[name] != defaults[name]:
             raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {defaults[name]}; leave it out")
 
 
 def check_group(group: dict, options: Iterable[str] = ()) -> None:
-    """Check a new group's options; keys that resemble no option are the user's own, and stay.
-
-    Raises:
-        ValueError: an option that means nothing here, with what is allowed.
-        TypeError: an option of the wrong type.
-    """
+    """Check a new group's options; keys that resemble no option are the user's own, and stay."""
     _check_keys(group, list(options))
     _check_emulated(group)
     if group["weight_update"] is not None:
@@ -260,26 +235,20 @@ def _check_emulated(group: dict) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Check that a hyper-parameter is one real number, or a tensor that holds one.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: a tensor of several, one without memory, or one that wants a gradient.
-    """
+    """Check that a hyper-parameter is one real number, or a tensor that holds one."""
     if type(value) is float:  # nearly always; the general question costs a microsecond
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}: give a number")
     if not isinstance(value, torch.Tensor):
         return
-    if value.numel() != 1:
-        raise ValueError(f"{name} must be one number, got a tensor of shape {tuple(value.shape)}")
     if value.is_complex() or value.dtype == torch.bool:
         raise TypeError(f"{name} is a tensor of {value.dtype}: give a real number")
-    if value.is_meta:
-        raise ValueError(f"{name} is a tensor on the meta device, which holds no number: give one on a real device")
-    if value.requires_grad:
-        raise ValueError(f"{name} requires a gradient, which a step here does not give: give {name}.detach()")
+    if value.numel() != 1 or value.is_meta or value.requires_grad:
+        raise ValueError(
+            f"{name} is a tensor of shape {tuple(value.shape)} on {value.device}, requires_grad={value.requires_grad}: "
+            f"give one number, in memory and without a gradient, such as {name}.detach()"
+        )
 
 
 NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
@@ -324,9 +293,6 @@ def check_torch_switches(name: str, **switches: bool | None) -> None:
 
     `foreach` and `fused` choose among equals, so that trainers set them unasked: they are ignored with a warning where
     they ask for another implementation than the only one.
-
-    Raises:
-        NotImplementedError: a switch that asks for what this optimizer does not do.
     """
     reasons = {
         "differentiable": "the step writes in place and is not differentiable: use torch.optim for that",

@@ -28,15 +28,7 @@ def inner_optimizer(given: Any) -> Any:
 
 
 def find_own_optimizer(given: Any, what: str, remedy: str) -> Optimizer:
-    """Return an optimizer of hu.optim, out of the wrappers that a trainer has put round it.
-
-    Args:
-        given: the optimizer, or such a wrapper.
-        what: what takes it, and remedy: what to do instead, for the message.
-
-    Raises:
-        TypeError: anything else.
-    """
+    """Return an optimizer of hu.optim, out of the wrappers that a trainer has put round it."""
     inner = inner_optimizer(given)
     if not isinstance(inner, Optimizer):
         raise TypeError(f"{what} takes an optimizer of hu.optim, got {a_kind(inner)}: {remedy}")

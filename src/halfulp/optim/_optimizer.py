@@ -27,9 +27,9 @@ from ._group_options import (
     read_options,
     warn_of_rate_jump,
 )
-from ._lost_updates import LostUpdateReport, stall_widths, summarize_lost_updates, warn_if_mostly_lost
+from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
-from .parameters._local_tensors import is_dtensor, local, memory, own_parts, take_shard
+from .parameters._local_tensors import index_map_of, is_dtensor, local, memory, own_parts, shard_of
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
@@ -39,10 +39,18 @@ from .parameters._narrow_groups import (
     refuse_overlaps,
     refuse_replaced_parameters,
     refuse_unused_update,
-    updates_in_effect,
     warn_of_idle_update,
 )
-from .parameters._outside_writes import SavedPayload, follow_version, is_current, under, weight_to_carry, write_carried
+from .parameters._outside_writes import (
+    PAYLOAD_KEYS,
+    UPDATE,
+    follow_version,
+    is_current,
+    mark_loaded,
+    under,
+    weight_to_carry,
+    write_carried,
+)
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
 from .parameters._random_identity import (
     Identity,
@@ -100,6 +108,8 @@ class Optimizer(CheckpointMixin):
     _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
     # Options of a class above that this one decides, and no user.
     _fixed_options: ClassVar[tuple[str, ...]] = ()
+    # The update rule, where it is the same for all groups.
+    _rule: ClassVar[UpdateRule | None] = None
     # Whether a step of one parameter depends on no other.
     _steps_one_alone: ClassVar[bool] = True
     # Of copies, which have all groups and made no step.
@@ -144,7 +154,6 @@ class Optimizer(CheckpointMixin):
         watch_checkpoints()
         self._plans = PlanCache()
         self._outside_states: TensorMap[dict[str, Any]] = TensorMap()
-        self._saved_payloads: TensorMap[SavedPayload] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
         self._note_identities()
 
@@ -170,7 +179,8 @@ class Optimizer(CheckpointMixin):
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return the update rule of a param group."""
-        raise AssertionError("every optimizer has a rule")
+        assert self._rule is not None, "every optimizer has a rule"
+        return self._rule
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch.optim does; what its parameters cannot do is refused before anything is changed.
@@ -242,7 +252,7 @@ class Optimizer(CheckpointMixin):
                     continue
                 spec, state = self._step_spec(group, parameter, None, name_of(group, position)), self.state.pop(before)
                 for name, _ in spec.update.auxiliary_tensors(spec.store):
-                    self.state[parameter][name] = take_shard(state[name], parameter)
+                    self.state[parameter][name] = shard_of(state[name], index_map_of(parameter)).clone()
                 self._plan(group, position)
 
     def _new_plan(
@@ -267,17 +277,19 @@ class Optimizer(CheckpointMixin):
         (_, identity), name = self._identities[parameter], name_of(group, position)
         spec = self._step_spec(group, parameter, gradient, name)
         refuse_other_dtype(parameter, spec, name)
-        copied = self._saved_payloads.get(parameter)
-        if copied is not None and copied.update not in (None, spec.update):
-            # A copy whose group was given another weight update before its first step.
-            with under(group, copied.update):
-                self._new_plan(group, position, gradient)
         state = self.state[parameter]
+        if state.get(UPDATE) not in (None, spec.update):
+            # A copy whose group was given another weight update before its first step.
+            with under(group, state[UPDATE]):
+                self._new_plan(group, position, gradient)
         weight = None if carried is None else weight_to_carry(self._plans.get(parameter), spec, state)
         complete_state(state, spec, group, parameter, name, self._plans.get(parameter))
-        options, saved = options or self._plans.options_of(group), self._saved_payloads.get(parameter)
-        plan = self._plans.renew(parameter, spec, state, options, name, identity, saved, beside)
-        self._saved_payloads.pop(parameter)
+        options = options or self._plans.options_of(group)
+        plan = self._plans.renew(parameter, spec, state, options, name, identity, beside)
+        if UPDATE in state:  # a copy, which says what a file does
+            mark_loaded(plan, state)
+            for key in (UPDATE, *PAYLOAD_KEYS):
+                state.pop(key, None)
         if carried is not None and weight is not None:
             carried.append((plan, weight))
         return plan
@@ -301,13 +313,9 @@ class Optimizer(CheckpointMixin):
 
     def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan:
         """Return a parameter's valid plan under the weight update that wrote it, without changing the plan."""
-        parameter, update = group["params"][position], group["weight_update"]
-        known, copied = self._plans.get(parameter), self._saved_payloads.get(parameter)
-        if known is not None:
-            update = known.options.weight_update
-        elif copied is not None and copied.update is not None:
-            update = copied.update
-        with under(group, update):
+        parameter = group["params"][position]
+        known, copied = self._plans.get(parameter), self.state.get(parameter, {}).get(UPDATE, group["weight_update"])
+        with under(group, copied if known is None else known.options.weight_update):
             return self._plan(group, position)
 
     def _clear_plans(self) -> None:
@@ -565,13 +573,8 @@ class Optimizer(CheckpointMixin):
         return [*places.values()]
 
     def report(self) -> LostUpdateReport:
-        """Return the share of updates that rounding cancelled on metered steps, and which states lose what."""
-        stalled: dict[str, float] = {}
-        for group in self.param_groups:
-            for plan in filter(None, map(self._plans.get, group["params"])):
-                for name, width in stall_widths(plan, group).items():
-                    stalled[name] = max(width, stalled.get(name, 0.0))
-        return summarize_lost_updates(self._plans.values(), tuple(stalled.items()))
+        """Return the share of updates that rounding cancelled on metered steps."""
+        return summarize_lost_updates(self._plans.values())
 
     def bytes_per_parameter(self) -> float:
         """Return bytes per element: weights (and copies after outside writes), auxiliary tensors, states, gradients.
@@ -592,8 +595,8 @@ class Optimizer(CheckpointMixin):
         return total / elements if elements else 0.0
 
     def __repr__(self) -> str:
-        """torch.optim's description, then how each dtype is updated, then the lost updates."""
-        return f"{super().__repr__()}\n{updates_in_effect(self)}\n{self.report()}"
+        """torch.optim's description, then the lost updates."""
+        return f"{super().__repr__()}\n{self.report()}"
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {}
@@ -617,7 +620,7 @@ def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
-    if kind.rule is Optimizer.rule:
+    if kind.rule is Optimizer.rule and kind._rule is None:
         raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
     enter("optimizer", OPTIMIZERS, kind.__name__, kind, words_of(kind))
     return kind

@@ -15,7 +15,6 @@ from .parameters._tensor_map import TensorMap
 from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate
 from .rules._adam_variants import LAMB as LAMB_RULE
 from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, following
-from .rules._update_rule import UpdateRule
 
 # What a schedule-free optimizer's groups count.
 _AT_THE_START = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
@@ -34,6 +33,8 @@ class Lion(Optimizer):
         ValueError: a hyper-parameter out of range, or options that do not go together.
     """
 
+    _rule = LION
+
     def __init__(
         self,
         params: Parameters,
@@ -45,10 +46,6 @@ class Lion(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return Lion."""
-        return LION
 
 
 @register_optimizer
@@ -75,6 +72,8 @@ class Adan(Optimizer):
     True
     """
 
+    _rule = ADAN
+
     def __init__(
         self,
         params: Parameters,
@@ -88,10 +87,6 @@ class Adan(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return Adan."""
-        return ADAN
 
 
 @register_optimizer
@@ -119,6 +114,7 @@ class AdEMAMix(Optimizer):
     """
 
     _not_negative = (*NOT_NEGATIVE, "alpha", "beta3_warmup", "alpha_warmup")
+    _rule = ADEMAMIX
 
     def __init__(
         self,
@@ -135,10 +131,6 @@ class AdEMAMix(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return AdEMAMix."""
-        return ADEMAMIX
 
 
 @register_optimizer
@@ -169,6 +161,8 @@ class LAMB(Optimizer):
     tensor([2.6250, 2.6250, 2.6250, 2.6250], requires_grad=True)
     """
 
+    _rule = LAMB_RULE
+
     def __init__(
         self,
         params: Parameters,
@@ -184,10 +178,6 @@ class LAMB(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return LAMB."""
-        return LAMB_RULE
 
 
 class ScheduleFree(Optimizer):
@@ -291,6 +281,8 @@ class SGDScheduleFree(ScheduleFree):
     >>> opt.train()
     """
 
+    _rule = SCHEDULE_FREE_SGD
+
     def __init__(
         self,
         params: Parameters,
@@ -305,10 +297,6 @@ class SGDScheduleFree(ScheduleFree):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals(), **_AT_THE_START))
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return schedule-free SGD."""
-        return SCHEDULE_FREE_SGD
 
 
 @register_optimizer
@@ -339,6 +327,8 @@ class AdamWScheduleFree(ScheduleFree):
     >>> opt.train()
     """
 
+    _rule = SCHEDULE_FREE_ADAMW
+
     def __init__(
         self,
         params: Parameters,
@@ -354,10 +344,6 @@ class AdamWScheduleFree(ScheduleFree):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals(), **_AT_THE_START))
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return schedule-free AdamW."""
-        return SCHEDULE_FREE_ADAMW
 
 
 @register_optimizer
@@ -396,6 +382,7 @@ class Prodigy(Optimizer):
     _not_negative = (*NOT_NEGATIVE, "beta3", "d_coef")
     # The estimate is over all parameters.
     _steps_one_alone = False
+    _rule = PRODIGY
 
     def __init__(
         self,
@@ -423,10 +410,6 @@ class Prodigy(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group.update(dict.fromkeys(lacking, group["d0"]))
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return Prodigy."""
-        return PRODIGY
 
     def _take_step(self) -> None:
         rates = {float(group["lr"]) for group in self.param_groups} - {0.0}

@@ -21,7 +21,6 @@ from .parameters._random_identity import identities_of, plain_names
 from .parameters._state_tensors import (
     ABSENT,
     BEGUN,
-    STORAGE_SUFFIXES,
     check_version,
     decode_saved,
     find_saved_tensor,
@@ -45,6 +44,8 @@ _OURS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "repor
 # In a saved group: the version of this library that saved it.
 VERSION = "halfulp"
 _KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream", VERSION)
+# States that an option of a group may switch off in training; they stay, as in torch.optim.
+SWITCHED = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
 # What torch's schedulers write into groups, and names.
 _OF_OTHERS = {f"{bound}_{name}" for bound in ("initial", "base", "min", "max") for name in ("lr", "momentum")}
 _OF_OTHERS |= {"swa_lr", "last_lr", "name", "param_names"}
@@ -68,7 +69,7 @@ def check_groups(
         raise ValueError(f"the state_dict has groups of {sizes} parameters, this optimizer groups of {own}")
     numbers = [number for group in saved for number in group["params"]]
     states = state_dict["state"]
-    if not isinstance(states, Mapping) or any(_is_parameters(key, states[key]) for key in states.keys() - set(numbers)):
+    if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     for number, (mine, theirs) in enumerate(zip(groups, saved)):
         unknown = theirs.keys() - mine.keys() - _OURS - _LATER.keys() - _OF_RULES - _OF_OTHERS - set(_KEPT)
@@ -78,18 +79,13 @@ def check_groups(
     return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
 
-def _is_parameters(key: object, value: object) -> bool:
-    """Return whether an entry of a saved state is that of a parameter, rather than one that a user put there."""
-    return isinstance(key, int) and isinstance(value, Mapping) and bool({"step", "momentum_buffer"} & value.keys())
-
-
-def refuse_confusing_keys(state: Mapping, count: int) -> None:
+def refuse_confusing_keys(state: Mapping) -> None:
     """Raise ValueError for entries of the user's own whose keys a file could not tell from parameters' numbers."""
-    for key, value in state.items():
-        if isinstance(key, int) and (0 <= key < count or _is_parameters(key, value)):
+    for key in state:
+        if isinstance(key, int):
             raise ValueError(
-                f"optimizer.state[{key!r}] is an entry of your own, but a state_dict numbers the states of its {count} "
-                f"parameters from 0: a file could not tell them apart; use another key, such as 'my_{key}'"
+                f"optimizer.state[{key!r}] is an entry of your own, but a state_dict numbers the states of its "
+                f"parameters: a file could not tell them apart; use another key, such as 'my_{key}'"
             )
 
 
@@ -125,13 +121,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups: list[Mapping]) -> None:
-    """Raise ValueError for unknown keys in a file of a later version; in other files they are the user's own.
-
-    Args:
-        what: of the file holds it, and its name, which is put into words for the message alone.
-        unknown: its keys.
-        saved_groups: of the file.
-    """
+    """Raise ValueError for unknown keys in a file of a later version; in other files they are the user's own."""
     if not unknown:
         return
     versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
@@ -146,12 +136,7 @@ def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups:
 
 
 def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
-    """Raise ValueError for what was saved with random bits of another version of the stream.
-
-    Args:
-        what: of the file draws random bits, and place: where the file says the version, for the message.
-        saved: what says it there.
-    """
+    """Raise ValueError for what was saved with random bits of another version of the stream."""
     version = saved.get("random_stream", 1)
     if "weight_update" in saved and version != STREAM_VERSION:
         raise ValueError(
@@ -163,11 +148,7 @@ def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
 
 
 def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
-    """Return one parameter's saved state, by its number in the file and its name for messages; empty if absent.
-
-    Raises:
-        ValueError: it is no mapping.
-    """
+    """Return one parameter's saved state, by its number in the file and its name for messages; empty if absent."""
     state = state_dict["state"].get(number, {})
     if not isinstance(state, Mapping):
         raise ValueError(f"the state of parameter {name} is {type(state).__name__}, not a dict: the file is damaged")
@@ -175,17 +156,10 @@ def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
 
 
 def read_step(state: Mapping, name: str) -> int:
-    """Return the saved step number.
-
-    Raises:
-        ValueError: it is no whole number.
-    """
+    """Return the saved step number."""
     given = state.get("step", 0)
     if given == {}:  # what torch makes of an entry that a flat state lacks
-        raise ValueError(
-            f"the flat state holds nothing of parameter {name}, which this optimizer steps: it is of another model, or "
-            "of other parts of it; give the state of all parameters that are stepped here"
-        )
+        raise ValueError(_OTHER_MODEL.format(name))
     try:
         value = float(given)
     except (TypeError, ValueError):
@@ -255,54 +229,32 @@ def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[
     return {key: trial[key] for key in taken}
 
 
-_GROUPS, _STATES = "param_groups.", "state."
+# Of an entry that a flat state lacks: why it does, and the cure.
+_LACKING = {
+    "identities": "it was saved by an optimizer over named parameters, and this one has no names: make it from "
+    "model.named_parameters()",
+    "param_names": "it was saved by an optimizer over unnamed parameters, and this one has names: make it from "
+    "model.parameters(); to go over to names, load it there, and give its state_dict() to the load_state_dict "
+    "of an optimizer made from model.named_parameters()",
+    "random_stream": "it was saved under version 1 of the stream of random bits; to go on with those of version "
+    f"{STREAM_VERSION}, which are others than the saved run's, give each parameter that entry, {STREAM_VERSION}",
+}
+_OTHER_MODEL = (
+    "the flat state holds nothing of parameter {}, which this optimizer steps: it is of another model, or of other "
+    "parts of it; give the state of all parameters that are stepped here"
+)
 
 
 def explain_missing_entry(key: str, flat: Mapping[str, Any]) -> str:
     """Return why a flat state lacks an entry, "param_groups.<parameter>.<option>" or "state.<parameter>.<state>"."""
-    place = _STATES if key.startswith(_STATES) else _GROUPS
+    place = "state." if key.startswith("state.") else "param_groups."
     parameter, _, entry = key.removeprefix(place).rpartition(".")
-    if not any(held.startswith(f"{place}{parameter}.") for held in flat):
-        return (
-            f"the flat state holds nothing of parameter {parameter}, which this optimizer steps: it is of another "
-            "model, or of other parts of it; give the state of all parameters that are stepped here"
-        )
-    lack = f"the flat state lacks {entry!r} of parameters {listed(_parameters(flat, place, entry))}"
-    if entry == "identities":
-        return (
-            f"{lack}: it was saved by an optimizer over named parameters, and this one has no names: make it from "
-            "model.named_parameters()"
-        )
-    if entry == "param_names":
-        return (
-            f"{lack}: it was saved by an optimizer over unnamed parameters, and this one has names: make it from "
-            "model.parameters(); to go over to names, load it there, and give its state_dict() to the load_state_dict "
-            "of an optimizer made from model.named_parameters()"
-        )
-    if entry == "random_stream":
-        return (
-            f"{lack}: it was saved under version 1 of the stream of random bits; to go on with those of version "
-            f"{STREAM_VERSION}, which are others than the saved run's, give each parameter that entry, {STREAM_VERSION}"
-        )
-    return (
-        f"{lack}: another optimizer, or one with other options, has saved it; load it into an optimizer made as that "
-        "one was, and go on there"
-    )
-
-
-def _parameters(flat: Mapping[str, Any], place: str, entry: str) -> list[str]:
-    """Return the parameters of which a flat state holds something, but not an entry."""
-    options = {key.removeprefix(place).rpartition(".")[0] for key in flat if key.startswith(place)}
-    return sorted(name for name in options if f"{place}{name}.{entry}" not in flat)
-
-
-# The names of the states of torch.optim's optimizers, under which others keep theirs too.
-_TORCH_STATES = (
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
-    "sum", "mu_product", "mu", "eta", "ax", "prev", "step_size", "row_var", "col_var", "variance",
-)  # fmt: skip
-# Those of them that an option of a group switches off in training, with the option; they stay, as in torch.optim.
-_SWITCHED = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
+    held = sorted({name.removeprefix(place).rpartition(".")[0] for name in flat if name.startswith(place)})
+    if parameter not in held:
+        return _OTHER_MODEL.format(parameter)
+    why = _LACKING.get(entry, "another optimizer, or one with other options, has saved it; load it into one made alike")
+    without = listed([name for name in held if f"{place}{name}.{entry}" not in flat])
+    return f"the flat state lacks {entry!r} of parameters {without}: {why}"
 
 
 def count_steps(state: Mapping, name: str) -> int:
@@ -323,26 +275,6 @@ def is_auxiliary(name: str) -> bool:
     stores = [STORES[dtype] for dtype in (torch.bfloat16, torch.float16, torch.float32)]
     auxiliary = {key for update in REGISTRY.values() for store in stores for key, _ in update.auxiliary_tensors(store)}
     return name in auxiliary or name.startswith("component_")
-
-
-def is_kept_by_some_optimizer(name: str) -> bool:
-    """Return whether an entry of a saved state is an auxiliary tensor, or a state of torch.optim's or a wrapped one.
-
-    >>> [is_kept_by_some_optimizer(name) for name in ("low_bits", "max_exp_avg_sq", "exp_avg_codes", "my_importance")]
-    [True, True, True, False]
-    """
-    forms = {f"{state}{suffix}" for state in _TORCH_STATES for suffix in STORAGE_SUFFIXES}
-    return is_auxiliary(name) or name in forms or name.startswith("base.")
-
-
-def is_switched_off(name: str, group: Mapping, slots: tuple[StateSlot, ...]) -> bool:
-    """Return whether an entry of a saved state is of a state that its group's options have switched off.
-
-    `slots` are the states that are kept under these options.
-    """
-    kept = {slot.name for slot in slots}
-    off = [state for state, option in _SWITCHED.items() if option in group and state not in kept]
-    return name in {f"{state}{suffix}" for state in off for suffix in STORAGE_SUFFIXES}
 
 
 def fit_state(

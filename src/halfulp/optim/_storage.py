@@ -270,11 +270,7 @@ def limited(magnitude, rounded):
 
 @functools.cache
 def format_store(given: Format | str | None) -> Store | None:
-    """Return the store of a format's values in float32; None for no format and for float32 itself.
-
-    Raises:
-        ValueError: a format whose values float32 does not hold, or without sign, zero or subnormals.
-    """
+    """Return the store of a format's values in float32; None for no format and for float32 itself."""
     fmt = None if given is None else formats.get(given)
     if fmt is None or fmt.layout == formats.fp32.layout:
         return None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Unpack, overload
 
 import torch
+from torch.optim import optimizer as _torch_optimizer
+from torch.utils._pytree import tree_leaves
 
 from .._messages import a_kind
 from ..formats import Format
@@ -22,7 +27,6 @@ from ._wrapped_state import (
     check_base_state,
     check_outside_state,
     copy_to_device,
-    map_nested,
     read_outside_state,
     restore_outside_state,
     split_base_states,
@@ -57,9 +61,8 @@ ASSIGNMENT = UpdateRule("assignment", assignment, (), (), no_constants, assigns=
 class ExplicitGradientOptimizer(Optimizer):
     """Rounding, auxiliary tensors, lost updates and checkpoints of Optimizer, for updates computed elsewhere."""
 
-    def __init__(self, params: Parameters, defaults: dict[str, Any], **narrow: Unpack[NarrowOptions]) -> None:
-        self._explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = {}
-        super().__init__(params, defaults, **narrow)
+    # What parameters step by, during a step.
+    _explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
     def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
         if isinstance(parameter, ScaledTensor):
@@ -75,7 +78,7 @@ class ExplicitGradientOptimizer(Optimizer):
         try:
             self._take_step()
         finally:
-            self._explicit_gradients = {}
+            del self._explicit_gradients
 
     def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         return [*map(self._explicit_gradients.get, parameters)]
@@ -89,16 +92,6 @@ class ExplicitGradientOptimizer(Optimizer):
 
     def _check_switches(self, group: dict[str, Any]) -> None:
         """Accept all: these options belong to the wrapped optimizer."""
-
-    def _current(self, group: dict[str, Any], position: int, given: Store) -> ParameterPlan:
-        """Return a parameter's plan for gradients that are stored as given, its auxiliary tensors up to date."""
-        plan = self._plan(group, position, given)
-        drop_stale(plan)
-        return plan
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copy and pickle."""
-        return {**super().__getstate__(), "_explicit_gradients": {}}
 
 
 def wrap(
@@ -182,6 +175,9 @@ class Wrapped(ExplicitGradientOptimizer):
 
     base: torch.optim.Optimizer
     _steps_one_alone = False
+    _rule = ASSIGNMENT
+    # Groups here and in the wrapped optimizer, once both are complete.
+    _pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
 
     def __init__(
         self,
@@ -197,27 +193,21 @@ class Wrapped(ExplicitGradientOptimizer):
             )
         if any(group.get("differentiable") for group in base.param_groups):
             raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
-        self.base, self._complete = base, False
+        self.base = base
         self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
-        self._base_aside: TensorMap[dict[str, Any]] = TensorMap()
         super().__init__(groups, dict(base.defaults), **narrow)
-        self._complete = True
         self._pair_groups()
-
-    def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return the rule that assigns the new weight."""
-        return ASSIGNMENT
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers; what either refuses is added to none."""
-        if not self._complete:
+        if not self._pairs:
             super().add_param_group(param_group)
             return
         shadows: dict[torch.Tensor, torch.Tensor] = {}
         inner, outer = split_group(param_group, shadows)
         self.base.add_param_group(inner)
         try:
-            super().add_param_group(merge_group(outer, self.base.param_groups[-1]))
+            super().add_param_group(outer | _options_of(self.base.param_groups[-1]))
         except Exception:
             del self.base.param_groups[-1]
             raise
@@ -229,36 +219,26 @@ class Wrapped(ExplicitGradientOptimizer):
         self._pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
 
     def _follow_groups(self) -> None:
-        """Follow the groups, also in the wrapped optimizer, whose groups hold shadows of these parameters."""
         super()._follow_groups()
-        if not self._complete:
-            return
-        inner_of = {id(own): inner for own, inner in self._pairs}
-        self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
-        self._pair_groups()
-        members: set[int] = set()
+        if self._pairs:
+            self._follow_parameters()
+
+    def _follow_parameters(self) -> None:
+        """Put shadows into the wrapped optimizer's groups for the parameters of these, whose lists users may edit."""
+        if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
+            inner_of = {id(own): inner for own, inner in self._pairs}
+            self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
+            self._pair_groups()
         for own, inner in self._pairs:
             for parameter in own["params"]:
                 if parameter not in self._shadows:
                     self._shadows[parameter] = make_shadow(parameter)
             # The list itself stays: LBFGS holds it.
             inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
-            members |= set(map(id, inner["params"]))
-            for shadow in inner["params"]:
-                if shadow in self._base_aside:
-                    self.base.state[shadow] = self._base_aside.pop(shadow)
-        for shadow in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in members]:
-            self._base_aside[shadow] = self.base.state.pop(shadow)
-
-    def _groups_changed(self) -> bool:
-        if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
-            return True
-        known = self._shadows.by_id
-        for own, inner in self._pairs:
-            wanted = [id(known.get(id(parameter))) for parameter in own["params"]]
-            if wanted != [id(shadow) for shadow in inner["params"]]:
-                return True
-        return False
+        if len(self.base.state) > len(self._shadows):  # some parameters are gone
+            living = set(map(id, self._shadows.values()))
+            for key in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in living]:
+                del self.base.state[key]
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
@@ -269,8 +249,7 @@ class Wrapped(ExplicitGradientOptimizer):
         change = getattr(self.base, "train" if mode else "eval", None)
         if not callable(change):
             return
-        if self._groups_changed():
-            self._follow_groups()
+        self._follow_parameters()
         # What was frozen after steps has a state still, and two weights.
         plans = list(self._all_plans(lambda p: p.requires_grad or bool(self.base.state.get(self._shadows[p]))))
         try:
@@ -302,8 +281,7 @@ class Wrapped(ExplicitGradientOptimizer):
         """
         for group in self.param_groups:
             self._check_numbers(group)
-        if self._groups_changed():
-            self._follow_groups()
+        self._follow_parameters()
         self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
         wanted = inspect.signature(type(self.base).step).parameters.get("closure")
         if wanted is not None and wanted.default is inspect.Parameter.empty:
@@ -374,7 +352,9 @@ class Wrapped(ExplicitGradientOptimizer):
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if wanted(parameter):
-                    yield self._current(group, position, F32)
+                    plan = self._plan(group, position, F32)
+                    drop_stale(plan)
+                    yield plan
 
     def _load(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Fill the shadows and their gradients."""
@@ -389,9 +369,9 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
-        return self._call_with_options(
-            lambda: step_without_global_hooks(self.base, *(() if closure is None else (closure,)))
-        )
+        step: Any = self.base.step if closure is None else functools.partial(self.base.step, closure)
+        with without_global_hooks():
+            return self._call_with_options(step)
 
     def _call_with_options(self, change: Callable[[], Any]) -> Any:
         """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
@@ -422,11 +402,11 @@ class Wrapped(ExplicitGradientOptimizer):
         state, inner = saved["state"], dict(self.base.state)
         for group, packed in zip(self.param_groups, saved["param_groups"]):
             for parameter, number in zip(group["params"], packed["params"]):
-                held = inner.pop(self._shadows[parameter], None)
-                if held:
+                if held := inner.get(self._shadows[parameter]):
                     named = {f"{BASE}{name}": value for name, value in held.items()}
                     state[number] = {**state.get(number, {}), **named}
-        refuse_confusing_keys(inner, sum(len(packed["params"]) for packed in saved["param_groups"]))
+        inner = {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
+        refuse_confusing_keys(inner)
         state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
         beside = read_outside_state(self.base)
         return {**saved, "base": beside} if beside else saved
@@ -470,8 +450,8 @@ class Wrapped(ExplicitGradientOptimizer):
         total = elements = 0
         for plan in self._all_plans():
             parameter = plan.parameter
-            tensors: list[torch.Tensor] = []
-            map_nested(self.base.state.get(self._shadows[parameter], {}), tensors.append)
+            leaves = tree_leaves(self.base.state.get(self._shadows[parameter], {}))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             gradient = parameter if parameter.grad is None else parameter.grad
             held = [local(t) for t in (parameter, gradient, *tensors)] + list(plan.tensors.values()) + plan.watched
             total += sum(t.numel() * t.element_size() for t in held)
@@ -490,10 +470,9 @@ class Wrapped(ExplicitGradientOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from `__getstate__`."""
         (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
-        self._complete = False
         super().__setstate__(state)
-        self._shadows, self._base_aside = TensorMap(shadows), TensorMap()
-        self.base, self._complete = object.__new__(kind), True
+        self._shadows = TensorMap(shadows)
+        self.base = object.__new__(kind)
         self.base.__setstate__(fields)
         self._pair_groups()
 
@@ -525,7 +504,7 @@ def make_base(
     refuse_inner_optimizers(base)
     if len(base.param_groups) != len(pairs):
         raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
-    return base, [merge_group(outer, inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
+    return base, [outer | _options_of(inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
 
 
 def split_group(
@@ -545,10 +524,9 @@ def split_group(
     return {**rest, "params": inner}, {**group, "params": members}
 
 
-def merge_group(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group of parameters with the options of the wrapped optimizer's group."""
-    options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
-    return {**outer, **options}
+def _options_of(inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group of the wrapped optimizer, without its parameters."""
+    return {name: value for name, value in inner.items() if name not in ("params", "param_names")}
 
 
 def empty_like(parameter: torch.Tensor) -> torch.Tensor:
@@ -589,53 +567,31 @@ def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
 
     Float32 weights exist during a step of the wrapped optimizer alone. An optimizer inside of it has the narrow
     parameters themselves, or a copy of memory that is not filled yet.
-
-    Raises:
-        NotImplementedError: such an optimizer, with what to do.
     """
     name = type(base).__name__
-    for place, inner in _inner_optimizers(base):
-        raise NotImplementedError(
-            f"{name} holds another optimizer, {type(inner).__name__} in {place!r}, whose parameters wrap cannot put "
-            f"float32 weights behind: step float32 parameters by {name}, or wrap {type(inner).__name__} alone: "
-            f"hu.optim.wrap({type(inner).__name__}, params, ...)"
-        )
-
-
-def _inner_optimizers(base: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    for name, value in vars(base).items():
+    for place, value in vars(base).items():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        if name not in ("param_groups", "state", "defaults"):
-            yield from ((name, one) for one in held if isinstance(one, torch.optim.Optimizer) and one is not base)
+        for inner in held if place not in ("param_groups", "state", "defaults") else ():
+            if isinstance(inner, torch.optim.Optimizer) and inner is not base:
+                raise NotImplementedError(
+                    f"{name} holds another optimizer, {type(inner).__name__} in {place!r}, whose parameters wrap "
+                    f"cannot put float32 weights behind: step float32 parameters by {name}, or wrap "
+                    f"{type(inner).__name__} alone: hu.optim.wrap({type(inner).__name__}, params, ...)"
+                )
 
 
-def step_without_global_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
-    """Return an optimizer's step with its own hooks, and without the global ones.
-
-    torch patches the `step` of every class so that it calls both kinds; the global ones run around the outer step.
-    A `step` that somebody has set on the instance, as a scheduler does, is called as it is.
-
-    Args:
-        optimizer: to step.
-        arguments: of `step`.
-
-    Returns:
-        What `step` returns.
-    """
-    patched: Any = type(optimizer).step
-    if "step" in vars(optimizer) or not getattr(patched, "hooked", False) or not hasattr(patched, "__wrapped__"):
-        return optimizer.step(*arguments)
-    options: dict[str, Any] = {}
-    for hook in tuple(optimizer._optimizer_step_pre_hooks.values()):
-        changed = hook(optimizer, (optimizer, *arguments), options)
-        if changed is None:
-            continue
-        if not (isinstance(changed, tuple) and len(changed) == 2):
-            raise RuntimeError(f"a step pre hook returns None or (args, kwargs), this one returned {changed!r}")
-        (_, *given), options = changed
-        arguments = tuple(given)
-    result = patched.__wrapped__(optimizer, *arguments, **options)
-    optimizer._optimizer_step_code()
-    for hook in tuple(optimizer._optimizer_step_post_hooks.values()):
-        hook(optimizer, (optimizer, *arguments), options)
-    return result
+@contextlib.contextmanager
+def without_global_hooks() -> Iterator[None]:
+    """Return a context in which hooks of every optimizer's step see none: they run around the outer step."""
+    hooks: list[dict[int, Any]] = [
+        _torch_optimizer._global_optimizer_pre_hooks,
+        _torch_optimizer._global_optimizer_post_hooks,
+    ]
+    held = [dict(one) for one in hooks]
+    try:
+        for one in hooks:
+            one.clear()
+        yield
+    finally:
+        for one, before in zip(hooks, held):
+            one.update(before)

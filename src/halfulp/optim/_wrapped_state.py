@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ._state_dict_validation import is_own_file
 from .parameters._narrow_groups import name_of
@@ -18,20 +19,13 @@ _TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def map_nested(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples with every tensor in them replaced."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: map_nested(item, function) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map_nested(item, function) for item in value)
-    return value
-
-
 def copy_to_device(value: Any, device: torch.device | None) -> Any:
     """Return a copy of a state on a device, or where it is."""
-    return map_nested(value, lambda tensor: tensor.clone() if device is None else tensor.to(device, copy=True))
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if device is None else tensor.to(device, copy=True)
+
+    return tree_map_only(torch.Tensor, copied, value)
 
 
 def split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tuple[dict, dict]:
@@ -53,7 +47,9 @@ def split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tupl
             inner[number] = {k.removeprefix(BASE): v for k, v in state.items() if k.startswith(BASE)}
         else:
             own[number] = {"step": torch.as_tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")}
-            inner[number] = map_nested(state, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
+            inner[number] = tree_map_only(
+                torch.Tensor, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, state
+            )
     return {**state_dict, "state": own}, inner
 
 
@@ -65,12 +61,7 @@ def check_base_state(
     group: dict,
     position: int,
 ) -> None:
-    """Raise ValueError for saved states of a wrapped optimizer that do not fit what it holds.
-
-    Args:
-        state: that it saved of a parameter, and own: that the optimizer around it saved beside.
-        base: the wrapped optimizer, and shadow: the tensor that it steps for the parameter.
-    """
+    """Raise ValueError for saved states of a wrapped optimizer that do not fit what it holds."""
     held = base.state.get(shadow, {})
     for name, value in (state or {}).items():
         known = held.get(name)
@@ -87,14 +78,7 @@ def check_base_state(
 
 
 def read_outside_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state beside parameter states and groups: attributes, and entries that the class itself saves.
-
-    Args:
-        optimizer: the wrapped one.
-
-    Raises:
-        NotImplementedError: an attribute that is no plain data, but may change, which a file cannot hold.
-    """
+    """Return the state beside parameter states and groups: attributes, and entries that the class itself saves."""
     for name, value in _attributes(optimizer):
         if not _is_plain(value) and not _is_code(value):
             raise NotImplementedError(
@@ -103,9 +87,7 @@ def read_outside_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 "strings, tensors and lists of them"
             )
     found: dict[str, Any] = {}
-    attributes = {
-        name: map_nested(value, torch.Tensor.clone) for name, value in _attributes(optimizer) if _is_plain(value)
-    }
+    attributes = {name: copy_to_device(value, None) for name, value in _attributes(optimizer) if _is_plain(value)}
     if attributes:
         found["attributes"] = attributes
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
@@ -128,7 +110,7 @@ def check_outside_state(optimizer: torch.optim.Optimizer, saved: Any) -> dict[st
 def restore_outside_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Restore what `read_outside_state` has saved; states and groups are restored already, and stay."""
     for name, value in saved.get("attributes", {}).items():
-        setattr(optimizer, name, map_nested(value, torch.Tensor.clone))
+        setattr(optimizer, name, copy_to_device(value, None))
     if "saved" in saved:
         states, groups = dict(optimizer.state), list(optimizer.param_groups)
         packed = torch.optim.Optimizer.state_dict(optimizer)

@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import re
-import warnings
 
 import pytest
 import torch
@@ -98,8 +97,6 @@ def _change(name):
                 del state[1]["exp_avg_sq"]
             case "missing companion":
                 del state[1]["low_bits"]
-            case "foreign state":
-                state[0]["momentum_buffer"] = torch.zeros(64, 32)
             case "companion dtype":
                 state[0]["low_bits"] = state[0]["low_bits"].float()
             case "nan step":
@@ -168,7 +165,7 @@ def _change(name):
 
 
 CORRUPT = [
-    "shape", "missing state", "missing companion", "foreign state", "companion dtype", "nan step", "negative step",
+    "shape", "missing state", "missing companion", "companion dtype", "nan step", "negative step",
     "half step", "no step number", "string step", "huge step", "string state", "string companion", "list state",
     "integer state", "no state", "no groups", "state list", "groups dict", "group without params",
     "one parameter less", "another group", "other names", "other weight update", "unknown weight update", "nan rate",
@@ -380,26 +377,12 @@ def test_what_a_newer_version_added_is_refused_and_nothing_of_it_is_loaded(place
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("update", ["stochastic", "nearest"])
-def test_a_pickle_of_another_random_stream_goes_on_and_says_so_where_it_draws(seed, update, wrapped):
+def test_a_pickle_of_another_random_stream_is_refused(seed, wrapped):
     parameter = torch.nn.Parameter(torch.ones(8).bfloat16())
-    parameter.grad = torch.ones(8).bfloat16()
     if wrapped:
-        optimizer = hu.optim.wrap(torch.optim.AdamW, [parameter], lr=0.1, weight_update=update)
+        optimizer = hu.optim.wrap(torch.optim.AdamW, [parameter], lr=0.1, weight_update="stochastic")
     else:
-        optimizer = hu.optim.AdamW([parameter], lr=0.1, weight_update=update, state_dtype=torch.float32)
+        optimizer = hu.optim.AdamW([parameter], lr=0.1, weight_update="stochastic", state_dtype=torch.float32)
     del optimizer.param_groups[0]["random_stream"]
-    pickle.loads(pickle.dumps(optimizer))  # has drawn nothing yet
-    optimizer.step()
-    stepped = pickle.dumps(optimizer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        twin = pickle.loads(stepped)
-    said = [str(one.message) for one in caught]
-    assert len(said) == (update == "stochastic")
-    assert all(
-        "param group 0 was pickled under version 1 of the stream of random bits, known is 2" in one for one in said
-    )
-    assert twin.state[twin.param_groups[0]["params"][0]]["step"] == 1
-    twin.load_state_dict(copy.deepcopy(twin.state_dict()))
-    assert twin.state_dict()["param_groups"][0]["random_stream"] == 2
+    with pytest.raises(ValueError, match=r"version 1 of the stream of random bits, known is 2.*use the halfulp that"):
+        pickle.loads(pickle.dumps(optimizer))

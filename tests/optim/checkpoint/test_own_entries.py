@@ -80,9 +80,9 @@ def test_a_users_entry_in_the_state_is_saved_and_loaded(seed, fresh):
     assert optimizer.state[weight]["importance"] is not file["state"][0]["importance"]
 
 
-@pytest.mark.parametrize("key", [7, -1, 10**6, "run", (1, 2), None])
+@pytest.mark.parametrize("key", ["run", (1, 2), None])
 @pytest.mark.parametrize("value", [3, {"mine": 2}])
-def test_an_entry_of_ones_own_may_have_any_key_that_numbers_no_parameter(seed, key, value):
+def test_an_entry_of_ones_own_may_have_any_key_but_a_number(seed, key, value):
     weight, optimizer = _stepped()
     optimizer.state[key] = value
     again, resumed = _stepped()
@@ -93,8 +93,8 @@ def test_an_entry_of_ones_own_may_have_any_key_that_numbers_no_parameter(seed, k
         assert stepped.state[one]["step"] == 2
 
 
-@pytest.mark.parametrize("key", [0, False, 1])
-def test_an_entry_of_ones_own_under_a_parameters_number_is_refused_where_it_is_saved(seed, key):
+@pytest.mark.parametrize("key", [0, False, 1, 9])
+def test_an_entry_of_ones_own_under_a_number_is_refused_where_it_is_saved(seed, key):
     weight, optimizer = _stepped()
     optimizer.add_param_group({"params": [("other", torch.nn.Parameter(torch.zeros(2).bfloat16()))]})
     optimizer.state[key] = {"mine": 1}
@@ -105,24 +105,20 @@ def test_an_entry_of_ones_own_under_a_parameters_number_is_refused_where_it_is_s
     assert optimizer.state_dict()["state"][f"my_{key}"] == {"mine": 1}
 
 
-@pytest.mark.parametrize("key", [7, "run"])
-def test_a_wrapped_optimizers_entries_are_kept_too_and_refused_alike(seed, key):
+def test_a_wrapped_optimizers_entries_are_kept_too_and_refused_alike(seed):
     make = lambda: _stepped(lambda params: hu.optim.wrap(torch.optim.RMSprop, params, weight_update="split"))  # noqa: E731
     (_, optimizer), (_, resumed) = make(), make()
-    optimizer.state[key], optimizer.base.state["inner"] = 3, 4
+    optimizer.state["run"], optimizer.base.state["inner"] = 3, 4
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert (resumed.state[key], resumed.base.state["inner"]) == (3, 4)
+    assert (resumed.state["run"], resumed.base.state["inner"]) == (3, 4)
     optimizer.base.state[0] = 5
     with pytest.raises(ValueError, match="use another key"):
         optimizer.state_dict()
 
 
-def test_an_entry_of_ones_own_that_looks_like_a_parameters_state_is_refused_on_both_sides(seed):
+def test_a_state_of_no_parameter_is_refused(seed):
     _, optimizer = _stepped()
     file = optimizer.state_dict()
-    optimizer.state[9] = {"step": 1}
-    with pytest.raises(ValueError, match="use another key"):
-        optimizer.state_dict()
     file["state"][9] = {"step": 1}
     with pytest.raises(ValueError, match="no optimizer state_dict"):
         optimizer.load_state_dict(file)

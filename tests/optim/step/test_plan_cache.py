@@ -134,12 +134,12 @@ def test_tables_go_with_their_plans_and_stay_with_them(seed):
     optimizer.add_param_group({"params": [("other", other)], "state_dtype": torch.float32})
     with hu.kernels.engine("llvm"):
         _step(optimizer)
-        (table,) = (seats.table for seats in optimizer._plans.roster.seats)
+        (table,) = optimizer._plans.roster.tables
         _step(optimizer)
-        assert [seats.table for seats in optimizer._plans.roster.seats] == [table], "the same plans"
+        assert optimizer._plans.roster.tables == [table], "the same plans"
         other.data = other.data.clone()
         _step(optimizer)
-        (newer,) = (seats.table for seats in optimizer._plans.roster.seats)
+        (newer,) = optimizer._plans.roster.tables
         assert newer is not table
         assert [one is two for one, two in zip(newer.plans, table.plans)] == [True, False]
         assert newer.pointers[1, 0] == other.data_ptr()

@@ -246,5 +246,5 @@ def test_own_hooks_of_the_wrapped_optimizer_run_and_may_change_arguments():
     _steps(optimizer, parameters, 0, 1)
     assert seen == [("pre", optimizer.base, 1), ("post", optimizer.base, 1)]
     optimizer.base.register_step_pre_hook(lambda *_: 3)
-    with pytest.raises(RuntimeError, match="returns None or"):
+    with pytest.raises(RuntimeError, match="None or a tuple"):
         _steps(optimizer, parameters, 1, 1)

@@ -57,12 +57,7 @@ def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def index_map_of(parameter: torch.Tensor) -> IndexMap:
-    """Return the map from a parameter's local elements to its global ones.
-
-    Raises:
-        ValueError: a DTensor that is a pending sum.
-        NotImplementedError: a strided shard that does not lie on a grid.
-    """
+    """Return the map from a parameter's local elements to its global ones."""
     if not is_dtensor(parameter):
         return _whole(parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -76,11 +71,10 @@ def index_map_of(parameter: torch.Tensor) -> IndexMap:
     return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
 
 
-def take_shard(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor of a sharded parameter's whole shape that belongs to its local elements."""
-    place = index_map_of(parameter)
+def shard_of(value: torch.Tensor, place: IndexMap) -> torch.Tensor:
+    """Return a view of the part of a whole tensor that stands at a place."""
     steps = zip(place.shape, place.offset, place.step)
-    return value[tuple(slice(first, first + count * step, step) for count, first, step in steps)].clone()
+    return value[tuple(slice(first, first + count * step, step) for count, first, step in steps)]
 
 
 @functools.lru_cache(256)

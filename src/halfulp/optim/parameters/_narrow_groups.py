@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,29 +16,23 @@ from ...subclass.models._parameter_holders import (
     check_overlaps,
     data_parallel_modules,
     living_modules,
-    named_beside,
     replace_data,
     sharded_modules,
 )
 from .._group_options import check_ranks
 from .._storage import STORES
 from ..weight_updates._weight_update import weight_update
-from ._local_tensors import is_dtensor, local, memory
+from ._local_tensors import is_dtensor, local
 from ._narrowing import is_kept, is_written, take_float32
 from ._outside_writes import drop_stale, mark_current
 from ._parameter_plan import ParameterPlan
-from ._random_identity import plain_names
 
 # Bytes that travel in one message.
 _MESSAGE = 1 << 26
 
 
 def check_narrowing(groups: Iterable[dict]) -> Wrappers:
-    """Find other holders of the float32 parameters that groups ask to be narrowed.
-
-    Raises:
-        ValueError: a holder that cannot follow; nothing is changed.
-    """
+    """Find other holders of the float32 parameters that groups ask to be narrowed."""
     return check_holders(
         [(name_of(group, position), group["params"][position]) for group, position in _to_narrow(groups)],
         "param_dtype=",
@@ -103,19 +96,13 @@ def _to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
 
 
 def name_of(group: dict, position: int) -> str:
-    """Return a parameter's qualified name if names were given, else its position, which messages name if they can."""
+    """Return a parameter's qualified name if names were given, else its position."""
     names = group.get("param_names")
-    if names and position < len(names):
-        return names[position]
-    return UnnamedParameter.at(position, group["params"][position])
+    return names[position] if names and position < len(names) else f"#{position}"
 
 
 def check_sharded_ranks(optimizer: Any) -> None:
-    """Check that all processes with parts of the same parameters train in the same way; all of them must call this.
-
-    Raises:
-        ValueError: the first rank that differs, and in what; on all ranks of its dimension of the mesh.
-    """
+    """Check that all processes with parts of the same parameters train in the same way; all of them must call this."""
     sharded = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
     for mesh, parameter in {parameter.device_mesh: parameter for parameter in sharded}.items():
         for group in mesh.get_all_groups() if mesh.get_coordinate() is not None else ():
@@ -142,31 +129,12 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
                     plan = optimizer._plan(group, position)
                     drop_stale(plan)
                     tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
-        _broadcast(tensors, module.process_group)
-
-
-def _broadcast(tensors: list[torch.Tensor], group: torch.distributed.ProcessGroup) -> None:
-    """Broadcast tensors of any dtypes, as bytes."""
-    run: list[torch.Tensor] = []
-    size = 0
-    for tensor in [*(t for t in tensors if t.numel()), None]:
-        if run and (tensor is None or size + tensor.nbytes > _MESSAGE):
-            message = torch.cat([t.reshape(-1).view(torch.uint8) for t in run])
-            torch.distributed.broadcast(message, group=group, group_src=0)
-            for t, part in zip(run, message.split([t.nbytes for t in run]), strict=True):
-                t.reshape(-1).view(torch.uint8).copy_(part)
-            run, size = [], 0
-        if tensor is not None:
-            run.append(tensor)
-            size += tensor.nbytes
+        if memory := [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]:
+            torch.distributed._broadcast_coalesced(module.process_group, memory, _MESSAGE, 0)
 
 
 def refuse_replaced_parameters(optimizer: Any) -> None:
-    """Raise if fully_shard has replaced the parameters, which then never have gradients.
-
-    Raises:
-        ValueError: no module holds any of the parameters.
-    """
+    """Raise if fully_shard has replaced the parameters, which then never have gradients."""
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     if not sharded_modules() or any(hasattr(p, "_local_tensor") for p in parameters.values()):
         return
@@ -190,9 +158,6 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
     """Raise if no parameter can use the weight update that was chosen for its group.
 
     Some may be float32 beside narrow ones, or kept so by `halfulp.convert`.
-
-    Raises:
-        ValueError: all are float32.
     """
     idle = None
     for chosen, name, parameter, uses in _chosen_updates(optimizer, groups):
@@ -245,60 +210,3 @@ def _chosen_updates(optimizer: Any, groups: Iterable[dict]) -> Iterator[tuple[An
         for position, parameter in enumerate(group["params"]):
             name = name_of(group, position)
             yield chosen, name, parameter, optimizer._step_spec(group, parameter, None, name).update.name != "exact"
-
-
-def updates_in_effect(optimizer: Any) -> str:
-    """Describe the weight update that each dtype of an optimizer's parameters gets.
-
-    >>> import halfulp as hu
-    >>> weights = [torch.nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
-    >>> print(updates_in_effect(hu.optim.SGD(weights, weight_update="kahan")))
-    Weight updates in effect: bfloat16 kahan (1 tensor), float32 exact (1 tensor)
-    """
-    counts: Counter[tuple[str, str]] = Counter()
-    for group in optimizer.param_groups:
-        for position, parameter in enumerate(group["params"]):
-            try:
-                update = optimizer._step_spec(group, parameter, None, name_of(group, position)).update.name
-            except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
-                update = "not steppable"
-            dtype = str(memory(parameter).dtype).removeprefix("torch.")
-            counts[dtype, update] += 1
-    said = (f"{dtype} {update} ({n} tensor{'s' * (n > 1)})" for (dtype, update), n in counts.items())
-    return f"Weight updates in effect: {', '.join(said) or 'none'}"
-
-
-class UnnamedParameter(str):
-    """A parameter's position in its group, which a message replaces by the name that a living module has for it.
-
-    Modules are searched for where it is formatted alone, so that steps pay nothing; `str` gives the position.
-
-    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    >>> name = UnnamedParameter.at(1, model[0].bias)
-    >>> f"{name}", f"{name!r}", str(name)
-    ('0.bias', "'0.bias'", '#1')
-    """
-
-    __slots__ = ("key",)
-    key: int
-
-    @classmethod
-    def at(cls, position: int, parameter: torch.Tensor) -> UnnamedParameter:
-        """Return the name of the parameter at a position."""
-        name = cls(f"#{position}")
-        # By its id: a name keeps no parameter alive, and messages are about living ones.
-        name.key = id(parameter)
-        return name
-
-    def __format__(self, spec: str) -> str:
-        """Return the name that a module has for it, else the position."""
-        return format(self._found(), spec)
-
-    def __repr__(self) -> str:
-        """Return the quoted description."""
-        return repr(self._found())
-
-    def _found(self) -> str:
-        named = named_beside(self.key)
-        plain = zip(plain_names(name for name, _ in named), named, strict=True)
-        return next((name for name, (_, tensor) in plain if id(tensor) == self.key), str(self))

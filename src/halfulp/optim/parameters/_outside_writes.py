@@ -20,17 +20,17 @@ import contextlib
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...kernels import row_checksums
-from ..weight_updates._weight_update import WeightUpdate
 from ._local_tensors import is_dtensor, memory
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
-from ._payload_digests import PayloadDigests, digests_of
+from ._payload_digests import digests_of
 from ._step_spec import StepSpec
 from ._tensor_map import TensorMap
 
@@ -42,46 +42,9 @@ CHECKSUMS = "payload_checksums"
 # one value, and there in every file, because torch.distributed.checkpoint wants in a file whatever a reader has.
 COPY = "payload_copy"
 PAYLOAD_KEYS = (CHECKSUMS, COPY)
+# In files and copies: the weight update whose auxiliary tensors they are, where the group may have another.
+UPDATE = "weight_update"
 _HEAD = struct.Struct("<qd")  # steps, scale
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class SavedPayload:
-    """The saved identity of the payload that a parameter's auxiliary tensors belong to.
-
-    Attributes:
-        checksums: of its rows; None if the file has none.
-        payload: the copy of it that is kept for some steps after a write from outside, if one is.
-        steps: for how many more steps.
-        scale: the scale that the copy is under.
-        update: the weight update whose auxiliary tensors they are; None in files, whose groups say it.
-    """
-
-    checksums: torch.Tensor | None
-    payload: torch.Tensor | None = None
-    steps: int = 0
-    scale: float = 1.0
-    update: WeightUpdate | None = None
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any], plan: ParameterPlan) -> SavedPayload:
-        """Read it from a saved state, for the rows of this process."""
-        checksums, kept = read_checksums(state.get(CHECKSUMS), plan), state.get(COPY)
-        if not isinstance(kept, bytes) or len(kept) < _HEAD.size:
-            return cls(checksums)
-        (steps, scale), now = _HEAD.unpack_from(kept), plan.payloads[0]
-        memory = bytearray(kept[_HEAD.size :])
-        if memory and len(memory) == now.numel() * now.element_size():
-            words = torch.frombuffer(memory, dtype=torch.uint8)
-            payload = words.view(now.dtype).view(now.shape).to(now.device)
-            found = compute_checksums(plan, payload, scale)
-            if checksums is None or found is None or not any_row_differs(checksums, found):
-                return cls(checksums, payload, steps, scale)
-        return cls(checksums, None, steps, scale)  # another process's part of a sharded parameter
-
-    def version(self, memory: torch.Tensor) -> PayloadVersion:
-        """Return the version of auxiliary tensors that were loaded or copied beside some memory."""
-        return PayloadVersion(ANY_VERSION, memory, self.payload, self.steps, self.scale, self.checksums)
 
 
 def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
@@ -90,9 +53,8 @@ def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
     if held is None or checksums is None:
         return {}
     # A write is answered at the next step: what begins then has already begun in the file.
-    begins = _begins_a_copy(plan)
-    is_old_memory = held.version == MOVED and not held.steps and held.digests is None
-    if not begins and (held.payload is None or is_old_memory):
+    begins = is_written(plan)
+    if not begins and held.payload is None:
         return {CHECKSUMS: checksums, COPY: 0}
     return {
         CHECKSUMS: checksums,
@@ -104,23 +66,13 @@ def _bytes_of(payload: torch.Tensor) -> bytes:
     return payload.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
-def payload_version_of(
-    parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None, saved: SavedPayload | None = None
-) -> PayloadVersion:
-    """Return the payload version for a new plan, carried over from the plans before it.
-
-    `saved` is of the payload that the auxiliary tensors belong to, if these are a copy without a plan yet.
-    """
+def payload_version_of(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
+    """Return the payload version for a new plan, carried over from the plans before it."""
     memory = part.detach()
     if held is None:
-        return PayloadVersion(parameter._version, memory) if saved is None else saved.version(memory)
-    old = held.memory
-    if held.version in (ANY_VERSION, MOVED) or old.data_ptr() == memory.data_ptr() or old.shape != memory.shape:
-        return replace(held, memory=memory)
-    # Without digests the old memory tells, unless it was written in place before the parameter moved.
-    if held.version == parameter._version and held.digests is None:
-        return replace(held, version=MOVED, memory=memory, payload=old.clone() if held.steps else old)
-    return replace(held, version=MOVED, memory=memory)
+        return PayloadVersion(parameter._version, memory)
+    stays = held.memory.data_ptr() == memory.data_ptr() or held.memory.shape != memory.shape
+    return replace(held, memory=memory, version=held.version if stays or held.version == ANY_VERSION else MOVED)
 
 
 def is_written(plan: ParameterPlan) -> bool:
@@ -145,7 +97,7 @@ def is_written(plan: ParameterPlan) -> bool:
     if held.digests is None or not held.is_under(plan.scale):
         return True
     found = digests_of(plan.payloads[0], plan.index_map)
-    return found is None or not np.array_equal(found, held.digests.row(held.row))
+    return found is None or not np.array_equal(found, held.digests)
 
 
 def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
@@ -163,27 +115,13 @@ def _known_payload(plan: ParameterPlan) -> torch.Tensor | None:
     return held.payload if held.is_under(plan.scale) else None
 
 
-def _begins_a_copy(plan: ParameterPlan) -> bool:
-    """Return whether the next step begins to keep a copy of the payload: after a move the old memory is one."""
-    held = plan.payload_version
-    if held is None or not is_written(plan):
-        return False
-    return held.version != MOVED or _known_payload(plan) is None
-
-
 def fit_auxiliary_tensors(
     plan: ParameterPlan,
     payload: torch.Tensor,
     known: torch.Tensor | None,
     beside_known: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    """Return auxiliary tensors for a payload: the stored ones where it equals a known payload, else neutral ones.
-
-    Args:
-        plan: whose auxiliary tensors they are.
-        payload, known: the payloads; None if it is not known.
-        beside_known: those in place of the stored ones.
-    """
+    """Return auxiliary tensors for a payload: the stored ones where it equals a known payload, else neutral ones."""
     auxiliary = [tensor.clone() for tensor in beside_known or plan.auxiliary_tensors]
     _reset(plan, auxiliary, payload, known)
     return auxiliary
@@ -214,12 +152,8 @@ def drop_stale(plan: ParameterPlan) -> None:
         if held.version != ANY_VERSION:
             follow_version(plan)
         return
-    begins = _begins_a_copy(plan)
     _reset(plan, plan.auxiliary_tensors, plan.payloads[0], _known_payload(plan))
-    if begins:
-        # The old memory after a move is the user's.
-        held.payload = held.payload if held.steps else None
-        held.steps = WATCHED_STEPS
+    held.steps = WATCHED_STEPS
     _mark(plan, held, None)
 
 
@@ -240,13 +174,13 @@ def mark_stepped(
     plans: Sequence[ParameterPlan],
     recorded: Sequence[PayloadVersion],
     stepped: Sequence[torch.Tensor],
-    digests: PayloadDigests | None,
+    digests: list[np.ndarray] | None,
     scales: torch.Tensor | None = None,
 ) -> None:
     """Record after a step that auxiliary tensors belong to the present payloads, as `mark_current` does for one.
 
-    The steps of the same plans write their digests into one object. Only plain parameters of which no copy is kept
-    hold it, so that where all do, only their versions have changed.
+    The steps of the same plans write their digests into the same arrays. Only plain parameters of which no copy is kept
+    hold them, so that where all do, only their versions have changed.
 
     Args:
         recorded: the payload versions of those whose writes are tracked.
@@ -254,7 +188,8 @@ def mark_stepped(
         digests: of their payloads in the same order, if the step has computed them.
         scales: the same of their scales, if the step has chosen them on their device.
     """
-    if digests is not None and [held.digests for held in recorded].count(digests) == len(plans):
+    held_now = [held.digests for held in recorded]
+    if digests is not None and len(held_now) == len(plans) and all(map(is_, held_now, digests)):
         for known, tensor in zip(recorded, stepped):
             known.version = tensor._version
         return
@@ -264,15 +199,15 @@ def mark_stepped(
             continue
         is_known = held.payload is None and not held.steps and plan.plain
         if is_known and digests is not None:
-            held.version, held.digests, held.row = tensor._version, digests, row
+            held.version, held.digests = tensor._version, digests[row]
         elif is_known and held.digests is None and not tensor.is_cpu and not plan.spec.scaled:
             held.version = tensor._version
         else:
-            own = None if digests is None else PayloadDigests.of_one(digests.row(row).copy())
+            own = None if digests is None else digests[row].copy()
             mark_current(plan, own, None if scales is None else scales[row])
 
 
-def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, scale: torch.Tensor | None = None) -> None:
+def mark_current(plan: ParameterPlan, digests: np.ndarray | None = None, scale: torch.Tensor | None = None) -> None:
     """Record that the auxiliary tensors belong to the present payload: the optimizer has written both.
 
     `digests` are of the payload alone, and `scale` is a copy of its own, if whoever wrote it has them.
@@ -281,26 +216,17 @@ def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, sca
     if held is None:
         return
     if digests is None:
-        found = digests_of(plan.payloads[0], plan.index_map)
-        digests = None if found is None else PayloadDigests.of_one(found)
+        digests = digests_of(plan.payloads[0], plan.index_map)
     _mark(plan, held, digests, scale)
-
-
-def mark_carried(plan: ParameterPlan) -> None:
-    """Record what `mark_current` does, without counting a step towards the end of a copy."""
-    held = plan.payload_version
-    if held is not None:
-        held.steps += held.steps > 0
-        mark_current(plan)
 
 
 def _mark(
     plan: ParameterPlan,
     held: PayloadVersion,
-    digests: PayloadDigests | None,
+    digests: np.ndarray | None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    held.version, held.digests, held.row = plan.parameter._version, digests, 0
+    held.version, held.digests = plan.parameter._version, digests
     held.scale = plan.scale_to_keep if scale is None else scale
     if held.steps:
         held.steps -= 1
@@ -310,9 +236,22 @@ def _mark(
 
 
 def mark_loaded(plan: ParameterPlan, state: Mapping[str, Any]) -> None:
-    """Record that auxiliary tensors were loaded, with what the saved state tells of their payload."""
-    if plan.payload_version is not None:
-        plan.record.payload_version = SavedPayload.of(state, plan).version(plan.payload_version.memory)
+    """Record that auxiliary tensors were loaded or copied, with what the saved state tells of their payload."""
+    if plan.payload_version is None:
+        return
+    held = PayloadVersion(ANY_VERSION, plan.payload_version.memory)
+    held.checksums, kept = read_checksums(state.get(CHECKSUMS), plan), state.get(COPY)
+    plan.record.payload_version = held
+    if not isinstance(kept, bytes) or len(kept) < _HEAD.size:
+        return
+    held.steps, held.scale = _HEAD.unpack_from(kept)
+    now, memory = plan.payloads[0], bytearray(kept[_HEAD.size :])
+    if memory and len(memory) == now.numel() * now.element_size():
+        payload = torch.frombuffer(memory, dtype=torch.uint8).view(now.dtype).view(now.shape).to(now.device)
+        found = compute_checksums(plan, payload, float(held.scale))
+        # Else it is another process's part of a sharded parameter.
+        if held.checksums is None or found is None or not any_row_differs(held.checksums, found):
+            held.payload = payload
 
 
 def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:
@@ -404,7 +343,7 @@ def write_carried(
     for plan in current:
         follow_version(plan)
     for plan, _ in carried:
-        mark_carried(plan)
+        mark_current(plan)
 
 
 def _fill(plan: ParameterPlan, value: torch.Tensor) -> None:

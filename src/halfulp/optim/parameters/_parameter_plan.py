@@ -6,12 +6,12 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
 from ._local_tensors import local, memory, own_parts, scale_of
-from ._payload_digests import PayloadDigests
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
@@ -29,13 +29,6 @@ class LostUpdates:
     kept: float = 0.0
     mostly_lost: int = 0
 
-    def add(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
-        """Count one metered step."""
-        self.samples += 1
-        self.seen, self.cancelled = self.seen + seen, self.cancelled + cancelled
-        self.wanted, self.kept = self.wanted + wanted, self.kept + kept
-        self.mostly_lost += cancelled > 0.5 * seen
-
 
 @dataclass(eq=False, slots=True)
 class PayloadVersion:
@@ -44,14 +37,13 @@ class PayloadVersion:
     Attributes:
         version: the parameter's version counter at that time. ANY_VERSION after loading or copying auxiliary tensors,
             as their payload may be loaded before or after them; MOVED after the parameter was given other memory.
-        memory: the parameter's memory at that time; it still holds the payload if the parameter was given other memory.
+        memory: the parameter's memory at that time.
         payload: a copy of the payload, if one is kept.
         steps: how many more steps the copy is kept for.
         scale: a scaled parameter's scale, in whose units its auxiliary tensors are: a number, or off the CPU, where it
             is not waited for, a tensor.
         checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
         digests: of the payload, as the step that wrote it computed them; None where none does.
-        row: of this parameter in them.
     """
 
     version: int
@@ -60,8 +52,7 @@ class PayloadVersion:
     steps: int = 0
     scale: float | torch.Tensor = 1.0
     checksums: torch.Tensor | None = None
-    digests: PayloadDigests | None = None
-    row: int = 0
+    digests: np.ndarray | None = None
 
     def is_under(self, scale: float) -> bool:
         """Return whether the auxiliary tensors are in units of a scale."""
@@ -77,9 +68,11 @@ class ParameterRecord:
 
     def count(self, seen: float, cancelled: float, wanted: float, kept: float) -> None:
         """Count the updates of one metered step."""
-        if self.lost is None:
-            self.lost = LostUpdates()
-        self.lost.add(seen, cancelled, wanted, kept)
+        lost = self.lost = self.lost or LostUpdates()
+        lost.samples += 1
+        lost.seen, lost.cancelled = lost.seen + seen, lost.cancelled + cancelled
+        lost.wanted, lost.kept = lost.wanted + wanted, lost.kept + kept
+        lost.mostly_lost += cancelled > 0.5 * seen
 
 
 class PlanOptions(NamedTuple):
@@ -238,11 +231,7 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
 
 
 def refuse_other_dtype(parameter: torch.Tensor, spec: StepSpec, name: str) -> None:
-    """Refuse a parameter that was put into a group, or converted, behind the optimizer's back.
-
-    Raises:
-        ValueError: it does not have the dtype of its group's parameters.
-    """
+    """Refuse a parameter that was put into a group, or converted, behind the optimizer's back."""
     if memory(parameter).dtype != spec.store.dtype:
         raise ValueError(
             f"parameter {name} is {memory(parameter).dtype}, but its group holds {spec.store.dtype}: add parameters by "

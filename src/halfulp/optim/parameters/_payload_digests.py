@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -30,35 +29,8 @@ STEP = np.uint64(0x9E3779B97F4A7C15)
 LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class PayloadDigests:
-    """The digests that one step computed of the payloads of its batch.
-
-    Attributes:
-        values: uint64 array, one per chunk.
-        ends: how many chunks the payloads up to each of the batch have.
-    """
-
-    values: np.ndarray
-    ends: np.ndarray
-
-    @classmethod
-    def of_one(cls, values: np.ndarray) -> PayloadDigests:
-        """Return the digests of one payload, in row 0."""
-        return cls(values, np.array([len(values)]))
-
-    def row(self, row: int) -> np.ndarray:
-        """Return the digests of one payload."""
-        return self.values[self.ends[row - 1] if row else 0 : self.ends[row]]
-
-
 def digests_of(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | None:
-    """Return a payload's digests; None off the CPU, where a step computes none.
-
-    Args:
-        payload: local.
-        index_map: the parameter's place in the whole, along whose chunks it is cut.
-    """
+    """Return a payload's digests; None off the CPU, where a step computes none."""
     if payload.device.type != "cpu":
         return None
     payload = plain(payload.detach(), "a parameter").contiguous()

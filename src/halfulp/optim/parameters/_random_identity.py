@@ -126,9 +126,6 @@ def follow_parameters(group: dict, groups: list[dict], known: TensorMap[Identity
 
     A parameter that stands in another's place takes over its name and identity; one that was added without a name
     gets the next free number.
-
-    Raises:
-        ValueError: a parameter without a name was added to a group of named ones.
     """
     parameters, numbers, names = group["params"], identities_of(group), group.get("param_names")
     held: list[tuple[str | None, int | None]] = [known.get(parameter) or (None, None) for parameter in parameters]
@@ -160,13 +157,11 @@ _MEETINGS = 2  # one alone may be two runs, one after the other
 
 
 class _Record:
-    """First elements of an optimizer's parameters before its first step, and the optimizers that stepped before it.
+    """First elements of an optimizer's parameters before its first step, and whom it has met.
 
-    `meetings` counts the latter, of optimizers that draw from the same keys; 0 from when on one is known to be a twin,
-    or was told of.
+    `meetings` counts, by optimizer, how often it stepped right before this one and draws from the same keys; 0 from
+    when on one is known to be a twin, or was told of.
     """
-
-    __slots__ = ("corners", "meetings")
 
     def __init__(self, drawn: dict[Key, torch.Tensor]) -> None:
         self.corners = {key: _corner(drawn[key]) for key in sorted(drawn)[:_COMPARED]}
@@ -187,9 +182,6 @@ def warn_of_shared_keys(optimizer: Any) -> None:
 
     Twins are runs that are compared: their parameters are alike in shape and, now or before their first steps, in
     value.
-
-    Args:
-        optimizer: of this library, which is about to make a step that draws random bits.
     """
     last = None if _Last.optimizer is None else _Last.optimizer()
     if last is optimizer:
@@ -210,20 +202,31 @@ def _meet(optimizer: Any, record: _Record, last: Any) -> None:
     mine, theirs, other = _drawing_parameters(optimizer), _drawing_parameters(last), _records[last]
     shared = [key for key in sorted(mine.keys() & theirs.keys()) if not _is_same_memory(mine[key], theirs[key])]
     count = record.meetings.get(last, 0) + other.meetings.get(optimizer, 0) + 1
-    if not shared or _are_twins([(mine[key], theirs[key]) for key in shared], _corners(shared, record, other)):
-        record.meetings[last] = other.meetings[optimizer] = 0
-        return
-    if count < _MEETINGS:
-        record.meetings[last] = count
-        return
-    record.meetings[last] = other.meetings[optimizer] = 0
-    note_and_warn_once(
-        "random bits",
-        f"two optimizers ({type(last).__name__}, {type(optimizer).__name__}) of unnamed parameters step in turn under "
-        f"seed={shared[0][0]}, and parameters at equal positions are rounded by the same random bits: make them from "
-        "model.named_parameters() with other names, or give one of them another seed=; between runs that are only "
-        "compared with each other that is no harm",
+    record.meetings[last] = count
+    is_twin = not shared or (
+        all(mine[key].shape == theirs[key].shape for key in shared)
+        and any(
+            pairs and all(torch.equal(a, b.to(a.device)) for a, b in pairs)
+            for pairs in (
+                [
+                    (record.corners[key], other.corners[key])
+                    for key in shared
+                    if key in record.corners and key in other.corners
+                ],
+                [(_corner(mine[key]), _corner(theirs[key])) for key in shared[:_COMPARED]],
+            )
+        )
     )
+    if is_twin or count >= _MEETINGS:
+        record.meetings[last] = other.meetings[optimizer] = 0
+    if not is_twin and count >= _MEETINGS:
+        note_and_warn_once(
+            "random bits",
+            f"two optimizers ({type(last).__name__}, {type(optimizer).__name__}) of unnamed parameters step in turn "
+            f"under seed={shared[0][0]}, and parameters at equal positions are rounded by the same random bits: make "
+            "them from model.named_parameters() with other names, or give one of them another seed=; between runs that "
+            "are only compared with each other that is no harm",
+        )
 
 
 def _drawing_parameters(optimizer: Any) -> dict[Key, torch.Tensor]:
@@ -239,19 +242,6 @@ def _drawing_parameters(optimizer: Any) -> dict[Key, torch.Tensor]:
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return memory(one).data_ptr() == memory(other).data_ptr()
-
-
-def _corners(keys: list[Key], *records: _Record) -> list[tuple[torch.Tensor, ...]]:
-    known = [key for key in keys[:_COMPARED] if all(key in record.corners for record in records)]
-    return [tuple(record.corners[key] for record in records) for key in known]
-
-
-def _are_twins(parameters: list[tuple[torch.Tensor, ...]], corners: list[tuple[torch.Tensor, ...]]) -> bool:
-    """Return whether two runs are of one model: by its parameters' shapes and values, now or at their beginnings."""
-    if any(one.shape != other.shape for one, other in parameters):
-        return False
-    now = [(_corner(one), _corner(other)) for one, other in parameters[:_COMPARED]]
-    return any(bool(pairs) and all(torch.equal(a, b.to(a.device)) for a, b in pairs) for pairs in (corners, now))
 
 
 def _corner(parameter: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -37,10 +37,6 @@ def complete_state(
     Args:
         known: its plan so far. Where the group has another rule since, as under another `amsgrad`, the states that both
             have are stored as this one stores them.
-
-    Raises:
-        ValueError: a tensor of another shape or dtype than is needed, or a part of a state without the rest of it.
-        TypeError: an initial value that is no number.
     """
     wanted = list_state_tensors(spec, local(parameter).shape) | list_factors(spec, parameter.shape)
     if known is not None and known.spec.rule is not spec.rule:
@@ -115,11 +111,7 @@ def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tens
 
 
 def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
-    """Refuse states that were made before the parameter was converted or resized.
-
-    Raises:
-        ValueError: a state of another shape or dtype than is wanted.
-    """
+    """Refuse states that were made before the parameter was converted or resized."""
     for key, (shape, dtype) in wanted.items():
         held = local(state[key]) if key in state else None
         if held is not None and held.dim() and held.shape[1:] == shape[1:] and held.dtype == dtype:
@@ -138,11 +130,7 @@ def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
 
 
 def _refuse_partial_states(state: Mapping, spec: StepSpec, name: str) -> None:
-    """Refuse a state some of whose tensors are missing: those that are there mean nothing, or something else, alone.
-
-    Raises:
-        ValueError: one was deleted, or `state_dtype` was changed in the group.
-    """
+    """Refuse a state some of whose tensors are missing: those that are there mean nothing, or something else, alone."""
     for slot, names in zip(spec.rule.states, spec.state_tensors):
         missing = [key for key in names if key not in state]
         forms = {*names, *(f"{slot.name}{suffix}" for suffix in STORAGE_SUFFIXES)}
@@ -202,28 +190,23 @@ def find_saved_tensor(state: Mapping[str, Any], name: str) -> Any:
 
 
 def decode_saved(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
-    """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter.
-
-    Raises:
-        ValueError: dtypes or shapes that do not belong together, or codes of an unknown version.
-    """
+    """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter."""
     scale, residual = (local(state.get(f"{slot.name}_{part}")) for part in ("scale", "residual"))
-    if f"{slot.name}_codes" in state:
-        check_version(slot.name, state)
-        codes = torch.uint8 if slot.degree == 2 else torch.int8
-        if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != (codes, torch.bfloat16):
-            raise ValueError(
-                f"saved state {slot.name!r} has codes in {given.dtype} and scales in {getattr(scale, 'dtype', None)}, "
-                f"wanted are {codes} and torch.bfloat16: the file is damaged"
-            )
-        return Int8Blocks(find_block(given, scale), slot.degree == 2).decode([given, scale])
-    if f"{slot.name}_packed" in state:
-        if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != (torch.uint8, torch.float32):
-            raise ValueError(
-                f"saved state {slot.name!r} has 4-bit codes in {given.dtype} and scales in "
-                f"{getattr(scale, 'dtype', None)}, wanted are torch.uint8 and torch.float32: the file is damaged"
-            )
-        return Int4Blocks(find_packed_block(given, scale), slot.degree == 2).decode([given, scale])
+    codes = torch.uint8 if slot.degree == 2 else torch.int8
+    forms: tuple[tuple[str, tuple[torch.dtype, torch.dtype], Callable, Callable], ...] = (
+        ("codes", (codes, torch.bfloat16), Int8Blocks, find_block),
+        ("packed", (torch.uint8, torch.float32), Int4Blocks, find_packed_block),
+    )
+    for suffix, dtypes, kind, find in forms:
+        if f"{slot.name}_{suffix}" in state:
+            check_version(slot.name, state)
+            if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != dtypes:
+                raise ValueError(
+                    f"saved state {slot.name!r} has codes in {given.dtype} and scales in "
+                    f"{getattr(scale, 'dtype', None)}, wanted are {dtypes[0]} and {dtypes[1]}: the file is damaged"
+                )
+            decoded: torch.Tensor = kind(find(given, scale), slot.degree == 2).decode([given, scale])
+            return decoded
     if not given.is_floating_point():
         raise ValueError(f"saved state {slot.name!r} is {given.dtype} without a scale: the file is damaged")
     if scale is not None:

@@ -214,12 +214,7 @@ def state_pointers(spec: StepSpec) -> list[int]:
 def step_spec_of(
     rule: UpdateRule, group: Mapping, parameter: torch.Tensor, gradient: Store | None, name: str
 ) -> StepSpec:
-    """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None.
-
-    Raises:
-        ValueError: a dtype, option or weight update that does not go together, with what to use instead.
-        NotImplementedError: a shard of a scaled tensor.
-    """
+    """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None."""
     own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
     narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
@@ -250,11 +245,7 @@ def _weight_update(group: Mapping, store: Store, scaled: bool) -> WeightUpdate:
 
 
 def choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
-    """Return the store of a parameter of some dtype, or of a scaled parameter's payload.
-
-    Raises:
-        ValueError: a dtype that cannot be trained here, or format= on a parameter that is not float32.
-    """
+    """Return the store of a parameter of some dtype, or of a scaled parameter's payload."""
     if scaled:
         if format_store is not None:
             raise ValueError(f"format= is for plain float32 parameters, but {name} is scaled: leave format out")
@@ -286,7 +277,8 @@ def choose_codecs(
     if not is_scaled and any(isinstance(codec, Scaled) for codec in codecs):
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
-            f"allowed are {_allowed_states(rule)} there, or scale the model by hu.scalify"
+            f"give torch.float32 or {PAIR!r}, which any state takes, or torch.bfloat16, '8bit' or '4bit', which all "
+            "but running maxima and what they are of take, or scale the model by hu.scalify"
         )
     _refuse_many_scales(rule, codecs, name)
     refuse_coarse(rule, codecs, group["state_dtype"])
@@ -307,16 +299,6 @@ def _refuse_many_scales(rule: UpdateRule, codecs: tuple[Codec, ...], name: str) 
         )
 
 
-def _allowed_states(rule: UpdateRule) -> str:
-    """Return the words for the storages that plain parameters' states may have under a rule."""
-    exact = {name for slot in rule.states if slot.maximum_of for name in (slot.name, slot.maximum_of)}
-    if not exact:
-        return f"torch.float32, torch.bfloat16, {PAIR!r}, '8bit' and '4bit'"
-    others = " and ".join(f"{{{slot.name!r}: ...}}" for slot in rule.states if slot.name not in exact)
-    alone = f", and torch.bfloat16, '8bit' and '4bit' for {others} alone" if others else ""
-    return f"torch.float32 and {PAIR!r}{alone}"
-
-
 def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
     cut = (index_map_of(parameter).runs()[:, 1:] % block).any()
     inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
@@ -328,12 +310,7 @@ def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
 
 
 def refuse_unscalable(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
-    """Refuse options that have no meaning for a scaled parameter.
-
-    Raises:
-        ValueError: a weight update that keeps bits instead of floats, or param_dtype=.
-        NotImplementedError: a shard of a scaled tensor.
-    """
+    """Refuse options that have no meaning for a scaled parameter."""
     if isinstance(local(parameter), ScaledTensor) and not isinstance(parameter, ScaledTensor):
         raise NotImplementedError(f"parameter {name} is a DTensor of scaled tensors: torch.optim steps it")
     if not isinstance(parameter, ScaledTensor):

@@ -6,28 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
-from ._adam import MOMENTS
-from ._update_rule import Reduction, StateSlot, UpdateRule, beta
-
-_ADEMAMIX_CONSTANTS = (
-    "sign",
-    "decay",
-    "keep_v",
-    "take_m",
-    "take_v",
-    "take_slow",
-    "unbias",
-    "eps",
-    "size_m",
-    "size_slow",
-)
+from ._adam import MOMENTS, moments, of_moments, unbias_root
+from ._update_rule import Reduction, StateSlot, UpdateRule, constants_of, sign_in
 
 
 def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, unbias, eps, size_m, size_slow):
     """u = -lr (m/(1-b1^t) + a s) / (sqrt(v)/sqrt(1-b2^t) + eps) - lr wd w; s the mean of the gradients by b3."""
     g = sign * g
-    m = m + take_m * (g - m)
-    v = keep_v * v + take_v * g * g
+    m, v = moments(g, m, v, keep_v, take_m, take_v)
     slow = slow + take_slow * (g - slow)
     return -(decay * w) - divide(size_m * m + size_slow * slow, sqrt(v) * unbias + eps), m, v, slow
 
@@ -45,34 +31,19 @@ def _ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
         alpha *= min(1.0, step / warmup)
     if beta_warmup and step < beta_warmup and beta1 > 0 and beta3 > 0:
         beta3 = _slow_beta(beta1, beta3, step / beta_warmup)
-    signs = -1.0 if group["maximize"] else 1.0, lr * float(group["weight_decay"])
-    kept = beta2, 1 - beta1, 1 - beta2, 1 - beta3, 1 / math.sqrt(1 - beta2**step), float(group["eps"])
-    return (*signs, *kept, lr / (1 - beta1**step), lr * alpha)
+    kept = *of_moments(group), 1 - beta3, unbias_root(beta2, step), float(group["eps"])
+    return (*kept, lr / (1 - beta1**step), lr * alpha)
 
 
+_WITH_SLOW = (*MOMENTS, StateSlot("exp_avg_slow", 1))
 ADEMAMIX = UpdateRule(
     "ademamix",
     ademamix,
-    (*MOMENTS, StateSlot("exp_avg_slow", 1, retention=beta(2))),
-    _ADEMAMIX_CONSTANTS,
+    _WITH_SLOW,
+    constants_of(ademamix, _WITH_SLOW),
     _ademamix_constants,
     homogeneous=("eps",),
     betas=3,
-)
-
-
-_ADAN_CONSTANTS = (
-    "sign",
-    "decay",
-    "follow",
-    "take_m",
-    "keep_d",
-    "take_d",
-    "keep_n",
-    "take_n",
-    "size_m",
-    "size_d",
-    "unbias",
 )
 
 
@@ -101,27 +72,17 @@ def _adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
         decay = 1 - shrink
     sizes = lr * shrink / (1 - beta1**step), lr * shrink * beta2 / (1 - beta2**step)
     kept = 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
-    signs = -1.0 if group["maximize"] else 1.0, decay, 0.0 if step == 1 else 1.0
-    return (*signs, *kept, *sizes, 1 / math.sqrt(1 - beta3**step), float(group["eps"]))
+    follow = 0.0 if step == 1 else 1.0
+    return (sign_in(group), decay, follow, *kept, *sizes, unbias_root(beta3, step), float(group["eps"]))
 
 
-ADAN = UpdateRule(
-    "adan",
-    adan,
-    (
-        StateSlot("exp_avg", 1, retention=beta(0)),
-        StateSlot("exp_avg_diff", 1, retention=beta(1)),
-        StateSlot("exp_avg_sq", 2, retention=beta(2)),
-        StateSlot("gradient_before", 1, retention=0.0),
-    ),
-    (*_ADAN_CONSTANTS, "eps"),
-    _adan_constants,
-    homogeneous=("eps",),
-    betas=3,
+_ADANS = (
+    StateSlot("exp_avg", 1),
+    StateSlot("exp_avg_diff", 1),
+    StateSlot("exp_avg_sq", 2),
+    StateSlot("gradient_before", 1),
 )
-
-
-_LAMB_CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias_m", "unbias_v", "eps", "lr")
+ADAN = UpdateRule("adan", adan, _ADANS, constants_of(adan, _ADANS), _adan_constants, homogeneous=("eps",), betas=3)
 
 
 def lamb_weight(w):
@@ -131,25 +92,20 @@ def lamb_weight(w):
 
 def lamb_direction(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps):
     """r = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd w, of the new m and v."""
-    g = sign * g
-    m = m + take_m * (g - m)
-    v = keep_v * v + take_v * g * g
+    m, v = moments(sign * g, m, v, keep_v, take_m, take_v)
     return divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w
 
 
 def lamb(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps, lr):
     """u = -lr |w|/|r| r with r of `lamb_direction`."""
-    g = sign * g
-    m = m + take_m * (g - m)
-    v = keep_v * v + take_v * g * g
+    m, v = moments(sign * g, m, v, keep_v, take_m, take_v)
     return -(lr * (divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w)), m, v
 
 
 def _lamb_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    (beta1, beta2), decay = map(float, group["betas"]), float(group["weight_decay"])
-    unbias = (1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)) if group["bias_correction"] else (1.0, 1.0)
-    sign = -1.0 if group["maximize"] else 1.0
-    return (sign, decay, beta2, 1 - beta1, 1 - beta2, *unbias, float(group["eps"]))
+    beta1, beta2 = map(float, group["betas"])
+    unbias = (1 / (1 - beta1**step), unbias_root(beta2, step)) if group["bias_correction"] else (1.0, 1.0)
+    return (*of_moments(group, decoupled=False), *unbias, float(group["eps"]))
 
 
 def _late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
@@ -164,18 +120,12 @@ LAMB = UpdateRule(
     "lamb",
     lamb,
     MOMENTS,
-    _LAMB_CONSTANTS,
+    constants_of(lamb, MOMENTS),
     _lamb_constants,
     ("eps",),
     betas=2,
     reductions=(Reduction(lamb_weight, squares=True), Reduction(lamb_direction, squares=True)),
     late_values=_late_values,
-)
-
-
-_PRODIGY_CONSTANTS = (
-    *("sign", "coupled", "counts", "first", "take_s", "keep_s", "decay", "keep_m", "take_m", "keep_v", "take_v"),
-    *("size", "eps"),
 )
 
 
@@ -220,7 +170,7 @@ def _prodigy_constants(group: Mapping, step: int) -> tuple[float, ...]:
     gain = d / group["d0"] * (d if group["safeguard_warmup"] else rate) * counts
     apart = (0.0, rate * decay) if group["decouple"] else (decay, 0.0)
     return (
-        *(-1.0 if group["maximize"] else 1.0, apart[0], counts, 1.0 if step == 1 else 0.0),
+        *(sign_in(group), apart[0], counts, 1.0 if step == 1 else 0.0),
         *(gain, _third_beta(group), apart[1], beta1, d * (1 - beta1), beta2, d * d * (1 - beta2), rate),
     )
 
@@ -242,11 +192,12 @@ def _prodigy_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> 
     return (float(group["eps"]) * estimate(group, sums)["d"],)
 
 
+_PRODIGYS = (*MOMENTS, StateSlot("s", 1), StateSlot("p0", 1, exact=True))
 PRODIGY = UpdateRule(
     "prodigy",
     prodigy,
-    (*MOMENTS, StateSlot("s", 1, retention=_third_beta), StateSlot("p0", 1, exact=True)),
-    _PRODIGY_CONSTANTS,
+    _PRODIGYS,
+    constants_of(prodigy, _PRODIGYS),
     _prodigy_constants,
     betas=2,
     reductions=(Reduction(prodigy_progress, over_all=True), Reduction(prodigy_distance, over_all=True)),

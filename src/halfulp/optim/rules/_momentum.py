@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from ...kernels import divide, sign_of, sqrt
-from ._update_rule import StateSlot, UpdateRule, beta, option
+from ._update_rule import StateSlot, UpdateRule, constants_of, sign_in
 
-_BUFFER = (StateSlot("momentum_buffer", 1, retention=option("momentum")),)
-_SGD_CONSTANTS = ("sign", "decay", "keep", "take", "lr", "feedback_gain")
+_BUFFER = (StateSlot("momentum_buffer", 1),)
 
 
 def sgd(w, g, sign, decay, keep, take, lr, feedback_gain):
@@ -46,15 +45,16 @@ def _momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
     take = 1.0 if step == 1 else 1 - float(group["dampening"])
     share = momentum * momentum if group["nesterov"] else momentum
     feedback_gain = (1 - momentum) / (share * lr) if lr > 0 and share > 0 else 0.0
-    return -1.0 if group["maximize"] else 1.0, float(group["weight_decay"]), momentum, take, lr, feedback_gain
+    return sign_in(group), float(group["weight_decay"]), momentum, take, lr, feedback_gain
 
 
-SGD = UpdateRule("sgd", sgd, (), _SGD_CONSTANTS, _momentum_constants)
+_SGDS = constants_of(sgd, ())
+SGD = UpdateRule("sgd", sgd, (), _SGDS, _momentum_constants)
 SGD_MOMENTUM = UpdateRule(
-    "sgd_momentum", sgd_momentum, _BUFFER, _SGD_CONSTANTS, _momentum_constants, error_feedback=momentum_error_feedback
+    "sgd_momentum", sgd_momentum, _BUFFER, _SGDS, _momentum_constants, error_feedback=momentum_error_feedback
 )
 SGD_NESTEROV = UpdateRule(
-    "sgd_nesterov", sgd_nesterov, _BUFFER, _SGD_CONSTANTS, _momentum_constants, error_feedback=momentum_error_feedback
+    "sgd_nesterov", sgd_nesterov, _BUFFER, _SGDS, _momentum_constants, error_feedback=momentum_error_feedback
 )
 
 
@@ -67,14 +67,13 @@ def lion(w, g, m, sign, decay, keep, take, keep_m, take_m, lr):
 
 def _lion_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
-    sign = -1.0 if group["maximize"] else 1.0
-    return sign, lr * float(group["weight_decay"]), beta1, 1 - beta1, beta2, 1 - beta2, lr
+    return sign_in(group), lr * float(group["weight_decay"]), beta1, 1 - beta1, beta2, 1 - beta2, lr
 
 
 LION = UpdateRule(
     "lion",
     lion,
-    (StateSlot("exp_avg", 1, retention=beta(1)),),
+    (StateSlot("exp_avg", 1),),
     ("sign", "decay", "keep", "take", "keep_m", "take_m", "lr"),
     _lion_constants,
     betas=2,
@@ -130,7 +129,7 @@ def _muon_constants(group: Mapping, step: int) -> tuple[float, ...]:
 MUON = UpdateRule(
     "muon",
     muon,
-    (StateSlot("momentum_buffer", 1, retention=option("momentum")),),
+    _BUFFER,
     ("decay", "take", "size"),
     _muon_constants,
     prepare=prepare,
@@ -138,8 +137,7 @@ MUON = UpdateRule(
 
 
 # The point that steps; the parameter lies between it and the average, z + beta (x - z).
-_Z = StateSlot("z", 1, exact=True)
-_SCHEDULE_FREE_CONSTANTS = ("sign", "decay", "first", "mix", "size_y", "size_z")
+_Z = (StateSlot("z", 1, exact=True),)
 
 
 def schedule_free_sgd(w, g, z, sign, decay, first, mix, size_y, size_z):
@@ -169,7 +167,7 @@ def following(group: Mapping) -> tuple[float, float, float]:
 def _schedule_free_constants(group: Mapping, step: int, momentum: float) -> tuple[float, ...]:
     lr, _, total = following(group)
     mix = (total - group["weight_sum"]) / total if total else 0.0
-    signs = -1.0 if group["maximize"] else 1.0, float(group["weight_decay"]), 1.0 if step == 1 else 0.0
+    signs = sign_in(group), float(group["weight_decay"]), 1.0 if step == 1 else 0.0
     return (*signs, mix, lr * (1 - momentum * (1 - mix)), lr)
 
 
@@ -183,12 +181,15 @@ def _adamw_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return (*_schedule_free_constants(group, step, beta1), *own)
 
 
-SCHEDULE_FREE_SGD = UpdateRule("schedule_free_sgd", schedule_free_sgd, (_Z,), _SCHEDULE_FREE_CONSTANTS, _sgd_constants)
+_Z_AND_SQUARES = (*_Z, StateSlot("exp_avg_sq", 2))
+SCHEDULE_FREE_SGD = UpdateRule(
+    "schedule_free_sgd", schedule_free_sgd, _Z, constants_of(schedule_free_sgd, _Z), _sgd_constants
+)
 SCHEDULE_FREE_ADAMW = UpdateRule(
     "schedule_free_adamw",
     schedule_free_adamw,
-    (_Z, StateSlot("exp_avg_sq", 2, retention=beta(1))),
-    (*_SCHEDULE_FREE_CONSTANTS, "keep_v", "take_v", "unbias", "eps"),
+    _Z_AND_SQUARES,
+    constants_of(schedule_free_adamw, _Z_AND_SQUARES),
     _adamw_constants,
     betas=2,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule, option
+from ._update_rule import StateSlot, UpdateRule, sign_in
 
 
 def _first_sum(group: Mapping) -> float:
@@ -25,7 +25,7 @@ def adagrad(w, g, total, sign, decay, eps, lr):
 
 def _adagrad_constants(group: Mapping, step: int) -> tuple[float, ...]:
     rate = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
-    return -1.0 if group["maximize"] else 1.0, float(group["weight_decay"]), float(group["eps"]), rate
+    return sign_in(group), float(group["weight_decay"]), float(group["eps"]), rate
 
 
 ADAGRAD = UpdateRule(
@@ -38,12 +38,12 @@ ADAGRAD = UpdateRule(
 )
 
 
-_SQUARE = StateSlot("square_avg", 2, retention=option("alpha"))
-_MOMENTUM = StateSlot("momentum_buffer", 1, retention=option("momentum"))
+_SQUARE = StateSlot("square_avg", 2)
+_MOMENTUM = StateSlot("momentum_buffer", 1)
 # A variance is the small difference of two means.
 _CENTERED = (
-    StateSlot("square_avg", 2, retention=option("alpha"), exact=True),
-    StateSlot("grad_avg", 1, retention=option("alpha"), exact=True),
+    StateSlot("square_avg", 2, exact=True),
+    StateSlot("grad_avg", 1, exact=True),
 )
 _RMSPROP_CONSTANTS = ("sign", "decay", "keep", "take", "eps", "momentum", "lr", "none")
 
@@ -81,7 +81,7 @@ def rmsprop_centered_momentum(w, g, v, mean, buffer, sign, decay, keep, take, ep
 
 
 def _rmsprop_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    alpha, sign = float(group["alpha"]), -1.0 if group["maximize"] else 1.0
+    alpha, sign = float(group["alpha"]), sign_in(group)
     decay, eps = float(group["weight_decay"]), float(group["eps"])
     return sign, decay, alpha, 1 - alpha, eps, float(group["momentum"]), float(group["lr"]), 0.0
 

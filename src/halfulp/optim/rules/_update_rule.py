@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import unicodedata
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ class StateSlot:
         name: its key in the optimizer's state, torch.optim's where torch has it.
         degree: 1 where the state grows as the gradient does, 2 where it grows as its square.
         initial: its value before the first step, rounded to nearest where it is stored.
-        retention: the share of it that a step keeps where it is a decaying mean, as a beta; None for other states.
         maximum_of: the state whose largest value so far it is; None for other states. It keeps what noise adds to that
             state for good, so that both need a storage with little (`refuse_coarse`).
 
@@ -34,7 +33,6 @@ class StateSlot:
     name: str
     degree: int
     initial: Number = 0.0
-    retention: Number | None = None
     maximum_of: str | None = None
     exact: bool = False
 
@@ -57,58 +55,22 @@ class StateSlot:
             raise ValueError(f"state {self.name!r} begins with {value}: give a number up to 2^127{sign}")
         return value
 
-    def retained(self, group: Mapping[str, Any]) -> float | None:
-        """Return the share that a step keeps under a group's options."""
-        return float(self.retention(group)) if callable(self.retention) else self.retention
+
+def sign_in(group: Mapping[str, Any]) -> float:
+    """Return the factor of a gradient by which a group descends, or climbs under `maximize`."""
+    return -1.0 if group["maximize"] else 1.0
 
 
-def beta(number: int) -> Callable[[Mapping[str, Any]], float]:
-    """Return the function that reads one of a group's `betas`, for `StateSlot.retention`.
-
-    >>> beta(1)({"betas": (0.9, 0.999)})
-    0.999
-    """
-
-    return _Option("betas", number)
-
-
-def option(name: str) -> Callable[[Mapping[str, Any]], float]:
-    """Return the function that reads one of a group's options, for `StateSlot.retention`.
-
-    >>> option("momentum")({"momentum": 0.5})
-    0.5
-    """
-    return _Option(name)
-
-
-@dataclass(frozen=True)
-class _Option:
-    """One of a group's numbers: a value, so that rules can be compared and pickled."""
-
-    name: str
-    number: int | None = None
-
-    def __call__(self, group: Mapping[str, Any]) -> float:
-        value = group[self.name]
-        return float(value if self.number is None else value[self.number])
-
-
-def decay_of(group: Mapping[str, Any], decoupled: bool) -> float:
-    """Return the factor of a weight that decay takes: from the gradient, or decoupled from it, from the weight itself.
-
-    >>> decay_of({"lr": 0.5, "weight_decay": 0.5}, decoupled=True)
-    0.25
-    """
-    return (float(group["lr"]) if decoupled else 1.0) * float(group["weight_decay"])
+def constants_of(update: Callable[..., Any], states: tuple[StateSlot, ...]) -> tuple[str, ...]:
+    """Return the names of an update's constants: its arguments behind the weight, the gradient and the states."""
+    return tuple(inspect.signature(update).parameters)[2 + len(states) :]
 
 
 def check_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
-    """Raise for a state that cannot begin with, or keep the share of, what a group's options say."""
+    """Raise for a state that cannot begin with what a group's options say."""
     for state in rule.states:
         if state.initial != 0.0:
             state.initial_value(group)
-        if callable(state.retention):
-            state.retained(group)
 
 
 @dataclass(frozen=True)
@@ -141,7 +103,7 @@ class UpdateRule:
             functions `sqrt`, `divide`, `maximum` and `sign_of`, which each engine binds to its own, and no literals,
             so that every engine gives the same bits.
         states: the states, in the order in which `update` takes and returns them.
-        constants: the constants' names, in order, each once; any letters, digits and underscores.
+        constants: the constants' names, in order, each once.
         values: (group options, step) -> the constants as Python floats, made in float64; without those that
             `late_values` gives.
         homogeneous: constants that, multiplied together with the gradient and the states by a common power of two
@@ -179,13 +141,8 @@ class UpdateRule:
     follows_from_step: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = [unicodedata.normalize("NFKC", name) for name in self.constants]
-        wrong = [name for name in names if not name or not f"x{name}".isidentifier() or names.count(name) > 1]
-        if wrong:
-            raise ValueError(
-                f"rule {self.name!r} has the constants {', '.join(map(repr, self.constants))}: {wrong[0]!r} stands "
-                "twice or is no name; give each its own, of letters, digits and underscores"
-            )
+        if len(set(self.constants)) < len(self.constants):
+            raise ValueError(f"rule {self.name!r} names a constant twice, in {self.constants}: give each its own name")
         if len(self.reductions) > 2:
             raise ValueError(f"rule {self.name!r} has {len(self.reductions)} reductions: at most two fit into a step")
         if self.late_values is not None and not self.reductions:

@@ -22,6 +22,11 @@ PAIR = "bfloat16x2"
 # Codes in blocks, and the usual length of these.
 BLOCKS = {"8bit": 32, "4bit": 128}
 SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+# Other names of what `state_dtype=` takes.
+_ALIASES: dict[object, object] = {
+    **{str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, *SCALED)},
+    **{"fp8": torch.float8_e4m3fn, "int8": "8bit", "uint8": "8bit", "int4": "4bit", Components(2): PAIR},
+}
 
 
 @dataclass(frozen=True)
@@ -45,16 +50,7 @@ class State:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        aliases: dict[object, object] = {
-            "float32": torch.float32,
-            "bfloat16": torch.bfloat16,
-            "int8": "8bit",
-            "uint8": "8bit",
-            "int4": "4bit",
-        }
-        aliases |= {Components(2): PAIR, "fp8": torch.float8_e4m3fn, "float16": torch.float16}
-        aliases |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
-        object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
+        object.__setattr__(self, "dtype", _ALIASES.get(self.dtype, self.dtype))
         object.__setattr__(self, "block", self.block or BLOCKS.get(str(self.dtype), 32))
         if self.dtype not in (torch.float32, torch.bfloat16, *BLOCKS, PAIR, *SCALED, *_registered):
             own = "".join(f", {name!r}" for name in _registered)
@@ -76,9 +72,6 @@ class State:
 
 
 _registered: dict[str, Store] = {}
-# What `state_dtype=` takes already.
-_TAKEN = (*BLOCKS, PAIR, "int4", "int8", "uint8", "fp8", "float32", "bfloat16", "float16")
-_TAKEN += ("float8_e4m3fn", "float8_e5m2")
 
 
 def register_state_store(store: Store, description: str) -> None:
@@ -95,7 +88,7 @@ def register_state_store(store: Store, description: str) -> None:
     """
     if not isinstance(store, Store):
         raise TypeError(f"a storage of states is a Store, got {store!r}")
-    if store.name in _TAKEN or store.name in (own.name for own in PAYLOADS.values()):
+    if store.name in (*BLOCKS, PAIR, *_ALIASES, *(own.name for own in PAYLOADS.values())):
         raise ValueError(f"state store {store.name!r} exists already: choose another name")
     if store.dtype.is_complex or store.dtype.itemsize > 4 or store.random_bits not in (0, 16, 32):
         raise ValueError(
@@ -170,11 +163,7 @@ _EXACT_BITS = 16
 
 
 def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoice) -> None:
-    """Refuse a storage that loses digits of an exact state, or whose noise a running maximum would keep.
-
-    Raises:
-        ValueError: such a state, or the one that a maximum is taken of, in too few bits.
-    """
+    """Refuse a storage that loses digits of an exact state, or whose noise a running maximum would keep."""
     bits = {slot.name: _kept_bits(codec) for slot, codec in zip(rule.states, codecs)}
     exact = [slot.name for slot in rule.states if slot.exact]
     if any(bits[name] < _EXACT_BITS for name in exact):

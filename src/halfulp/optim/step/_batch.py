@@ -19,9 +19,8 @@ from ...scaled import ScaledTensor
 from .._storage import PAYLOADS, STORES, Store
 from ..parameters._local_tensors import index_map_of, local, memory, own_parts
 from ..parameters._narrowing import is_kept
-from ..parameters._outside_writes import SavedPayload, drop_stale, follow_version, mark_stepped, payload_version_of
+from ..parameters._outside_writes import drop_stale, follow_version, mark_stepped, payload_version_of
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
-from ..parameters._payload_digests import PayloadDigests
 from ..parameters._state_tensors import BEGUN
 from ..parameters._step_spec import StepSpec, step_spec_of
 from ..parameters._tensor_map import TensorMap
@@ -33,12 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """The tables of a batch's kernel, one row per plan, rebuilt only if one of the batch's plans changes.
+    """The parameters of a batch and the tables of its kernel, one row per plan, rebuilt only if one of these changes.
 
     Attributes:
+        places: of the parameters among those of all groups.
+        runs: the number of a group and the rows of its parameters, (group, first, last).
         chunks: int64 array of shape (chunks, 4); `lengths` is a column of it.
         pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
-        digests: of the payloads, as the last step of these plans has written them here, where it computes them.
+        digests: of each payload, as the last step of these plans has written them here, where it computes them.
         rows: zeros, the row of the constants of each parameter where all have the same.
         identities: uint64 array of shape (parameters, 1).
         seeds: of the random bits: one for all, or a uint64 array of shape (parameters, 1).
@@ -54,7 +55,7 @@ class Table:
     plans: list[ParameterPlan]
     chunks: np.ndarray
     pointers: np.ndarray
-    digests: PayloadDigests
+    digests: list[np.ndarray]
     identities: np.ndarray
     seeds: int | np.ndarray
     keys: np.ndarray
@@ -68,6 +69,8 @@ class Table:
     addresses: list[int]
     has_gaps: list[int]
     is_plain: bool
+    places: list[int] = field(default_factory=list)
+    runs: list[tuple[int, int, int]] = field(default_factory=list)
     device_chunks: DeviceChunks | None = None
 
     @classmethod
@@ -75,21 +78,20 @@ class Table:
         """Return the tables of some plans of one step specification."""
         chunks = chunk_table([plan.index_map for plan in plans])
         pointers = np.array([plan.addresses for plan in plans], np.int64)
-        ends = np.searchsorted(chunks[:, 0], np.arange(len(plans)), side="right")
-        digests = PayloadDigests(np.zeros(len(chunks), np.uint64), ends)
+        digests = np.zeros(len(chunks), np.uint64)
         seeds, rows = {plan.seed for plan in plans}, np.zeros(len(plans), np.int64)
         keys = np.zeros((len(plans), int(plans[0].spec.draws)), np.uint64)
         return cls(
             plans=plans,
             chunks=chunks,
             pointers=pointers,
-            digests=digests,
+            digests=np.split(digests, np.searchsorted(chunks[:, 0], np.arange(1, len(plans)))),
             identities=np.array([[plan.identity] for plan in plans], np.uint64),
             seeds=seeds.pop() if len(seeds) == 1 else np.array([[plan.seed] for plan in plans], np.uint64),
             keys=keys,
             lengths=chunks[:, 2],
             rows=rows,
-            addresses_of=tuple(map(address_of, (chunks, pointers, rows, keys, digests.values))),
+            addresses_of=tuple(map(address_of, (chunks, pointers, rows, keys, digests))),
             entries=[plan.state for plan in plans],
             stored=[
                 (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
@@ -101,6 +103,10 @@ class Table:
             has_gaps=[row for row, plan in enumerate(plans) if not plan.contiguous],
             is_plain=all(plan.plain for plan in plans),
         )
+
+    def own(self, values: list[Any]) -> list[Any]:
+        """Return the values of the batch's parameters, given those of all."""
+        return values if len(self.places) == len(values) else [values[place] for place in self.places]
 
     def stands(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
         """Return whether all plans are valid for the parameters of a step, and their gradients plain memory.
@@ -170,7 +176,7 @@ class Batch:
     copies: dict[int, Copies] = field(default_factory=dict)
     recorded: list[PayloadVersion] = field(default_factory=list)
     engine: str = ""
-    digests: PayloadDigests | None = None
+    digests: list[np.ndarray] | None = None
     scales: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -235,21 +241,6 @@ Setting = tuple[UpdateRule, Any, int, int]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Seats:
-    """The parameters of one batch.
-
-    Attributes:
-        table: of their plans.
-        places: theirs among the parameters of all groups.
-        runs: the number of a group and the rows of its parameters, (group, first, last).
-    """
-
-    table: Table
-    places: list[int]
-    runs: list[tuple[int, int, int]]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class Roster:
     """The parameters that step together, batch by batch, which the next step takes over while nothing has changed.
 
@@ -257,14 +248,14 @@ class Roster:
         settings: of the groups.
         plans: of all parameters in the groups' order; None for one that has not stepped.
         resting: the places of those without a gradient.
-        seats: of the batches.
+        tables: of the batches.
         keys, entries: of the optimizer's state, in its order, the keys by their ids.
     """
 
     settings: list[Setting]
     plans: list[ParameterPlan | None]
     resting: list[int]
-    seats: list[Seats]
+    tables: list[Table]
     keys: list[int]
     entries: list[Any]
 
@@ -280,20 +271,21 @@ class Roster:
     ) -> Roster:
         """Return a roster; the tables of the one of the step before stay where their plans do."""
         group_of = [number for number, setting in enumerate(settings) for _ in range(setting[-1])]
-        tables = {} if before is None else {seats.table.plans[0]: seats.table for seats in before.seats}
-        seats = []
+        known = {} if before is None else {table.plans[0]: table for table in before.tables}
+        tables = []
         for chosen in places:
             own = [plan for plan in map(plans.__getitem__, chosen) if plan is not None]
-            table = tables.get(own[0])
+            table = known.get(own[0])
+            if table is None or table.plans != own:
+                table = Table.of(own)
             groups = [group_of[place] for place in chosen]
             cuts = [0, *(k for k in range(1, len(groups)) if groups[k] != groups[k - 1]), len(groups)]
-            runs = [(groups[first], first, last) for first, last in itertools.pairwise(cuts)]
-            seats.append(Seats(Table.of(own) if table is None or table.plans != own else table, chosen, runs))
-        return cls(settings, plans, resting, seats, [*map(id, state)], [*state.values()])
-
-    def _of(self, seats: Seats, values: list[Any]) -> list[Any]:
-        """Return the values of a batch's parameters, given those of all."""
-        return values if len(seats.places) == len(self.plans) else [values[place] for place in seats.places]
+            table.places, table.runs = (
+                chosen,
+                [(groups[first], first, last) for first, last in itertools.pairwise(cuts)],
+            )
+            tables.append(table)
+        return cls(settings, plans, resting, tables, [*map(id, state)], [*state.values()])
 
     def stands(
         self,
@@ -313,7 +305,7 @@ class Roster:
             and all(map(is_, state.values(), self.entries))
         ):
             return False
-        return all(s.table.stands(self._of(s, parameters), self._of(s, gradients)) for s in self.seats)
+        return all(table.stands(table.own(parameters), table.own(gradients)) for table in self.tables)
 
     def batches(
         self,
@@ -328,12 +320,12 @@ class Roster:
         gradients, by place.
         """
         found = []
-        for seats in self.seats:
-            table, constants = seats.table, []
+        for table in self.tables:
+            constants: list[tuple[float, ...]] = []
             counted: list[tuple[Mapping[str, Any], int]] = []
             steps: list[int] = [entry["step"] + 1 for entry in table.entries]
             metered = set()
-            for number, first, last in seats.runs:
+            for number, first, last in table.runs:
                 rule, _, interval, _ = self.settings[number]
                 own = steps[first:last]
                 entries = table.entries[first:last]
@@ -352,9 +344,9 @@ class Roster:
                 Batch(
                     spec.metered_twin if metered.pop() else spec,
                     table,
-                    self._of(seats, parameters),
-                    self._of(seats, gradients),
-                    [scales.get(place, 1.0) for place in seats.places] if scales else [1.0] * len(steps),
+                    table.own(parameters),
+                    table.own(gradients),
+                    [scales.get(place, 1.0) for place in table.places] if scales else [1.0] * len(steps),
                     steps,
                     constants,
                     counted,
@@ -409,20 +401,9 @@ class PlanCache(TensorMap[ParameterPlan]):
         options: PlanOptions,
         name: str,
         identity: int,
-        saved: SavedPayload | None,
         gradient: torch.Tensor | None = None,
     ) -> ParameterPlan:
-        """Make a parameter's plan, in place of the one that is not valid any more.
-
-        Args:
-            state: its entry in the optimizer's state, which holds all tensors of the specification.
-            identity: that keys its random bits.
-            saved: of the payload that the auxiliary tensors belong to, if these are a copy without a plan so far.
-            gradient: with which it is to be stepped, if it is.
-
-        Raises:
-            TypeError, ValueError: memory that a step cannot use, as `check_memory` says; the plan is not kept.
-        """
+        """Make a parameter's plan, in place of the one that is not valid any more."""
         known, part, index_map = self.get(parameter), memory(parameter), index_map_of(parameter)
         stored = tuple(local(state[key]) for key in spec.tensors)
         plan = ParameterPlan(
@@ -447,7 +428,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         if gradient is not None:
             check_memory(plan, gradient)
         if plan.tracks_writes:
-            plan.record.payload_version = payload_version_of(parameter, part, plan.record.payload_version, saved)
+            plan.record.payload_version = payload_version_of(parameter, part, plan.record.payload_version)
         self[parameter] = plan
         return plan
 
@@ -474,9 +455,6 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
     """Refuse a parameter whose numbers no step here can write.
 
     Memory that is still to come (the meta device) is looked at when it steps, by `check_memory`.
-
-    Raises:
-        TypeError: a tensor class that keeps its numbers in other tensors, a sparse, quantized or nested tensor.
     """
     if part.is_meta or has_own_memory(part):
         return
@@ -489,12 +467,7 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
 
 
 def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
-    """Check every tensor whose address a step's kernel is given.
-
-    Raises:
-        TypeError: a parameter or state without plain memory: fake, on the meta device, freed.
-        ValueError: a parameter whose elements share memory, a state with gaps, or tensors on several devices.
-    """
+    """Check every tensor whose address a step's kernel is given."""
     own = len(plan.parts) - len(plan.auxiliary_tensors)
     named = [("parameter", part) for part in plan.parts[:own]]
     named += [(f"state {key!r} of parameter", tensor) for key, tensor in plan.tensors.items()]
@@ -519,37 +492,21 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
 def gradient_memory(
     gradient: torch.Tensor, parameter: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """Return a gradient as plain memory, with its scale, which only the step of a scaled parameter uses.
-
-    Raises:
-        TypeError: a tensor class whose memory is not its values.
-    """
+    """Return a gradient as plain memory, with its scale, which only the step of a scaled parameter uses."""
     if isinstance(gradient, ScaledTensor):
         if isinstance(parameter, ScaledTensor):
-            return plain_gradient(cast("ScaledTensor", gradient.detach()).payload, name), gradient.scale.detach()
+            payload = cast("ScaledTensor", gradient.detach()).payload
+            return plain(payload, f"the gradient of {name}"), gradient.scale.detach()
         gradient = cast("ScaledTensor", gradient.detach()).decode()
     elif isinstance(gradient, MCTensor):
         gradient = cast("MCTensor", gradient.detach()).decode(torch.float32)
     if gradient.layout is not torch.strided:
         return gradient, 1.0  # refused, or kept sparse, where its dtype is looked at
-    return plain_gradient(gradient, name), 1.0
-
-
-def plain_gradient(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a gradient as plain memory, or raise TypeError by its parameter's name, which is put into words then."""
-    try:
-        return plain(gradient)
-    except TypeError:
-        pass
-    return plain(gradient, f"the gradient of {name}")
+    return plain(gradient, f"the gradient of {name}"), 1.0
 
 
 def gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
-    """Return the store that a gradient's numbers are read by.
-
-    Raises:
-        ValueError: a sparse gradient, or one of another dtype.
-    """
+    """Return the store that a gradient's numbers are read by."""
     if gradient.layout is not torch.strided:
         raise ValueError(
             f"parameter {name} has a sparse gradient: give its Embedding sparse=False, or use "

@@ -21,6 +21,7 @@ from ...kernels import (
     chunks,
     has_own_memory,
     note,
+    plain,
     require_same_bits,
     run_chunks,
     select_engine,
@@ -28,10 +29,10 @@ from ...kernels import (
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_weights
-from ..parameters._local_tensors import is_dtensor, local, placed_like, scale_of
+from ..parameters._local_tensors import is_dtensor, local, placed_like, scale_of, shard_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, pointer_count
-from ._batch import Batch, plain_gradient
+from ._batch import Batch
 from ._kernel import compiled, record_step, reference_amax, reference_step
 from ._scales import keep_scales, with_new_scales, with_present_scales
 
@@ -44,11 +45,7 @@ _FEW = 8  # keys that take Python less time than NumPy's arrays
 
 
 def compile_kernels(batch: Batch) -> None:
-    """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was.
-
-    Raises:
-        NotImplementedError: the batch's device does not compute the step as the CPU does.
-    """
+    """Compile and check a batch's kernel before any batch is stepped, so that a failure leaves all as it was."""
     batch.engine = select_engine(batch.device.type)
     if batch.engine == "llvm":
         twins = [amax_spec(batch.spec)] if batch.spec.scaled else []
@@ -128,7 +125,7 @@ def _write(batch: Batch) -> None:
     keys = _keys(batch).tolist()
     for row, plan in enumerate(batch.plans):
         if not has_own_memory(batch.gradients[row]):  # freed, or not written out
-            batch.gradients[row] = plain_gradient(batch.gradients[row], plan.name)
+            batch.gradients[row] = plain(batch.gradients[row], f"the gradient of {plan.name}")
         lost = reference_step(
             spec,
             batch.parts(row),
@@ -231,7 +228,7 @@ def _point_at_gradients(batch: Batch) -> None:
     pointers[:, GRADIENT] = found
     if not all(found):  # empty ones, and those that torch has not written out
         for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
-            gradients[row] = plain_gradient(gradients[row], batch.plans[row].name)
+            gradients[row] = plain(gradients[row], f"the gradient of {batch.plans[row].name}")
             pointers[row, GRADIENT] = address(gradients[row])
     for row, one in enumerate(batch.prepared):
         pointers[row, -1] = address(one)
@@ -386,18 +383,8 @@ def prepare_batch(batch: Batch) -> None:
         return
     for row, (group, age) in enumerate(batch.ages):
         made, late = prepare(WholeTensors(batch, row), group, age)
-        batch.prepared.append(_own_part(made, batch.plans[row]))
+        batch.prepared.append(shard_of(made, batch.plans[row].index_map).to(torch.float32).contiguous())
         batch.constants[row] = (*batch.constants[row], *late)
-
-
-def _own_part(whole: torch.Tensor, plan: ParameterPlan) -> torch.Tensor:
-    """Return this rank's elements of a tensor of the whole parameter."""
-    own, index = whole, plan.index_map
-    for dimension, (count, first, step) in enumerate(zip(index.shape, index.offset, index.step)):
-        if count != whole.shape[dimension]:
-            places = torch.arange(count, dtype=torch.int64, device=whole.device) * step + first
-            own = own.index_select(dimension, places)
-    return own.to(torch.float32).contiguous()
 
 
 # Room of a value under its power of two, |v| < 4, or its square, before anything is added.

@@ -352,11 +352,7 @@ register_weight_update(Components())
 
 
 def update_of_components(group: Mapping[str, Any], parameter: MCTensor, name: str) -> WeightUpdate | None:
-    """Return the weight update of an MCTensor's components; None for a single one, which keeps its group's update.
-
-    Raises:
-        ValueError: components that no kernel here steps, or an option that means something else for them.
-    """
+    """Return the weight update of an MCTensor's components; None for a single one, which keeps its group's update."""
     count, dtype = len(parameter.components), parameter.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(

@@ -68,11 +68,6 @@ class Split16(WeightUpdate):
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding", rounding_name(self.rounding))
 
-    @property
-    def rounds_sum(self) -> bool:
-        """False if the exact sum is rounded stochastically."""
-        return self.rounding == "nearest"
-
     def check(self, store: Store) -> None:
         """Refuse all but bfloat16, whose exponent is float32's."""
         if store.dtype != torch.bfloat16:

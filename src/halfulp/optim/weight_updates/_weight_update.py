@@ -39,11 +39,7 @@ class WeightUpdate:
     scales: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse arithmetic on tensors, which nothing would call.
-
-        Raises:
-            TypeError: the class has a method of it.
-        """
+        """Refuse arithmetic on tensors, which nothing would call."""
         super().__init_subclass__(**options)
         for method, piece in _ON_TENSORS.items():
             if method in vars(cls):
@@ -51,11 +47,6 @@ class WeightUpdate:
                     f"{cls.__name__}.{method}: a weight update is written once, as device functions; leave the method "
                     f"out, and give its arithmetic as {piece!r} of bindings()"
                 )
-
-    @property
-    def rounds_sum(self) -> bool:
-        """Whether w + u is rounded to nearest in float32, which loses an update below 2^-24 of the weight."""
-        return not self.compensates
 
     def check(self, store: Store) -> None:
         """Raise ValueError if this weight update does not apply to parameters of this store."""
@@ -148,11 +139,7 @@ def store_bindings(store: Store, stochastic: bool) -> dict[str, object]:
 
 
 def rounding_name(given: object) -> str:
-    """Return the name of a rounding that a weight update can use, from its name or object.
-
-    Raises:
-        ValueError: another rounding, or a seed of its own (the optimizer's seed governs).
-    """
+    """Return the name of a rounding that a weight update can use, from its name or object."""
     name = given if isinstance(given, str) else getattr(given, "name", None)
     if name not in ("nearest", "stochastic"):
         raise ValueError(f"a weight update rounds by 'nearest' or 'stochastic', got {given!r}")
@@ -179,12 +166,7 @@ def register_weight_update(weight_update: WeightUpdate) -> None:
 
 
 def weight_update(given: WeightUpdate | str | dict[str, Any]) -> WeightUpdate:
-    """Return a weight update by object, by name, or from its `to_dict`.
-
-    Raises:
-        ValueError: an unknown name, with the near ones.
-        TypeError: neither an object nor a name.
-    """
+    """Return a weight update by object, by name, or from its `to_dict`."""
     if isinstance(given, WeightUpdate):
         return given
     name = given.get("name") if isinstance(given, dict) else given
