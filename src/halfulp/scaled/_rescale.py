@@ -316,8 +316,10 @@ class _Probe:
     def _hook(self, name: str) -> Callable[..., Any]:
         def measure(x: ScaledTensor) -> Tensor:
             _note(self.forward, name, x)
-            apply: Callable[..., Tensor] = _GradientMeasurement.apply
-            return apply(x, self.backward, name)
+            seen = x.view_as(x)
+            if seen.requires_grad:
+                seen.register_hook(lambda gradient: _note(self.backward, name, gradient))
+            return seen
 
         return lambda module, arguments, options: _replace_tensors(arguments, options, measure)
 
@@ -327,22 +329,6 @@ def _note(measured: list[tuple[str, float]], name: str, x: Tensor) -> None:
         value = root_mean_square(x._payload)
         if value > 0:
             measured.append((name, value.log2().item()))
-
-
-class _GradientMeasurement(torch.autograd.Function):
-    """The identity, whose gradient is measured."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, measured: list[tuple[str, float]], name: str) -> Tensor:
-        context.place = measured, name
-        return x.view_as(x)
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        measured, name = context.place
-        _note(measured, name, gradient)
-        return gradient, None, None
 
 
 @contextmanager

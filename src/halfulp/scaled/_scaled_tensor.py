@@ -34,6 +34,9 @@ from ._registry import (
     rule_of,
 )
 
+# The logical dtype, the storage (None of plain tensors) and the home.
+Kind = tuple[torch.dtype, torch.dtype | None, Any]
+
 _make = torch.Tensor._make_wrapper_subclass
 # Of what pickle stores; a file of another layout is refused.
 SAVED_LAYOUT = 1
@@ -163,8 +166,8 @@ class ScaledTensor(torch.Tensor):
         if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
             x = x.decode(x.dtype)
         given = None if scale is None else _powers.as_scale(scale, x.device)
-        apply: Callable[..., ScaledTensor] = _Encode.apply
-        return apply(x, dtype, given, rounding, home)
+        made: ScaledTensor = convert(x, lambda x: _encode(x, dtype, given, rounding, home), (x.dtype, dtype, home))
+        return made
 
     @staticmethod
     def implements(*operators: Any) -> Callable[[Given], Given]:
@@ -203,8 +206,9 @@ class ScaledTensor(torch.Tensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        apply: Callable[..., ScaledTensor] = _Rescale.apply
-        return apply(self, _powers.as_scale(scale, self.device))
+        held = _powers.as_scale(scale, self.device)
+        made: ScaledTensor = convert(self, lambda x: rescaled(x, held))
+        return made
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the value as a plain tensor, rounded once to the logical dtype or another; gradients flow through it.
@@ -213,8 +217,9 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor(torch.tensor([1.0, 1.5]), 2.0**-3).decode()
         tensor([0.1250, 0.1875])
         """
-        apply: Callable[..., Tensor] = _Decode.apply
-        return apply(self, dtype or self.dtype)
+        target = dtype or self.dtype
+        plain: Tensor = convert(self, lambda x: _decode(x, target), (target, None, None))
+        return plain
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
         """Change the payload's dtype in place: round the values once, keep the scale."""
@@ -425,85 +430,62 @@ def with_dtypes(
     return wrap(to_storage(_powers.times(payload / level, rest), storage), scale, dtype, home)
 
 
-class _Encode(torch.autograd.Function):
-    """The identity on values, from plain to scaled."""
+class _Conversion(torch.autograd.Function):
+    """The identity on values, from one kind of tensor to another, as gradients go back and tangents go on."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: _powers.PowerRounding, home: torch.dtype | None
-    ) -> ScaledTensor:
-        wide = x if x.dtype == torch.float64 else x.to(torch.float32)
-        if scale is None:
-            scale = rms_scale(x, storage, rounding)
-        payload = wide / scale.to(wide.dtype)
-        _check_fits(wide, payload.to(torch.float32), storage, scale)
-        return wrap(to_storage(payload, storage), scale, x.dtype, home)
-
-    @staticmethod
-    def setup_context(context: Any, inputs: tuple[Any, ...], output: ScaledTensor) -> None:
-        context.dtype, context.storage, context.home = inputs[0].dtype, inputs[1], inputs[4]
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        values = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
-        return values, None, None, None, None
-
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
-        return ScaledTensor.encode(tangent, context.storage, None, "nearest", context.home)
-
-
-class _Decode(torch.autograd.Function):
-    """The identity on values, from scaled to plain."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
-        value = decode_values(x, dtype)
-        return value.clone() if value is x._payload else value
+    def forward(x: Tensor, convert: Callable[[Any], Tensor], kind: Kind | None) -> Tensor:
+        return convert(x)
 
     @staticmethod
     def setup_context(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, context.target = inputs
-        context.storage, context.dtype, context.home = x._payload.dtype, x.dtype, x._home
+        x, _, context.kind = inputs
+        scaled = isinstance(x, ScaledTensor)
+        context.given = (x.dtype, x._payload.dtype, x._home) if scaled else (x.dtype, None, None)
 
     @staticmethod
     @untraced
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if not isinstance(gradient, ScaledTensor):
-            gradient = ScaledTensor.encode(gradient.to(context.dtype), context.storage, None, "nearest", context.home)
-        return gradient, None
+        return _of_kind(gradient, *context.given), None, None
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.decode(context.target) if isinstance(tangent, ScaledTensor) else tangent.to(context.target)
+        return tangent.clone() if context.kind is None else _of_kind(tangent, *context.kind)
 
 
-class _Rescale(torch.autograd.Function):
-    """The identity on values, to another scale."""
+def convert(x: Tensor, function: Callable[[Any], Tensor], kind: Kind | None = None) -> Any:
+    """Apply a function that is the identity on values, with its derivatives.
 
-    generate_vmap_rule = True
+    Args:
+        x: a tensor of any kind.
+        function: of it.
+        kind: of the result, if that is another one: the logical dtype, and of scaled ones the storage and home.
+    """
+    apply: Callable[..., Tensor] = _Conversion.apply
+    return apply(x, function, kind)
 
-    @staticmethod
-    def forward(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
-        return rescaled(x, scale)
 
-    @staticmethod
-    def setup_context(context: Any, inputs: tuple[Any, ...], output: ScaledTensor) -> None:
-        pass
+def _of_kind(x: Tensor, dtype: torch.dtype, storage: torch.dtype | None, home: Any) -> Tensor:
+    """Return values as a plain tensor, or where there is a storage as a scaled one; a scaled one as it is."""
+    if storage is not None:
+        return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, None, "nearest", home)
+    return x.decode(dtype) if isinstance(x, ScaledTensor) else x.to(dtype)
 
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gradient, None
 
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.clone()
+def _encode(x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: PowerRounding, home: Any) -> ScaledTensor:
+    wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+    if scale is None:
+        scale = rms_scale(x, storage, rounding)
+    payload = wide / scale.to(wide.dtype)
+    _check_fits(wide, payload.to(torch.float32), storage, scale)
+    return wrap(to_storage(payload, storage), scale, x.dtype, home)
+
+
+def _decode(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+    value = decode_values(x, dtype)
+    return value.clone() if value is x._payload else value
 
 
 def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:

@@ -27,6 +27,7 @@ from ..subclass.models._conversion import (
     Where,
     check_has_shape,
     converted,
+    decoded_parameter,
     matching_parameters,
     module_parameters,
     put_converted,
@@ -41,7 +42,7 @@ from ._float8 import linear_fp8
 from ._operands import WideMode, check_wide, encode_values, home_for, is_above_home, round_to_home, with_float32_payload
 from ._registry import LOGICALS, check_storage, implements
 from ._rescale import Rescale
-from ._scaled_tensor import ScaledTensor
+from ._scaled_tensor import ScaledTensor, convert
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT)
@@ -55,32 +56,6 @@ torch.library.register_autograd("halfulp::bring_home", lambda context, gradient:
 def bring_home(x: ScaledTensor) -> ScaledTensor:
     """Round the values to the home storage, under a measured scale; return a copy of what is no wider."""
     return round_to_home(x) if is_above_home(x) else x.clone()
-
-
-class _BringHome(torch.autograd.Function):
-    """The identity up to rounding to the home; gradients pass unchanged."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: ScaledTensor) -> ScaledTensor:
-        return round_to_home(x)
-
-    @staticmethod
-    def setup_context(context: Any, inputs: tuple[Any, ...], output: ScaledTensor) -> None:
-        pass
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor) -> Tensor:
-        return tangent.clone()
-
-
-_bring_value_home: Callable[[Tensor], Tensor] = _BringHome.apply
 
 
 def install(model: nn.Module) -> None:
@@ -152,7 +127,7 @@ def _bring_results_home(module: nn.Module, arguments: tuple[Any, ...], results: 
     """Round a recurrent layer's results to the home: without a fused kernel it ends in pointwise operators."""
     if torch.compiler.is_compiling():
         return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
-    return tree_map(lambda x: _bring_value_home(x) if is_above_home(x) else x, results)
+    return tree_map(lambda x: convert(x, round_to_home) if is_above_home(x) else x, results)
 
 
 def _once_per_tensor() -> Callable[[Any], Any]:
@@ -163,7 +138,7 @@ def _once_per_tensor() -> Callable[[Any], Any]:
         if not is_above_home(x):
             return x
         if id(x) not in found:
-            found[id(x)] = _bring_value_home(x)
+            found[id(x)] = convert(x, round_to_home)
         return found[id(x)]
 
     return entered
@@ -219,31 +194,7 @@ def _is_plain_float(x: Any) -> bool:
     return True
 
 
-class _PlainInput(torch.autograd.Function):
-    """The identity with a plain gradient: what computed a plain input is differentiated in its own dtype."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        context.dtype = inputs[0].dtype
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        plain: Tensor = _backward(context, gradient)[0]
-        return plain
-
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor) -> Tensor:
-        return tangent.clone()
-
-
-# The same as an operator for compilers, which do not trace autograd functions whose gradients change class.
+# A plain input with a plain gradient: what computed it is differentiated in its own dtype.
 _plain_input = define_operator("plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
 torch.library.register_autograd(
     "halfulp::plain_input", lambda context, gradient: _backward(context, gradient)[0], setup_context=_remember
@@ -265,8 +216,8 @@ def remove_boundary(model: nn.Module) -> None:
 def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     def entered(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
-            enter: Callable[[Tensor], Tensor] = _plain_input if torch.compiler.is_compiling() else _PlainInput.apply
-            return enter(x)
+            # Compilers do not trace autograd functions whose gradients change class.
+            return _plain_input(x) if torch.compiler.is_compiling() else convert(x, torch.clone)
         return x
 
     return tree_map(entered, (arguments, options))
@@ -451,7 +402,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
     found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
-    put_plain(model, found, converted(found, lambda place: _plain(place, dtype)))
+    put_plain(model, found, converted(found, lambda place: decoded_parameter(place, dtype, _OWN)))
     remove_boundary(model)
     _rescale.remove(model)
     remove(model)
@@ -489,19 +440,6 @@ def _scale_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype 
 
 def _encode(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:
     return ScaledTensor.encode(x.detach(), dtype, home=home).detach()
-
-
-def _plain(place: ParameterRef, dtype: torch.dtype | None) -> nn.Parameter:
-    old = place.value
-    assert isinstance(old, ScaledTensor)
-    value = old.detach().decode(dtype)
-    if not value.is_meta and bool((value.isinf() & old.detach().decode(torch.float64).isfinite()).any()):
-        raise ValueError(f"parameter {place.name!r} has values beyond {value.dtype}: give a wider dtype=")
-    new = nn.Parameter(value, old.requires_grad)
-    if old.grad is not None:
-        grad = old.grad.detach()
-        new.grad = grad.decode(value.dtype) if isinstance(grad, ScaledTensor) else grad.to(value.dtype)
-    return with_attributes(new, old, _OWN)
 
 
 def _set_products(model: nn.Module, matmul: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -154,6 +154,13 @@ class RuleTable:
 def is_written(argument: Any) -> bool:
     """Return whether an operator writes into this argument of its schema."""
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of an operator by their names, defaults too."""
+    schema = operator._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return given | dict(zip((argument.name for argument in schema), arguments)) | options
 
 
 def functional_form(operator: OpOverload) -> OpOverload | None:

@@ -231,6 +231,25 @@ def converted(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Te
     return found
 
 
+def decoded_parameter(ref: ParameterRef, dtype: torch.dtype | None, own: Iterable[str]) -> Tensor:
+    """Return a parameter or buffer of a subclass as a plain one, its gradient too, each value rounded once.
+
+    Raises:
+        ValueError: a finite value is beyond the dtype's range.
+    """
+    old: Any = ref.value
+    value: Tensor = old.detach().decode(dtype)
+    if not value.is_meta and bool((value.isinf() & old.detach().decode(torch.float64).isfinite()).any()):
+        raise ValueError(f"parameter {ref.name!r} has values beyond {value.dtype}: give a wider dtype=")
+    if not ref.is_parameter:
+        return value
+    new = nn.Parameter(value, old.requires_grad)
+    if old.grad is not None:
+        grad = old.grad.detach()
+        new.grad = grad.decode(value.dtype) if hasattr(grad, "decode") else grad.to(value.dtype)
+    return with_attributes(new, old, own)
+
+
 def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Converted) -> None:
     """Put tensors of a subclass in the parameters' places; install state dicts and counts of fallbacks."""
     for ref in refs:
