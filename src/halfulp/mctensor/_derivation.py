@@ -126,29 +126,22 @@ def fall_back_to_float64(operator: OpOverload, arguments: tuple, options: dict) 
     return in_float64(operator, arguments, options)
 
 
-def beyond_float64(*operators: OpOverload) -> Callable[[Callable], Callable]:
-    """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64."""
+def beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:
+    """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64.
 
-    def register(rule: Callable) -> Callable:
-        for operator in operators:
-            implements(operator)(float64_or_rule(operator, rule))
-        return rule
-
-    return register
-
-
-def beyond_exact_float64(*operators: OpOverload) -> Callable[[Callable], Callable]:
-    """Register a rule as `beyond_float64` does, with float64 only for operands that it holds exactly.
-
-    For operators that copy digits: components may leave gaps between them that are wider than float64.
+    exactly: float64 only for operands that it holds exactly: for operators that copy digits, as components may leave
+        gaps between them that are wider than float64.
     """
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator)(float64_or_rule(operator, rule, exactly=True))
+            implements(operator)(float64_or_rule(operator, rule, exactly))
         return rule
 
     return register
+
+
+beyond_exact_float64 = functools.partial(beyond_float64, exactly=True)
 
 
 def _is_exact(x: Any) -> bool:

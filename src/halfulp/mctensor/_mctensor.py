@@ -17,6 +17,7 @@ from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
     check_gradients,
+    differentiable,
     refuse_jit_trace,
     refuse_make_fx,
     register_tangent,
@@ -67,12 +68,6 @@ def with_history(x: Tensor, made: Any) -> Any:
     return connect(x, made)
 
 
-def decoded_with_history(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the value as a plain tensor, rounded once; gradients flow through it, and tangents."""
-    decode: Callable[..., Tensor] = _TransformedDecode.apply if under_transform() else torch.ops.halfulp.decode
-    return decode(x, dtype)
-
-
 class _Encode(torch.autograd.Function):
     """Connect an MCTensor to the graph of the tensor that it encodes."""
 
@@ -116,27 +111,6 @@ def decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
     if not context.count or isinstance(gradient, context.decoded):
         return gradient.to(context.kind), None
     return context.decoded.encode(gradient, context.count, context.kind, gradients=COMPONENTS), None
-
-
-class _TransformedDecode(torch.autograd.Function):
-    """Decoding for transforms of torch.func and forward mode, where an operator would lose the derivative."""
-
-    @staticmethod
-    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
-        value: Tensor = torch.ops.halfulp.decode(x, dtype)
-        return value
-
-    setup_context = staticmethod(remember_decoding)
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return decoding_gradient(context, gradient)
-
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
-        value: Tensor = tangent.decode(context.target) if hasattr(tangent, "decode") else tangent.to(context.target)
-        return value
 
 
 _make = torch.Tensor._make_wrapper_subclass
@@ -308,7 +282,8 @@ class MCTensor(torch.Tensor):
         >>> MCTensor.encode(0.1, dtype=torch.bfloat16, components=3).decode(torch.float32)
         tensor(0.1000)
         """
-        return decoded_with_history(self, dtype)
+        plain: Tensor = _decode(self, dtype)
+        return plain
 
     def with_gradients(self, gradients: str) -> MCTensor:
         """Return a leaf of the same components, sharing memory, that keeps gradients of another kind."""
@@ -531,4 +506,8 @@ def decode_components(x: MCTensor, dtype: torch.dtype) -> Tensor:
     return decoded(x, dtype)
 
 
-torch.library.register_autograd("halfulp::decode", decoding_gradient, setup_context=remember_decoding)
+def _tangent_of_decoding(context: Any, tangent: Tensor, *_: object) -> Tensor:
+    return tangent.decode(context.target) if hasattr(tangent, "decode") else tangent.to(context.target)
+
+
+_decode = differentiable(decode, remember_decoding, decoding_gradient, _tangent_of_decoding)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from .._torch_versions import saved_tensor_hooks
-from ..kernels import untraced
+from ..kernels import under_transform, untraced
 
 FIRST, COMPONENTS = "first", "components"
 _graph_task = torch._C._current_graph_task_id
@@ -105,6 +106,38 @@ def _convert_plain(gradient: Tensor, context: Any, expected: type | None = None)
 
 # Of an output that the loss does not use, autograd hands over plain zeros.
 setattr(torch.Tensor, _CONVERSION, _convert_plain)
+
+
+def differentiable(
+    operator: OpOverload, remember: Callable[..., None], backward: Callable[..., Any], tangent: Callable[..., Tensor]
+) -> Callable[..., Any]:
+    """Register an operator's derivatives, and return a function that calls it.
+
+    In transforms of torch.func and in forward mode operators have no derivatives of their own: there it is called as an
+    autograd function.
+
+    Args:
+        operator: one of halfulp's.
+        remember: sets the context of its inputs and output.
+        backward: of a context and a gradient: the gradients of all arguments.
+        tangent: of a context and all arguments' tangents: the result's.
+    """
+    torch.library.register_autograd(operator, backward, setup_context=remember)
+
+    class Transformed(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return operator(*arguments)
+
+    for name, function in (("setup_context", remember), ("backward", backward), ("jvp", tangent)):
+        setattr(Transformed, name, staticmethod(function))
+
+    def call(*arguments: Any) -> Any:
+        return (Transformed.apply if under_transform() else operator)(*arguments)
+
+    return call
 
 
 _PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
