@@ -255,39 +255,33 @@ def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False,
     return write(x, result)
 
 
-@implements(aten.scatter.src, family="indexing")
-def scatter(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """Return a source at indices."""
-    return write_aligned(x, source, lambda p, v: aten.scatter.src(p, dim, index, v))
+def _register_writing(operator: OpOverload) -> None:
+    """Register an operator that writes, or adds, a source at indices of a dimension."""
+
+    def rule(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
+        return write_aligned(x, source, lambda p, v: operator(p, dim, index, v))
+
+    implements(operator, family="indexing")(rule)
 
 
-@implements(aten.scatter_add.default, family="indexing")
-def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """Return a source added at indices."""
-    return write_aligned(x, source, lambda p, v: aten.scatter_add.default(p, dim, index, v))
+def _register_combining(operator: OpOverload) -> None:
+    """Register an operator that reduces at indices: sums and extrema under the larger scale, products by value."""
+
+    def rule(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
+        def compute(p: Tensor, v: Tensor) -> Tensor:
+            return operator(p, dim, index, v, reduce, include_self=include_self)
+
+        if reduce == "prod":
+            return measured_like(compute(value_of(x), value_of(source)), [t for t in (x, source) if t.dim()] or [x])
+        return write_aligned(x, source, compute)
+
+    implements(operator, family="indexing")(rule)
 
 
-@implements(aten.scatter_reduce.two, family="indexing")
-def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """Combine a source with the elements at indices: sums and extrema under the larger scale, products by value."""
-    return _reduce_at_indices(aten.scatter_reduce.two, x, dim, index, source, reduce, include_self)
-
-
-@implements(aten.index_reduce.default, family="indexing")
-def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """Reduce values by an index along a dimension, like `scatter_reduce`."""
-    return _reduce_at_indices(aten.index_reduce.default, x, dim, index, source, reduce, include_self)
-
-
-def _reduce_at_indices(
-    operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any, reduce: str, include: bool
-) -> Tensor:
-    def compute(p: Tensor, v: Tensor) -> Tensor:
-        return operator(p, dim, index, v, reduce, include_self=include)
-
-    if reduce == "prod":
-        return measured_like(compute(value_of(x), value_of(source)), [t for t in (x, source) if t.dim()] or [x])
-    return write_aligned(x, source, compute)
+for _operator in (aten.scatter.src, aten.scatter_add.default, aten.index_copy.default):
+    _register_writing(_operator)
+for _operator in (aten.scatter_reduce.two, aten.index_reduce.default):
+    _register_combining(_operator)
 
 
 @implements(aten.scatter.value, family="indexing")
@@ -316,13 +310,6 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
     """Return a source, alpha times, added at indices of a dimension."""
     moved, factor = (source, 1.0) if alpha == 1 else scaled_by_number(source, alpha, first_scaled((x, source)))
     return write_aligned(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
-
-
-@implements(aten.index_copy.default, family="indexing")
-def index_copy(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """Return a source at indices of a dimension."""
-    operator = aten.index_copy.default
-    return write_aligned(x, source, lambda p, v: operator(p, dim, index, v))
 
 
 @implements(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, family="indexing")
