@@ -363,7 +363,8 @@ def strings(parts: Parts, scale: Tensor | None, digits: int | None = None) -> st
     if digits is not None and digits < 1:
         raise ValueError(f"digits={digits}: allowed are 1 and more")
     flat = [decimal(value, digits or held_digits(parts)) for value in exact_values(parts, scale)]
-    return _nest(flat, list(parts[0].shape))
+    nested: str | list[Any] = np.array(flat, dtype=object).reshape(parts[0].shape).tolist()
+    return nested
 
 
 def representation(x: Tensor, parts: Parts, scale: Tensor | None, gradients: str) -> str:
@@ -434,10 +435,3 @@ def _brackets(flat: list[str], shape: list[int], full: list[int], indent: int) -
         rows.insert(_EDGE, "...")
     gap = ", " if len(shape) == 1 else "," + "\n" * (len(shape) - 1) + " " * (indent + 1)
     return f"[{gap.join(rows)}]"
-
-
-def _nest(flat: list[str], shape: list[int]) -> str | list[Any]:
-    if not shape:
-        return flat[0]
-    step = len(flat) // shape[0] if shape[0] else 0
-    return [_nest(flat[i * step : i * step + step], shape[1:]) for i in range(shape[0])]

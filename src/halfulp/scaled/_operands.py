@@ -378,14 +378,8 @@ def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) 
     return tuple(map(changed, arguments)), {name: changed(x) for name, x in options.items()}
 
 
-def operands_in_float32(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Widen every payload to float32."""
-    return _map_tensors(with_float32_payload, arguments, options)
-
-
-def operands_in_home(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Round every float32 payload to the home storage."""
-    return _map_tensors(_store_at_home, arguments, options)
+operands_in_float32 = functools.partial(_map_tensors, with_float32_payload)
+operands_in_home = functools.partial(_map_tensors, _store_at_home)
 
 
 def operands_in_widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:

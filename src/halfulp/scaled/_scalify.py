@@ -67,11 +67,6 @@ def install(model: nn.Module) -> None:
                 module.register_forward_hook(_bring_results_home)
 
 
-def remove(model: nn.Module) -> None:
-    """Remove the hooks of `install`."""
-    remove_hooks(model.modules(), lambda hook: hook is _bring_inputs_home or hook is _bring_results_home)
-
-
 def _is_product(module: nn.Module) -> bool:
     # transformers' layer of GPT-2, known by name: the library is not imported for it.
     return isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
@@ -201,19 +196,10 @@ torch.library.register_autograd(
 )
 
 
-def install_boundary(model: nn.Module) -> None:
-    """Give plain inputs of a model that require gradients plain ones, by a forward pre-hook."""
-    if _keep_gradients_plain not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
-
-
-def remove_boundary(model: nn.Module) -> None:
-    """Remove the hooks of `install` from a model and its modules."""
-    remove_hooks(model.modules(), lambda hook: hook is _keep_gradients_plain)
-
-
 @untraced
 def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Give plain inputs of a model that require gradients plain ones: a forward pre-hook."""
+
     def entered(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
             # Compilers do not trace autograd functions whose gradients change class.
@@ -367,12 +353,13 @@ def scalify(
     found = [place for place in matching_parameters(module_parameters(model), where) if _takes_scale(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
     values = converted(found, lambda place: _scale_parameter(place, dtype, home_for(dtype, wide)))
-    install_boundary(model)
+    if _keep_gradients_plain not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
     put_converted(model, found, values)
     warn_of_narrow_averages()
     _rescale.remove(model)
     _rescale.install(sides)
-    remove(model)
+    remove_hooks(model.modules(), lambda hook: hook in (_bring_inputs_home, _bring_results_home))
     install(model)
     _set_products(model, matmul)
     return model
@@ -403,9 +390,9 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
     put_plain(model, found, converted(found, lambda place: decoded_parameter(place, dtype, _OWN)))
-    remove_boundary(model)
     _rescale.remove(model)
-    remove(model)
+    own = (_keep_gradients_plain, _bring_inputs_home, _bring_results_home)
+    remove_hooks(model.modules(), lambda hook: hook in own)
     _set_products(model, None)
     return model
 
