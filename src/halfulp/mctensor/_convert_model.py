@@ -194,8 +194,6 @@ register(
 Model = TypeVar("Model", bound=nn.Module)
 # Name of a module's record of the dtypes that its parameters had before.
 _BEFORE = "_halfulp_dtypes"
-# What an MCTensor keeps in its __dict__.
-_OWN = ("_parts", "_scale", "_gradients")
 
 
 def multicomponent(
@@ -285,7 +283,7 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
 
     def plain(ref: ParameterRef) -> Tensor:
         before = ref.module.__dict__.get(_BEFORE, {}).get(ref.key, ref.value.dtype)
-        return decoded_parameter(ref, dtype if dtype and ref.is_parameter else before, _OWN)
+        return decoded_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
     put_plain(model, found, converted(found, plain))
     _recurrent.remove(model)
@@ -325,4 +323,4 @@ def _to_multicomponent(ref: ParameterRef, components: int, dtype: torch.dtype | 
             new.grad = grad if gradients == COMPONENTS else grad.decode(kind)
     except ValueError as error:
         raise ValueError(f"parameter {ref.name!r}: {error}") from None
-    return with_attributes(new, old, _OWN)
+    return with_attributes(new, old)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch._ops import OpOverload
 
 from ..arithmetic import Parts, merge
 from ..kernels import define_operator, under_transform, untraced
+from ..subclass._composite_tensor import CompositeTensor
 from ..subclass._identity import check_layout, graph_key, register_collate, saved_marks, with_saved_marks
 from ..subclass._in_backward import (
     COMPONENTS,
@@ -134,7 +134,7 @@ except RuntimeError as error:
 
 
 @refuses_fully_shard
-class MCTensor(torch.Tensor):
+class MCTensor(CompositeTensor):
     """A tensor whose value is scale * (c[0] + c[1] + ...), with one to four components of one narrow format.
 
     From "MCTensor: A High-Precision Deep Learning Library with Multi-Component Floating-Point" (Yu, Guo, Li, Yuan and
@@ -166,12 +166,9 @@ class MCTensor(torch.Tensor):
     # Whether ones_like made it: a backward pass begins with such a tensor, which is a gradient then.
     _seeds_backward = False
 
-    __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
-
-    if TYPE_CHECKING:  # torch types these as a plain tensor's
-
-        def clone(self, *, memory_format: torch.memory_format | None = None) -> MCTensor: ...
-        def detach(self) -> MCTensor: ...
+    _value_is = "a sum of components"
+    _parts_are = "each of x.components"
+    _own = ("_parts", "_scale", "_gradients")
 
     def __new__(cls, *arguments: object, **options: object) -> MCTensor:
         raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")
@@ -303,32 +300,12 @@ class MCTensor(torch.Tensor):
         """
         return _text.strings(self._parts, self._scale, digits)
 
-    def tolist(self) -> float | list[Any]:  # type: ignore[override]
-        """Return the values, rounded to float64, as Python floats in nested lists."""
-        return self.detach().decode().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Refuse: NumPy has no type for a sum of components."""
-        raise TypeError(
-            "NumPy has no type for a sum of components: x.decode(torch.float64).numpy() rounds it to one float64, "
-            "and [c.numpy() for c in x.components] keeps all"
-        )
-
     def apply_(self, function: Callable[..., Any]) -> MCTensor:
         """Refuse: no Python function takes a sum of components."""
         raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.numpy()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        raise TypeError("DLPack has no type for a sum of components: hand over x.decode(), or each of x.components")
-
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return _text.representation(self, self._parts, self._scale, self._gradients)
-
-    def __format__(self, specification: str) -> str:
-        return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
@@ -361,36 +338,10 @@ class MCTensor(torch.Tensor):
             index, torch.tensor(value, dtype=torch.float64, device="cpu") if isinstance(value, (int, float)) else value
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MCTensor:
-        if id(self) in memo:
-            copied: MCTensor = memo[id(self)]
-            return copied
-        if not self.is_leaf:
-            raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
-        held = None if self._scale is None else deepcopy(self._scale, memo)
-        made = wrap(tuple(deepcopy(part, memo) for part in self._parts), held, self._gradients)
-        made.requires_grad_(self.requires_grad)
-        memo[id(self)] = made
-        hidden = ("_parts", "_scale", "_gradients")
-        made.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in hidden})
-        if self.grad is not None:
-            made.grad = deepcopy(self.grad, memo)
-        return made
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         marks = saved_marks(self)
         parts = tuple(part.detach() for part in self._parts)
         return rebuild_mctensor, (SAVED_LAYOUT, parts, self._scale, self._gradients, *marks)
-
-    def share_memory_(self) -> MCTensor:
-        """Move the components to shared memory, in place."""
-        for part in self._inner():
-            part.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Return whether the components are in shared memory."""
-        return all(part.is_shared() for part in self._inner())
 
     @property
     def data(self) -> Tensor:
@@ -407,6 +358,10 @@ class MCTensor(torch.Tensor):
 
     def _inner(self) -> list[Tensor]:
         return [*self._parts, *([] if self._scale is None else [self._scale])]
+
+    def _like(self, inner: list[Tensor]) -> MCTensor:
+        count = len(self._parts)
+        return wrap(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
 
     # A compiler reads and replaces the components by name.
     _part_0, _part_1, _part_2, _part_3 = (

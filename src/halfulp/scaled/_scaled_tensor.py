@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from copy import deepcopy
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, resolved, untraced
 from ..subclass import graph_key
+from ..subclass._composite_tensor import CompositeTensor
 from ..subclass._identity import check_layout, register_collate, saved_marks, with_saved_marks
 from ..subclass._in_backward import refuse_make_fx, register_tangent
 from ..subclass._rule_table import Given, in_quotient_formula
@@ -44,7 +44,7 @@ _data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its 
 
 
 @refuses_fully_shard
-class ScaledTensor(torch.Tensor):
+class ScaledTensor(CompositeTensor):
     """A tensor whose value is payload x scale: the payload a tensor of a narrow dtype, the scale one power of two.
 
     From "Scalify: scale propagation for efficient low-precision LLM training" (Balança, Hosegood, Luschi and
@@ -70,12 +70,9 @@ class ScaledTensor(torch.Tensor):
     _scale: Tensor
     _home: Any = None  # a dtype, or within a formula a Transient
 
-    __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
-
-    if TYPE_CHECKING:  # torch types these as a plain tensor's
-
-        def clone(self, *, memory_format: torch.memory_format | None = None) -> ScaledTensor: ...
-        def detach(self) -> ScaledTensor: ...
+    _value_is = "a payload with a scale"
+    _parts_are = "x.payload and x.scale"
+    _own = ("_payload", "_scale", "_home")
 
     def __new__(
         cls,
@@ -227,29 +224,11 @@ class ScaledTensor(torch.Tensor):
         self._payload = to_storage(to_float32(self), dtype)
         return self
 
-    def share_memory_(self) -> ScaledTensor:
-        """Move payload and scale to memory that processes share."""
-        self._payload.share_memory_()
-        self._scale.share_memory_()
-        return self
+    def _inner(self) -> list[Tensor]:
+        return [self._payload, self._scale]
 
-    def is_shared(self) -> bool:
-        """Return whether processes share the memory."""
-        return bool(self._payload.is_shared())
-
-    def tolist(self) -> float | list[Any]:  # type: ignore[override]
-        """Return the values as Python floats in nested lists."""
-        return self.detach().decode(torch.float64).tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Raise TypeError: NumPy has no type for a payload with a scale."""
-        raise TypeError("NumPy has no type for a payload with a scale: x.decode().numpy(), or x.payload and x.scale")
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.numpy()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        raise TypeError("DLPack has no type for a payload with a scale: hand over x.decode()")
+    def _like(self, inner: list[Tensor]) -> ScaledTensor:
+        return wrap(*inner, self.dtype, self._home)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         payload, scale = self._payload, self._scale
@@ -264,26 +243,6 @@ class ScaledTensor(torch.Tensor):
         if self.requires_grad:
             words.append("requires_grad=True")
         return f"ScaledTensor({', '.join(words)})"
-
-    def __format__(self, specification: str) -> str:
-        return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
-        if id(self) in memo:
-            copied: ScaledTensor = memo[id(self)]
-            return copied
-        if not self.is_leaf:
-            raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
-        with torch._C._DisableFuncTorch():  # inside a transform too a copy is no part of what is transformed
-            payload, scale = deepcopy(self._payload, memo), deepcopy(self._scale, memo)
-            made = wrap(payload, scale, self.dtype, self._home, self.requires_grad)
-        memo[id(self)] = made
-        made.__dict__.update(
-            {k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_payload", "_scale")}
-        )
-        if self.grad is not None:
-            made.grad = deepcopy(self.grad, memo)
-        return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         x, marks = self, saved_marks(self)

@@ -271,8 +271,6 @@ def _positional_names(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-# Attributes that a ScaledTensor keeps in its __dict__.
-_OWN = ("_payload", "_scale", "_home")
 # Payload types with float32's range: gradients need no rescale to stay within it.
 _FULL_RANGE = (torch.float32, torch.bfloat16)
 
@@ -389,7 +387,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
     found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
-    put_plain(model, found, converted(found, lambda place: decoded_parameter(place, dtype, _OWN)))
+    put_plain(model, found, converted(found, lambda place: decoded_parameter(place, dtype)))
     _rescale.remove(model)
     own = (_keep_gradients_plain, _bring_inputs_home, _bring_results_home)
     remove_hooks(model.modules(), lambda hook: hook in own)
@@ -422,7 +420,7 @@ def _scale_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype 
     new = nn.Parameter(_encode(old, dtype, home), old.requires_grad)
     if old.grad is not None:
         new.grad = _encode(old.grad, dtype, home)
-    return with_attributes(new, old, _OWN)
+    return with_attributes(new, old)
 
 
 def _encode(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:

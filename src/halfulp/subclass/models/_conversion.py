@@ -115,9 +115,9 @@ def matcher(where: Where, names: list[str], what: str = "where", of: str = "para
     return lambda module, name: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def with_attributes(new: nn.Parameter, old: Tensor, own: Iterable[str]) -> nn.Parameter:
-    """Copy the attributes that users set on a parameter (marks for weight decay, say), but for the class's `own`."""
-    own = {*own, "_is_param"}
+def with_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
+    """Copy the attributes that users set on a parameter (marks for weight decay, say), but for its class's own."""
+    own = {*getattr(old, "_own", ()), "_is_param"}
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})
     return new
 
@@ -231,7 +231,7 @@ def converted(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Te
     return found
 
 
-def decoded_parameter(ref: ParameterRef, dtype: torch.dtype | None, own: Iterable[str]) -> Tensor:
+def decoded_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
     """Return a parameter or buffer of a subclass as a plain one, its gradient too, each value rounded once.
 
     Raises:
@@ -247,7 +247,7 @@ def decoded_parameter(ref: ParameterRef, dtype: torch.dtype | None, own: Iterabl
     if old.grad is not None:
         grad = old.grad.detach()
         new.grad = grad.decode(value.dtype) if hasattr(grad, "decode") else grad.to(value.dtype)
-    return with_attributes(new, old, own)
+    return with_attributes(new, old)
 
 
 def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Converted) -> None:
