@@ -106,15 +106,15 @@ def deviation(scales, number):
 
 # By mode: the scale, if there is one, and the factors of the payload.
 MODES: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "product": scale_and_rest,
-    "values": lambda s, number: (s[0], larger_of(1.0 / s[0], SMALLEST)),
-    "ratio": lambda s, number: (s[1], under(*s)),
-    "factor": lambda s, number: (clamp_scale(product(s, number)),),
-    "deviation": deviation,
-    "paired": lambda s, number: (*scale_and_rest(s[:-1], number), 1.0 / clamp_scale(s[-2] * s[-1])),
-    "levelled": lambda s, number: (*scale_and_rest(s, number), 1.0 / s[1]),
-    "brought": lambda s, number: (s[1], under(s[0], s[1], HUGE)),
-    "held": lambda s, number: (least(BFLOAT16_LARGEST / s[0], BFLOAT16_LARGEST),),
+    "product": lambda s, number, factor: scale_and_rest(s, number),
+    "values": lambda s, number, factor: (s[0], larger_of(1.0 / s[0], SMALLEST)),
+    "ratio": lambda s, number, factor: (s[1], under(*s)),
+    "factor": lambda s, number, factor: (clamp_scale(product(s, number)),),
+    "deviation": lambda s, number, factor: deviation(s, number),
+    "paired": lambda s, number, factor: (*scale_and_rest(s[:-1], number), 1.0 / clamp_scale(s[-2] * s[-1])),
+    "levelled": lambda s, number, factor: (*scale_and_rest(s, number), 1.0 / s[1]),
+    "brought": lambda s, number, factor: (s[1], under(s[0], s[1], HUGE)),
+    "held": lambda s, number, factor: (least(BFLOAT16_LARGEST / s[0], BFLOAT16_LARGEST),),
 }
 
 
@@ -403,12 +403,7 @@ def finish(
 def _finish_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> Kernel:
     kept = int(mode not in ("factor", "held"))
     element = hold_element if mode == "held" else finish_element
-    return Kernel("finish", _factors_of(mode), element, (scales, 2, kept), (stored,), written)
-
-
-@functools.cache
-def _factors_of(mode: str) -> Callable[..., tuple[Any, ...]]:
-    return lambda scales, number, factor: MODES[mode](scales, number)
+    return Kernel("finish", MODES[mode], element, (scales, 2, kept), (stored,), written)
 
 
 def add(

@@ -86,7 +86,13 @@ def _bring_inputs_home(
     for x in (*arguments, *options.values()):
         if HAS_SAVED_HOOKS and is_above_home(x) and x.grad_fn is not None:
             _narrow_last_factors(x.grad_fn)
-    entered = _once_per_tensor()
+    found: dict[int, Any] = {}  # attention asks whether query, key and value are the same
+
+    def entered(x: Any) -> Any:
+        if id(x) not in found:
+            found[id(x)] = convert(x, round_to_home) if is_above_home(x) else x
+        return found[id(x)]
+
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
 
 
@@ -123,20 +129,6 @@ def _bring_results_home(module: nn.Module, arguments: tuple[Any, ...], results: 
     if torch.compiler.is_compiling():
         return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
     return tree_map(lambda x: convert(x, round_to_home) if is_above_home(x) else x, results)
-
-
-def _once_per_tensor() -> Callable[[Any], Any]:
-    """Return a conversion with one result for one tensor: attention asks whether query, key and value are the same."""
-    found: dict[int, Tensor] = {}
-
-    def entered(x: Any) -> Any:
-        if not is_above_home(x):
-            return x
-        if id(x) not in found:
-            found[id(x)] = convert(x, round_to_home)
-        return found[id(x)]
-
-    return entered
 
 
 # `like` makes the result a scaled tensor, in compiled graphs too: operators of plain tensors give plain ones.
