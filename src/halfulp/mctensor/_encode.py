@@ -93,11 +93,7 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_range(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
-    """Raise if a finite value became infinite in its components.
-
-    Raises:
-        ValueError: it says which value, and a scale that holds it.
-    """
+    """Raise if a finite value became infinite in its components."""
     if _has_no_values(value) or not value.numel() or bool(payload.isfinite().all()):
         return
     lost = payload.isinf() & value.isfinite()

@@ -138,9 +138,6 @@ def check_written_at(name: str, given: Mapping[str, Any], x: Any, result: Any) -
         given: its arguments by name.
         x: what is written into.
         result: what it becomes.
-
-    Raises:
-        ValueError: the largest of the values is 0 in x's payload under the scale of the result; x is as it was.
     """
     source = next((given[key] for key in _WRITTEN_AT.get(name, ()) if key in given), None)
     if source is None or given.get("accumulate") or given.get("reduce") or not isinstance(x, ScaledTensor):

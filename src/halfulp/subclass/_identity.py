@@ -44,9 +44,6 @@ def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
         own: the one that this version writes.
         kind: the tensor class's name.
         parts: the expressions that give its plain tensors, for the message.
-
-    Raises:
-        ValueError: the layouts differ.
     """
     if layout != own:
         raise ValueError(

@@ -146,11 +146,7 @@ _PLAIN = {"ScaledTensor": "halfulp.scaled.unscalify", "MCTensor": "halfulp.mcten
 
 
 def refuse_make_fx(kind: str) -> None:
-    """Raise where make_fx records operators of real tensors. A compiler records those of tensors without values.
-
-    Raises:
-        NotImplementedError: it does.
-    """
+    """Raise where make_fx records operators of real tensors. A compiler records those of tensors without values."""
     if not torch._C._len_torch_dispatch_stack():
         return
     if torch._C._get_dispatch_mode(_PROXY) is not None and torch._C._get_dispatch_mode(_FAKE) is None:
@@ -158,11 +154,7 @@ def refuse_make_fx(kind: str) -> None:
 
 
 def refuse_jit_trace(kind: str) -> None:
-    """Raise where torch.jit.trace records, which keeps what it cannot see as a constant, or fails at a shape.
-
-    Raises:
-        NotImplementedError: it does.
-    """
+    """Raise where torch.jit.trace records, which keeps what it cannot see as a constant, or fails at a shape."""
     if torch._C._is_tracing():
         raise NotImplementedError(_words("torch.jit.trace", kind))
 
@@ -171,9 +163,6 @@ def refuse_jvp(operands: Iterable[Tensor], what: str) -> None:
     """Raise inside torch.func.jvp if operands of a product have several dtypes.
 
     It derives a product outside of all that is made of an MCTensor, by torch's formulas, which have one dtype.
-
-    Raises:
-        NotImplementedError: they do.
     """
     if getattr(sys.modules.get("torch._functorch.eager_transforms"), "JVP_NESTING", 0):
         dtypes = {x.dtype: None for x in operands if x.is_floating_point()}
@@ -185,11 +174,7 @@ def refuse_jvp(operands: Iterable[Tensor], what: str) -> None:
 
 
 def refuse_at_call(model: nn.Module, arguments: tuple) -> None:
-    """Raise as a model is called if torch.jit.trace records it, or torch.func.jvp would derive it in several dtypes.
-
-    Raises:
-        NotImplementedError: so it is.
-    """
+    """Raise as a model is called if torch.jit.trace records it, or torch.func.jvp would derive it in several dtypes."""
     if torch._C._is_tracing():
         kinds = {type(p.data).__name__ for p in model.parameters()}
         for kind in kinds & _PLAIN.keys():

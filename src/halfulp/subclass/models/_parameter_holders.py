@@ -252,11 +252,7 @@ def _complete(wrapper: nn.Module) -> None:
 
 
 def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Refuse a parameter that a parallel plan has split (a DTensor) when it is put into a module.
-
-    Raises:
-        NotImplementedError: its shards have auxiliary tensors.
-    """
+    """Refuse a parameter that a parallel plan has split (a DTensor) when it is put into a module."""
     shard = getattr(parameter, "_local_tensor", None)
     if state_dict_layout(shard) is None:
         return
@@ -308,9 +304,6 @@ def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
 
     Returns:
         The modules of fully_shard: call `follow()` when the change is made.
-
-    Raises:
-        ValueError: a holder that cannot follow, with the parameter's name and what to do.
     """
     names: dict[int, str] = {}
     unique = []
@@ -372,11 +365,7 @@ def check_hooks(name: str, tensor: Tensor) -> None:
 
 
 def check_overlaps(named: Named, what: str) -> None:
-    """Raise for two parameters whose memory overlaps, from each one's first byte to its last.
-
-    Raises:
-        ValueError: the names of both, and how to tie modules by one parameter.
-    """
+    """Raise for two parameters whose memory overlaps, from each one's first byte to its last."""
     lying = defaultdict(list)
     for name, tensor in named:
         if (part := plain_memory(tensor)) is not None:
@@ -555,11 +544,7 @@ def refuses_fully_shard(kind: TensorClass) -> TensorClass:
 
 
 def _refuse_fully_shard(tensor: Tensor) -> NoReturn:
-    """Refuse fully_shard: the property that it finds on a tensor subclass in place of its own attributes.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Refuse fully_shard: the property that it finds on a tensor subclass in place of its own attributes."""
     name = type(tensor).__name__
     raise NotImplementedError(
         f"fully_shard of {name} parameters: it gathers and reduces one plain tensor per parameter, and these have "
