@@ -50,56 +50,52 @@ def watch_checkpoints() -> None:
 
 def _complete_module(module: ModuleType) -> None:
     for name, completed in (
-        ("_load_model_state_dict", functools.partial(_loading, module._get_fqns)),
-        ("_gather_state_dict", _gathering),
-        ("_distribute_state_dict", _distributing),
-        ("_broadcast_state_dict", _sending),
-        ("_unflatten_optim_state_dict", _unflattening),
+        ("_load_model_state_dict", functools.partial(_load, module._get_fqns)),
+        ("_gather_state_dict", _gather),
+        ("_distribute_state_dict", _distribute),
+        ("_broadcast_state_dict", _send),
+        ("_unflatten_optim_state_dict", _unflatten),
     ):
-        setattr(module, name, completed(getattr(module, name)))
+        setattr(module, name, functools.partial(completed, getattr(module, name)))
 
 
 # Names -------------------------------------------------------------------------------------------------------------
 
 
-def _loading(names_without_prefixes: Callable[..., set[str]], plain: Callable) -> Callable:
-    """Return the function with names of auxiliary entries as those of their parameters will be.
+def _load(
+    names_without_prefixes: Callable[..., set[str]],
+    plain: Callable,
+    model: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    *given: Any,
+    **options: Any,
+) -> Any:
+    """Give auxiliary entries the names that those of their parameters will have.
 
-    It takes ``module.`` (DistributedDataParallel) and ``_orig_mod.`` (torch.compile) out of names when it saves, and
+    torch takes ``module.`` (DistributedDataParallel) and ``_orig_mod.`` (torch.compile) out of names when it saves, and
     puts them before parameters and buffers alone when it loads.
     """
-
-    @functools.wraps(plain)
-    def load(model: nn.Module, state_dict: MutableMapping[str, Any], *given: Any, **options: Any) -> Any:
-        for name, parameter in _own_parameters(model):
-            suffix = known_layout(parameter).suffix
-            for short in names_without_prefixes(model, name) - {name}:
-                for entry in [entry for entry in state_dict if suffix.sub("", entry) == short != entry]:
-                    state_dict[name + entry.removeprefix(short)] = state_dict.pop(entry)
-        return plain(model, state_dict, *given, **options)
-
-    return load
+    for name, parameter in _own_parameters(model):
+        suffix = known_layout(parameter).suffix
+        for short in names_without_prefixes(model, name) - {name}:
+            for entry in [entry for entry in state_dict if suffix.sub("", entry) == short != entry]:
+                state_dict[name + entry.removeprefix(short)] = state_dict.pop(entry)
+    return plain(model, state_dict, *given, **options)
 
 
 # Gathering, and cutting into shards -------------------------------------------------------------------------------
 
 
-def _gathering(plain: Callable) -> Callable:
-    @functools.wraps(plain)
-    def gather(state_dict: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
-        return _restore_dtypes(plain(_to_sendable(state_dict), *given, **options), state_dict)
-
-    return gather
+def _gather(plain: Callable, state_dict: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
+    return _restore_dtypes(plain(_to_sendable(state_dict), *given, **options), state_dict)
 
 
-def _distributing(plain: Callable) -> Callable:
-    @functools.wraps(plain)
-    def distribute(full: Mapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any) -> None:
-        before = dict(local)
-        plain(_to_sendable(full), local, *given, **options)
-        _restore_dtypes(local, before)
-
-    return distribute
+def _distribute(
+    plain: Callable, full: Mapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any
+) -> None:
+    before = dict(local)
+    plain(_to_sendable(full), local, *given, **options)
+    _restore_dtypes(local, before)
 
 
 def _to_sendable(value: Any) -> Any:
@@ -123,42 +119,36 @@ def _restore_dtypes(found: Any, before: Any) -> Any:
 # Flat states ------------------------------------------------------------------------------------------------------
 
 
-def _unflattening(plain: Callable) -> Callable:
-    @functools.wraps(plain)
-    def unflatten(optim: Any, state_dict: Mapping[str, Any], *given: Any, **options: Any) -> Any:
-        try:
-            return plain(optim, state_dict, *given, **options)
-        except KeyError as error:
-            explain, (key, *_) = getattr(optim, "explain_missing_entry", None), (*error.args, None)
-            if explain is None or not str(key).startswith(("state.", "param_groups.")):
-                raise
-            raise ValueError(explain(key, state_dict)) from error
-
-    return unflatten
+def _unflatten(plain: Callable, optim: Any, state_dict: Mapping[str, Any], *given: Any, **options: Any) -> Any:
+    try:
+        return plain(optim, state_dict, *given, **options)
+    except KeyError as error:
+        explain, (key, *_) = getattr(optim, "explain_missing_entry", None), (*error.args, None)
+        if explain is None or not str(key).startswith(("state.", "param_groups.")):
+            raise
+        raise ValueError(explain(key, state_dict)) from error
 
 
 # Sending ----------------------------------------------------------------------------------------------------------
 
 
-def _sending(plain: Callable) -> Callable:
-    @functools.wraps(plain)
-    def send(full: MutableMapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any) -> None:
-        before = dict(local)
-        own = {name: value for name, value in local.items() if state_dict_layout(value) is not None}
-        expected = {name: _auxiliary_entries(name, value, local) for name, value in own.items()}
-        for beside in expected.values():
-            local.update(beside)
-        plain(_to_sendable(_to_plain_entries(full, own)), local, *given, **options)
-        for name, beside in expected.items():
-            # What is as it was has not been sent: the first process's entry is a plain tensor.
-            unsent = [entry for entry, part in beside.items() if local.get(entry) is part]
-            for entry in unsent:
-                del local[entry]
-            if name in local and not isinstance(own[name], nn.Parameter):  # which modules put together
-                local[name] = _from_plain_entries(local, name, beside, own[name])
-        _restore_dtypes(local, before)
-
-    return send
+def _send(
+    plain: Callable, full: MutableMapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any
+) -> None:
+    before = dict(local)
+    own = {name: value for name, value in local.items() if state_dict_layout(value) is not None}
+    expected = {name: _auxiliary_entries(name, value, local) for name, value in own.items()}
+    for beside in expected.values():
+        local.update(beside)
+    plain(_to_sendable(_to_plain_entries(full, own)), local, *given, **options)
+    for name, beside in expected.items():
+        # What is as it was has not been sent: the first process's entry is a plain tensor.
+        unsent = [entry for entry, part in beside.items() if local.get(entry) is part]
+        for entry in unsent:
+            del local[entry]
+        if name in local and not isinstance(own[name], nn.Parameter):  # which modules put together
+            local[name] = _from_plain_entries(local, name, beside, own[name])
+    _restore_dtypes(local, before)
 
 
 def _auxiliary_entries(name: str, value: Tensor, local: Mapping[str, Any]) -> dict[str, Tensor]:
