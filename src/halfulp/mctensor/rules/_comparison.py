@@ -320,13 +320,6 @@ def median_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Te
     return _kth_in_order(x, dim, keepdim, middle)
 
 
-@implements(aten.median.default)
-def median(x: MCTensor) -> Tensor:
-    """Return the lower of the middle values of all."""
-    flat: Any = x.reshape(-1)
-    return median_dim(flat, 0)[0]
-
-
 @implements(aten.nanmedian.dim)
 def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the lower median of the values that are no NaN; NaN, which sorts last, where all are."""
@@ -334,11 +327,8 @@ def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor,
     return _kth_in_order(x, dim, keepdim, lambda order: order.gather(dim, ((numbers - 1) // 2).clamp(min=0)))
 
 
-@implements(aten.nanmedian.default)
-def nanmedian(x: MCTensor) -> Tensor:
-    """Return the lower of the middle values of all that are numbers."""
-    flat: Any = x.reshape(-1)
-    return nanmedian_dim(flat, 0)[0]
+implements(aten.median.default)(lambda x: median_dim(x.reshape(-1), 0)[0])
+implements(aten.nanmedian.default)(lambda x: nanmedian_dim(x.reshape(-1), 0)[0])
 
 
 def _kth_in_order(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tensor, Tensor]:

@@ -283,35 +283,26 @@ def constant_pad_nd(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     return constant_pad_nd(x, pad).masked_fill(outside, value)
 
 
-_ONE = (
+_VIEWS = (
     *(aten.alias.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default),
     *(aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default),
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.as_strided.default),
     *(aten.diagonal.default, aten.unfold.default, aten.lift_fresh.default),
-)
-_SEVERAL = (
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
     *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default),
 )
 
 
 def _view(operator: OpOverload) -> Callable:
-    def view(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+    def view(x: MCTensor, *arguments: Any, **options: Any) -> Any:
         if gives_plain_gradient_of(x):
             return operator(to_plain(x), *arguments, **options)
-        return wrap(tuple(operator(part, *arguments, **options) for part in x._parts), x._scale, x._gradients)
+        parts = tuple(operator(part, *arguments, **options) for part in x._parts)
+        if isinstance(parts[0], Tensor):
+            return wrap(parts, x._scale, x._gradients)
+        return [wrap(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
 
     return view
-
-
-def _views(operator: OpOverload) -> Callable:
-    def views(x: MCTensor, *arguments: Any, **options: Any) -> list[Tensor]:
-        if gives_plain_gradient_of(x):
-            return operator(to_plain(x), *arguments, **options)
-        pieces = zip(*(operator(part, *arguments, **options) for part in x._parts), strict=True)
-        return [wrap(parts, x._scale, x._gradients) for parts in pieces]
-
-    return views
 
 
 @implements(aten.detach.default)
@@ -352,10 +343,8 @@ _IN_PLACE = {
 }
 for _operator, _functional in _IN_PLACE.items():
     implements(_operator)(_in_place(_operator, _functional))
-for _operator in _ONE:
+for _operator in _VIEWS:
     implements(_operator)(_view(_operator))
-for _operator in _SEVERAL:
-    implements(_operator)(_views(_operator))
 
 
 def to_message(x: MCTensor) -> Tensor:

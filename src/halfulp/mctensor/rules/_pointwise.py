@@ -299,48 +299,38 @@ implements(aten.mul_.Tensor, aten.mul_.Scalar)(_binary_in_place("mul"))
 implements(aten.div_.Tensor, aten.div_.Scalar)(_binary_in_place("div"))
 
 
-@implements(aten.add.Tensor, aten.add.Scalar)
-def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    """a + alpha b."""
-    return evaluate("add", a, b) if alpha == 1 else evaluate("addcmul", a, b, alpha, form=result_type((a, b)))
+def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
+    """Register a + alpha b, or a - alpha b, and the same into a; return the first rule."""
+    packet, in_place = getattr(aten, name), getattr(aten, f"{name}_")
+
+    @implements(packet.Tensor, packet.Scalar)
+    def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
+        return evaluate(name, a, b) if alpha == 1 else evaluate("addcmul", a, b, sign * alpha, form=result_type((a, b)))
+
+    @implements(in_place.Tensor, in_place.Scalar)
+    def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
+        return _update(name, x, x, other) if alpha == 1 else _update("addcmul", x, x, other, sign * alpha)
+
+    return add
 
 
-@implements(aten.sub.Tensor, aten.sub.Scalar)
-def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    """a - alpha b."""
-    return evaluate("sub", a, b) if alpha == 1 else evaluate("addcmul", a, b, -alpha, form=result_type((a, b)))
+_register_sum("add", 1)
+_subtract = _register_sum("sub", -1)
+implements(aten.rsub.Tensor, aten.rsub.Scalar)(lambda a, b, alpha=1: _subtract(b, a, alpha))
 
 
-implements(aten.rsub.Tensor, aten.rsub.Scalar)(lambda a, b, alpha=1: sub(b, a, alpha))
+def _register_product(name: str, divide: bool) -> None:
+    """Register a + value b c, or a + value b / c, and the same into a."""
 
+    @implements(getattr(aten, name).default)
+    def accumulate(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
+        form = result_type((a, b, c))
+        return evaluate("addcmul", a, *_plain_product(b, c, value, divide, form), form=form)
 
-@implements(aten.add_.Tensor, aten.add_.Scalar)
-def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
-    """x + alpha other, into x."""
-    return _update("add", x, x, other) if alpha == 1 else _update("addcmul", x, x, other, alpha)
-
-
-@implements(aten.sub_.Tensor, aten.sub_.Scalar)
-def sub_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
-    """x - alpha other, into x."""
-    return _update("sub", x, x, other) if alpha == 1 else _update("addcmul", x, x, other, -alpha)
-
-
-@implements(aten.addcmul.default)
-def addcmul(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-    """a + value b c."""
-    return _accumulate(a, b, c, value, divide=False)
-
-
-@implements(aten.addcdiv.default)
-def addcdiv(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-    """a + value b / c."""
-    return _accumulate(a, b, c, value, divide=True)
-
-
-def _accumulate(a: Any, b: Any, c: Any, value: Any, divide: bool) -> Tensor:
-    form = result_type((a, b, c))
-    return evaluate("addcmul", a, *_plain_product(b, c, value, divide, form), form=form)
+    @implements(getattr(aten, f"{name}_").default)
+    def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
+        factors = _plain_product(b, c, value, divide, result_type((x, b, c)))
+        return _update("addcmul", x, x, *factors, given=(name, (x, b, c, value)))
 
 
 def _plain_product(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
@@ -350,18 +340,8 @@ def _plain_product(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple
     return (b, c) if value == 1 else (evaluate("mul", b, c, form=whole), value)
 
 
-@implements(aten.addcmul_.default)
-def addcmul_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-    """x + value b c, into x."""
-    factors = _plain_product(b, c, value, False, result_type((x, b, c)))
-    return _update("addcmul", x, x, *factors, given=("addcmul", (x, b, c, value)))
-
-
-@implements(aten.addcdiv_.default)
-def addcdiv_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-    """x + value b / c, into x."""
-    factors = _plain_product(b, c, value, True, result_type((x, b, c)))
-    return _update("addcmul", x, x, *factors, given=("addcdiv", (x, b, c, value)))
+_register_product("addcmul", divide=False)
+_register_product("addcdiv", divide=True)
 
 
 @implements(aten.lerp.Scalar, aten.lerp.Tensor)
