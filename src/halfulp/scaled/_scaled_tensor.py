@@ -163,7 +163,7 @@ class ScaledTensor(CompositeTensor):
         if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
             x = x.decode(x.dtype)
         given = None if scale is None else _powers.as_scale(scale, x.device)
-        made: ScaledTensor = convert(x, lambda x: _encode(x, dtype, given, rounding, home), (x.dtype, dtype, home))
+        made: ScaledTensor = convert(x, _encode, (x.dtype, dtype, home), dtype, given, rounding, home)
         return made
 
     @staticmethod
@@ -203,8 +203,7 @@ class ScaledTensor(CompositeTensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        held = _powers.as_scale(scale, self.device)
-        made: ScaledTensor = convert(self, lambda x: rescaled(x, held))
+        made: ScaledTensor = convert(self, rescaled, None, _powers.as_scale(scale, self.device))
         return made
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -215,7 +214,7 @@ class ScaledTensor(CompositeTensor):
         tensor([0.1250, 0.1875])
         """
         target = dtype or self.dtype
-        plain: Tensor = convert(self, lambda x: _decode(x, target), (target, None, None))
+        plain: Tensor = convert(self, _decode, (target, None, None), target)
         return plain
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
@@ -390,40 +389,36 @@ def with_dtypes(
 
 
 class _Conversion(torch.autograd.Function):
-    """The identity on values, from one kind of tensor to another, as gradients go back and tangents go on."""
+    """The identity on values, from one kind of tensor to another, as gradients go back and tangents go on.
+
+    Its arguments: a tensor of any kind; a function of it and of what follows; the kind of the result if that is another
+    one, else None; what follows.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, convert: Callable[[Any], Tensor], kind: Kind | None) -> Tensor:
-        return convert(x)
+    def forward(x: Tensor, function: Callable[..., Tensor], kind: Kind | None, *rest: Any) -> Tensor:
+        return function(x, *rest)
 
     @staticmethod
     def setup_context(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, _, context.kind = inputs
+        x, _, context.kind, *_ = inputs
+        context.others = [None] * (len(inputs) - 1)
         scaled = isinstance(x, ScaledTensor)
         context.given = (x.dtype, x._payload.dtype, x._home) if scaled else (x.dtype, None, None)
 
     @staticmethod
     @untraced
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _of_kind(gradient, *context.given), None, None
+        return _of_kind(gradient, *context.given), *context.others
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
         return tangent.clone() if context.kind is None else _of_kind(tangent, *context.kind)
 
 
-def convert(x: Tensor, function: Callable[[Any], Tensor], kind: Kind | None = None) -> Any:
-    """Apply a function that is the identity on values, with its derivatives.
-
-    Args:
-        x: a tensor of any kind.
-        function: of it.
-        kind: of the result, if that is another one: the logical dtype, and of scaled ones the storage and home.
-    """
-    apply: Callable[..., Tensor] = _Conversion.apply
-    return apply(x, function, kind)
+convert: Callable[..., Any] = _Conversion.apply
 
 
 def _of_kind(x: Tensor, dtype: torch.dtype, storage: torch.dtype | None, home: Any) -> Tensor:

@@ -90,7 +90,7 @@ def _bring_inputs_home(
 
     def entered(x: Any) -> Any:
         if id(x) not in found:
-            found[id(x)] = convert(x, round_to_home) if is_above_home(x) else x
+            found[id(x)] = convert(x, round_to_home, None) if is_above_home(x) else x
         return found[id(x)]
 
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
@@ -128,7 +128,7 @@ def _bring_results_home(module: nn.Module, arguments: tuple[Any, ...], results: 
     """Round a recurrent layer's results to the home: without a fused kernel it ends in pointwise operators."""
     if torch.compiler.is_compiling():
         return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
-    return tree_map(lambda x: convert(x, round_to_home) if is_above_home(x) else x, results)
+    return tree_map(lambda x: convert(x, round_to_home, None) if is_above_home(x) else x, results)
 
 
 # `like` makes the result a scaled tensor, in compiled graphs too: operators of plain tensors give plain ones.
@@ -195,7 +195,7 @@ def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options
     def entered(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
             # Compilers do not trace autograd functions whose gradients change class.
-            return _plain_input(x) if torch.compiler.is_compiling() else convert(x, torch.clone)
+            return _plain_input(x) if torch.compiler.is_compiling() else convert(x, torch.clone, None)
         return x
 
     return tree_map(entered, (arguments, options))
