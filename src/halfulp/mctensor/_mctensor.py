@@ -11,8 +11,14 @@ from torch._ops import OpOverload
 
 from ..arithmetic import Parts, merge
 from ..kernels import define_operator, under_transform, untraced
-from ..subclass._composite_tensor import CompositeTensor
-from ..subclass._identity import check_layout, graph_key, register_collate, saved_marks, with_saved_marks
+from ..subclass._identity import (
+    CompositeTensor,
+    check_layout,
+    graph_key,
+    register_collate,
+    saved_marks,
+    with_saved_marks,
+)
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,

@@ -13,8 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, resolved, untraced
 from ..subclass import graph_key
-from ..subclass._composite_tensor import CompositeTensor
-from ..subclass._identity import check_layout, register_collate, saved_marks, with_saved_marks
+from ..subclass._identity import CompositeTensor, check_layout, register_collate, saved_marks, with_saved_marks
 from ..subclass._in_backward import refuse_make_fx, register_tangent
 from ..subclass._rule_table import Given, in_quotient_formula
 from ..subclass.models._parameter_holders import refuses_fully_shard
