@@ -15,7 +15,6 @@ from ..subclass._identity import (
     CompositeTensor,
     check_layout,
     graph_key,
-    register_collate,
     saved_marks,
     with_saved_marks,
 )
@@ -26,7 +25,6 @@ from ..subclass._in_backward import (
     differentiable,
     refuse_jit_trace,
     refuse_make_fx,
-    register_tangent,
 )
 from ..subclass._rule_table import Given, RuleTable
 from ..subclass.models._parameter_holders import refuses_fully_shard
@@ -394,6 +392,11 @@ class MCTensor(CompositeTensor):
     def _stable_hash_for_caching(self) -> str:
         return graph_key(self, RULES.values())
 
+    @staticmethod
+    def _of_tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
+        gradients, components, scaled = context
+        return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
+
     @untraced
     def __coerce_tangent_metadata__(self) -> MCTensor:
         return wrap((to_plain(self),), None, FIRST) if self._gradients == FIRST else self
@@ -402,7 +405,7 @@ class MCTensor(CompositeTensor):
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
         if expected is torch.Tensor:
             return to_plain(self)
-        return _tangent(self, context) if expected in (None, MCTensor) else None
+        return self._of_tangent(self, context) if expected in (None, MCTensor) else None
 
 
 @untraced
@@ -443,14 +446,6 @@ def to_plain(x: MCTensor) -> Tensor:
     return x._parts[0] if x._scale is None else decoded(x, x.dtype)
 
 
-def _tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
-    """Return a gradient with the components and the scale that a compiled backward pass was traced for."""
-    gradients, components, scaled = context
-    return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
-
-
-register_tangent(MCTensor, _tangent)
-register_collate(MCTensor)
 torch.serialization.add_safe_globals([rebuild_mctensor])
 
 

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, resolved, untraced
 from ..subclass import graph_key
-from ..subclass._identity import CompositeTensor, check_layout, register_collate, saved_marks, with_saved_marks
-from ..subclass._in_backward import refuse_make_fx, register_tangent
+from ..subclass._identity import CompositeTensor, check_layout, saved_marks, with_saved_marks
+from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, in_quotient_formula
 from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _powers_of_two as _powers
@@ -294,6 +294,12 @@ class ScaledTensor(CompositeTensor):
     def _stable_hash_for_caching(self) -> str:
         return graph_key(self, RULES.values())
 
+    @staticmethod
+    def _of_tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
+        dtype, storage, home = context
+        made = ScaledTensor.encode(x, storage)
+        return wrap(made._payload, made._scale, dtype, home)
+
     @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
         if expected is torch.Tensor:
@@ -479,13 +485,4 @@ def rebuild_scaled_tensor(
     return with_saved_marks(wrap(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 
 
-def _tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
-    """Encode a plain gradient in the logical dtype, storage and home that a compiled backward was traced for."""
-    dtype, storage, home = context
-    made = ScaledTensor.encode(x, storage)
-    return wrap(made._payload, made._scale, dtype, home)
-
-
-register_tangent(ScaledTensor, _tangent)
-register_collate(ScaledTensor)
 torch.serialization.add_safe_globals([rebuild_scaled_tensor])

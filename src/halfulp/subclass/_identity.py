@@ -34,12 +34,20 @@ class CompositeTensor(torch.Tensor):
         def detach(self) -> Self: ...
         def decode(self, dtype: torch.dtype = torch.float64) -> Tensor: ...
 
+    def __init_subclass__(cls) -> None:
+        torch.utils.data._utils.collate.default_collate_fn_map[cls] = _collate
+
     def _inner(self) -> list[Tensor]:
         """Return the plain tensors."""
         raise NotImplementedError
 
     def _like(self, inner: list[Tensor]) -> Self:
         """Return a tensor of other plain ones, with what else this one has."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _of_tangent(x: Tensor, context: Any) -> Tensor:
+        """Return a plain gradient as a compiled backward pass was traced for: `context` is of `__tensor_flatten__`."""
         raise NotImplementedError
 
     def share_memory_(self) -> Self:
@@ -120,17 +128,12 @@ def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
         )
 
 
-def collate(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None = None) -> Tensor:
+def _collate(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None = None) -> Tensor:
     """Stack a DataLoader's batch of tensors of a subclass.
 
     torch's own makes plain memory for it in a worker, which would hold one component, or values without their scale.
     """
     return torch.stack(batch)
-
-
-def register_collate(kind: type[Tensor]) -> None:
-    """Let torch's default_collate make batches of a tensor class by `collate`."""
-    torch.utils.data._utils.collate.default_collate_fn_map[kind] = collate
 
 
 _PACKAGE = __name__.partition(".")[0]

@@ -88,19 +88,12 @@ def _is_gradient() -> bool:
 
 # torch calls this method of a gradient.
 _CONVERSION = "__coerce_same_metadata_as_tangent__"
-# By class: the function of a plain gradient and the traced tensor's __tensor_flatten__ context.
-_converters: dict[type, Callable[[Tensor, Any], Tensor]] = {}
-
-
-def register_tangent(kind: type[Tensor], convert: Callable[[Tensor, Any], Tensor]) -> None:
-    """Register the function that converts plain gradients for compiled graphs whose outputs are of a class."""
-    _converters[kind] = convert
 
 
 @untraced
 def _convert_plain(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
-    """Convert a plain gradient to the class that torch expects; None (torch's error) where none is registered."""
-    convert = None if expected is None else _converters.get(expected)
+    """Convert a plain gradient to the class that torch expects; None (torch's error) where that is none of ours."""
+    convert = getattr(expected, "_of_tangent", None)
     return None if convert is None else convert(gradient.detach(), context)
 
 
