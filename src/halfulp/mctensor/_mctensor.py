@@ -363,9 +363,11 @@ class MCTensor(CompositeTensor):
     def _inner(self) -> list[Tensor]:
         return [*self._parts, *([] if self._scale is None else [self._scale])]
 
-    def _like(self, inner: list[Tensor]) -> MCTensor:
+    def _like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
         count = len(self._parts)
-        return wrap(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
+        made = wrap(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
+        made.requires_grad_(requires_grad)
+        return made
 
     # A compiler reads and replaces the components by name.
     _part_0, _part_1, _part_2, _part_3 = (

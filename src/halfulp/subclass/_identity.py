@@ -41,8 +41,8 @@ class CompositeTensor(torch.Tensor):
         """Return the plain tensors."""
         raise NotImplementedError
 
-    def _like(self, inner: list[Tensor]) -> Self:
-        """Return a tensor of other plain ones, with what else this one has."""
+    def _like(self, inner: list[Tensor], requires_grad: bool) -> Self:
+        """Return a leaf of other plain tensors, with what else this one has."""
         raise NotImplementedError
 
     @staticmethod
@@ -84,8 +84,7 @@ class CompositeTensor(torch.Tensor):
         if not self.is_leaf:
             raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
         with torch._C._DisableFuncTorch():  # inside a transform too a copy is no part of what is transformed
-            made = self._like([deepcopy(part, memo) for part in self._inner()])
-            made.requires_grad_(self.requires_grad)
+            made = self._like([deepcopy(part, memo) for part in self._inner()], self.requires_grad)
         memo[id(self)] = made
         made.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in self._own})
         if self.grad is not None:
