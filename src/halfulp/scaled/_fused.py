@@ -409,14 +409,10 @@ def _finish_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.d
 def add(
     x: Tensor, y: Tensor, sx: Tensor, sy: Tensor, storage: torch.dtype, sign: float = 1.0, keep: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return x + sign y under the larger scale, which no stand-in for infinity decides, rounded once, and the scale.
+    """Return x + sign y of payloads that `is_pair` accepts, under the larger scale, rounded once, and the scale.
 
-    Args:
-        x, y: payloads that `is_pair` accepts.
-        sx, sy: their scales.
-        storage: of the result; float16 or eight bits if numbers are kept.
-        sign: 1 or -1.
-        keep: whether sums of numbers of one sign become the smallest number instead of 0.
+    No stand-in for infinity decides the scale. With `keep`, for float16 and eight bits, sums of numbers of one sign
+    become the smallest number instead of 0.
     """
     kernel = Kernel("add", larger_scale, add_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
     payload, scale = _run_kernel(kernel, (x, y), (sx, sy), (sign,))
@@ -429,12 +425,8 @@ def affine(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return beta base + alpha y rounded once, with y a product's payload, and its scale.
 
-    Args:
-        y, base: payloads that `is_pair` accepts.
-        scales: of base, and of the two factors of the product.
-        storage: of the result.
-        beta, alpha: numbers.
-        beta_power, power: powers of two next to beta, and next to alpha times what brings the product back.
+    y and base are payloads that `is_pair` accepts; scales are those of base and of the two factors; the powers of two
+    lie next to beta, and next to alpha times what brings the product back.
     """
     kernel = Kernel("affine", affine_scale, affine_element, (3, 4, 1), (y.dtype, base.dtype), storage)
     payload, scale = _run_kernel(kernel, (y, base), scales, (beta, beta_power, alpha, power))
@@ -448,12 +440,9 @@ def affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, po
 
 
 def level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
-    """Return the power of two next to the root mean square of finite non-zero elements, or what the largest needs.
+    """Return the power of two next to the root mean square of a payload's finite non-zero elements, else `zero_scale`.
 
-    Args:
-        y: a payload with elements.
-        storage: for which the largest element needs it.
-        zero_scale: what is returned where there is no such element.
+    It is larger where the largest element needs it in a storage.
     """
     limit = torch.finfo(storage).max
 

@@ -243,11 +243,7 @@ def _is_plain(x: Any) -> bool:
 def addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
     """Return an operand as a ScaledTensor; the scale of a plain one is measured without what stands for infinity.
 
-    Args:
-        x: a tensor or a number.
-        like: the scaled tensor that it meets.
-        factor: a number that x is multiplied by.
-        among_zeros: whether numbers among zeros alone may stand for infinity.
+    `like` is the scaled tensor that it meets, `factor` a number that it is multiplied by; see `stand_ins` of zeros.
     """
     if not _is_plain(x):
         return operand(x, like)
@@ -268,14 +264,9 @@ def addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = Tr
 def large_elements(
     x: Any, like: ScaledTensor, factor: Any = 1.0, inverse: bool = False, among_zeros: bool = True
 ) -> Tensor | None:
-    """Return where a plain operand, times a number, stands for infinity; None if nowhere.
+    """Return where a plain operand, or where it is a divisor its inverse, times a number stands for infinity.
 
-    Args:
-        x: an operand.
-        like: the scaled tensor that it meets.
-        factor: a number that x is multiplied by.
-        inverse: x is a divisor.
-        among_zeros: whether numbers among zeros alone may stand for infinity.
+    None if nowhere; `like` is the scaled tensor that it meets.
     """
     if not _is_plain(x):
         return None

@@ -129,15 +129,10 @@ def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
 
 
 def check_written_at(name: str, given: Mapping[str, Any], x: Any, result: Any) -> None:
-    """Raise if every value written at indices or under a mask would become 0 in the payload.
+    """Raise if every value that is written at indices or under a mask would become 0 in the payload.
 
     Constants have no say in a scale; large ones saturate, but one that vanishes leaves zeros that nobody asked for.
-
-    Args:
-        name: of the operator that writes, such as "masked_fill_".
-        given: its arguments by name.
-        x: what is written into.
-        result: what it becomes.
+    Given are the operator's name and arguments, what it writes into, and what that becomes.
     """
     source = next((given[key] for key in _WRITTEN_AT.get(name, ()) if key in given), None)
     if source is None or given.get("accumulate") or given.get("reduce") or not isinstance(x, ScaledTensor):
@@ -215,16 +210,9 @@ class Updates:
 
 
 def begin(name: str, x: Any, given: Mapping[str, Any], functional: Callable) -> Updates | None:
-    """Compute the unrounded result of an in-place update of x, if this update is sampled.
+    """Return, if this in-place update of x is sampled, what `end` takes after the write; mostly None.
 
-    Args:
-        name: of the operator, such as "lerp_".
-        x: what is written.
-        given: all arguments by name.
-        functional: the operator that returns its result.
-
-    Returns:
-        What `end` takes after the write; mostly None.
+    `given` holds all arguments of the operator `name`, x too; `functional` is the operator that returns its result.
     """
     if name not in _ADDING and name not in _SHRINKING:
         return None

@@ -50,16 +50,9 @@ def is_collective(operator: OpOverload) -> bool:
 def collective_rule(
     operator: OpOverload, rules: Mapping[OpOverload, Rule], write: Write, refuse: Callable[[OpOverload], NoReturn]
 ) -> Rule:
-    """Return the rule of a collective that has none of its own.
+    """Return the rule of a collective that has none of its own, made of those that are registered for the class.
 
-    Args:
-        operator: of one of `NAMESPACES`.
-        rules: what is registered for the class of tensors.
-        write: copies a value into a tensor.
-        refuse: raises NotImplementedError in words.
-
-    Returns:
-        A function of the operator's own arguments.
+    `write` copies a value into a tensor, `refuse` raises NotImplementedError in words.
     """
 
     def refused(*arguments: Any, **options: Any) -> NoReturn:

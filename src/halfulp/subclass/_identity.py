@@ -112,14 +112,7 @@ def with_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Su
 
 
 def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
-    """Raise unless a file has the layout that this version reads.
-
-    Args:
-        layout: the file's.
-        own: the one that this version writes.
-        kind: the tensor class's name.
-        parts: the expressions that give its plain tensors, for the message.
-    """
+    """Raise unless a file has the layout that this version reads; `parts` says what gives the class's plain tensors."""
     if layout != own:
         raise ValueError(
             f"this file holds {kind}s of layout {layout}, and this version of halfulp reads layout {own}: load "

@@ -104,16 +104,11 @@ setattr(torch.Tensor, _CONVERSION, _convert_plain)
 def differentiable(
     operator: OpOverload, remember: Callable[..., None], backward: Callable[..., Any], tangent: Callable[..., Tensor]
 ) -> Callable[..., Any]:
-    """Register an operator's derivatives, and return a function that calls it.
+    """Register the derivatives of an operator of halfulp's, and return a function that calls it.
 
     In transforms of torch.func and in forward mode operators have no derivatives of their own: there it is called as an
-    autograd function.
-
-    Args:
-        operator: one of halfulp's.
-        remember: sets the context of its inputs and output.
-        backward: of a context and a gradient: the gradients of all arguments.
-        tangent: of a context and all arguments' tangents: the result's.
+    autograd function. `remember` is its setup_context, `backward` returns the gradients of all arguments, and `tangent`
+    is its jvp.
     """
     torch.library.register_autograd(operator, backward, setup_context=remember)
 

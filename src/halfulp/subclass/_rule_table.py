@@ -76,11 +76,7 @@ def strict() -> Iterator[None]:
 def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> None:
     """Count a fallback; warn at an operator's first; raise where strict.
 
-    Args:
-        operator: that has no rule.
-        why: for what it has none.
-        remedy: how a user registers one.
-        loss: what running on plain tensors did.
+    Messages say for what it has no rule, how a user registers one, and what running on plain tensors did.
     """
     name = str(operator)
     advice = f"{name} has no rule for {why}: {remedy}"
@@ -204,15 +200,11 @@ _GAP = 2.0**10
 
 
 def stand_ins(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
-    """Return where the large elements of a tensor stand for infinity; nowhere if they are data.
+    """Return where elements from a size on stand for infinity; nowhere if they are data.
 
     Stand-ins lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
-    beside a padded zero is neither. A tensor of one large number is all stand-ins.
-
-    Args:
-        x: floating values.
-        size: the magnitude from which on an element is large.
-        among_zeros: whether they may stand among zeros alone: a product's zeros are exact beside any number.
+    beside a padded zero is neither. A tensor of one large number is all stand-ins; among zeros alone they may be,
+    unless the tensor is a product's factor, whose zeros are exact beside any number.
     """
     magnitudes = torch.nan_to_num(x.detach().abs(), 0.0, 0.0, 0.0)
     large = magnitudes >= size

@@ -34,11 +34,8 @@ def agreed_scales(
 ) -> list[Tensor]:
     """Return scales that all ranks agree on, in one message: the largest of each, with room for a sum over ranks.
 
-    Args:
-        tensors: this rank's.
-        largest: the elementwise maximum of a tensor over all ranks.
-        terms: how many ranks are added; 1 for what is not a sum.
-        storage: what the payloads travel as; each one's own by default.
+    `largest` gives the elementwise maximum over all ranks; `terms` ranks are added, 1 for what is no sum; payloads
+    travel in `storage`, each in its own by default.
     """
     scales = torch.stack([x._scale for x in tensors])
     amaxes = torch.stack([_amax(x) for x in tensors])

@@ -127,18 +127,13 @@ _ADVICE = "checkpoint the whole model instead, or run it without checkpointing"
 
 
 def capture_hooks(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
-    """Make what torch.utils.checkpoint(use_reentrant=False) recomputes run under a mode.
+    """Make what torch.utils.checkpoint(use_reentrant=False) recomputes run under a mode, which `what` names in errors.
 
-    Its frame is reached through the saved-tensor hooks that are on top while the checkpointed function runs; hooks of
-    others are left alone, and so is a frame that the same function has wrapped already.
-
-    Args:
-        pack: the hook that packs.
-        wrap: makes a function run under the mode.
-        what: names the mode in errors.
+    Its frame is reached through the hook that packs saved tensors while the checkpointed function runs; hooks of others
+    are left alone, and so is a frame that the same `wrap` has wrapped already.
 
     Raises:
-        NotImplementedError: If this torch keeps its frames differently.
+        NotImplementedError: this torch keeps its frames differently.
     """
     if getattr(pack, "__module__", "") != "torch.utils.checkpoint" or "_recomputation_hook" in pack.__qualname__:
         return

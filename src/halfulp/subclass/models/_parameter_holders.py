@@ -507,13 +507,9 @@ def _sharded_around(named: list[tuple[str, Tensor]], what: str) -> Wrappers:
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter numbers of another dtype, in place: it stays the object that others hold.
+    """Give a parameter, plain or a DTensor, numbers of another dtype, in place: it stays the object that others hold.
 
     A gradient that waits for a step is cast to that dtype.
-
-    Args:
-        parameter: plain, or a DTensor.
-        value: of the parameter's shape and kind.
     """
     gradient, parameter.grad = parameter.grad, None
     parameter.data = value
