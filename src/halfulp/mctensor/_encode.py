@@ -35,7 +35,7 @@ def encode_components(
     dtype = check_dtype(dtype or own)
     held = _requested_scale(scale, wide[0], dtype)
     if held is None:
-        parts = tuple(part.clone() for part in wide) if _has_type(wide, components, dtype) else None
+        parts = tuple(part.clone() for part in wide) if wide[0].dtype == dtype and len(wide) == components else None
         parts = parts or renormalize(wide, components, dtype)
     else:
         parts = divide_by_scale(tuple(part.double() for part in wide), held, components, dtype)
@@ -65,7 +65,7 @@ def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
         require_float64(part.device, "MCTensors")
     kinds = {part.dtype for part in tensors}
     if len(kinds) > 1:
-        raise ValueError(f"components of several dtypes, {_list_kinds(kinds)}: convert them to one")
+        raise ValueError(f"components of several dtypes, {' and '.join(sorted(map(str, kinds)))}: convert them to one")
     tensors = torch.broadcast_tensors(*(resolved(part.detach(), "a component") for part in tensors))
     parts: Parts = tensors[:1]
     for part in tensors[1:]:
@@ -155,10 +155,6 @@ def _requested_scale(scale: Any, value: Tensor, dtype: torch.dtype) -> Tensor | 
     if scale is None:
         return scale_for(magnitude(value), dtype) if dtype == torch.float16 else None
     return power_of_two(scale, value.device)
-
-
-def _has_type(wide: Parts, components: int, dtype: torch.dtype) -> bool:
-    return wide[0].dtype == dtype and len(wide) == components
 
 
 def _as_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
@@ -270,10 +266,6 @@ def _size(value: Fraction) -> int:
 
 def _exponent(largest: float, dtype: torch.dtype) -> int:
     return math.frexp(largest)[1] - math.frexp(torch.finfo(dtype).max)[1] + 4
-
-
-def _list_kinds(kinds: set) -> str:
-    return " and ".join(sorted(str(kind) for kind in kinds))
 
 
 def _has_no_values(x: Tensor) -> bool:

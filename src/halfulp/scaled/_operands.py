@@ -358,10 +358,6 @@ def with_float32_payload(x: Any) -> Any:
     return wrap(to_float32(x), x._scale, x.dtype, x._home)
 
 
-def _store_at_home(x: Any) -> Any:
-    return round_to_home(x) if is_above_home(x) else x
-
-
 def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
     def changed(x: Any) -> Any:
         return tree_map(changed, x) if isinstance(x, (list, tuple)) else change(x)
@@ -370,7 +366,7 @@ def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) 
 
 
 operands_in_float32 = functools.partial(_map_tensors, with_float32_payload)
-operands_in_home = functools.partial(_map_tensors, _store_at_home)
+operands_in_home = functools.partial(_map_tensors, lambda x: round_to_home(x) if is_above_home(x) else x)
 
 
 def operands_in_widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:

@@ -61,7 +61,9 @@ def bring_home(x: ScaledTensor) -> ScaledTensor:
 def install(model: nn.Module) -> None:
     """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
     for module in model.modules():
-        if _is_product(module) and any(_has_home(p) for p in module.parameters(recurse=False)):
+        if _is_product(module) and any(
+            isinstance(p, ScaledTensor) and p.home is not None for p in module.parameters(recurse=False)
+        ):
             module.register_forward_pre_hook(_bring_inputs_home, with_kwargs=True)
             if isinstance(module, _RECURRENT):
                 module.register_forward_hook(_bring_results_home)
@@ -70,10 +72,6 @@ def install(model: nn.Module) -> None:
 def _is_product(module: nn.Module) -> bool:
     # transformers' layer of GPT-2, known by name: the library is not imported for it.
     return isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
-
-
-def _has_home(parameter: Tensor) -> bool:
-    return isinstance(parameter, ScaledTensor) and parameter.home is not None
 
 
 @untraced

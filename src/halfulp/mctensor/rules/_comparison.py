@@ -403,21 +403,12 @@ def _running(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
     step, count = 1, x.shape[dim]
     while step < count:
         before, here = at.narrow(dim, 0, count - step), at.narrow(dim, step, count - step)
-        pair = _stack_pair(x, dim, before, here)
+        pair: Any = torch.stack([_gather(x, dim, before), _gather(x, dim, here)])
         keep = torch.where(_first_extreme(pair, 0, sign)[0] == 0, before, here)
-        later = _later_of_equal(pair, before, here, keep)
+        later = torch.where(pair[0] == pair[1], here, keep)  # torch gives the last of equal values
         at = torch.cat([at.narrow(dim, 0, step), later], dim)
         step *= 2
     return _gather(x, dim, at), at
-
-
-def _stack_pair(x: MCTensor, dim: int, before: Tensor, here: Tensor) -> Any:
-    return torch.stack([_gather(x, dim, before), _gather(x, dim, here)])
-
-
-def _later_of_equal(pair: MCTensor, before: Tensor, here: Tensor, keep: Tensor) -> Tensor:
-    """torch gives the last of equal values."""
-    return torch.where(pair[0] == pair[1], here, keep)
 
 
 def _register_extremes(sign: int, name: str) -> None:

@@ -127,12 +127,9 @@ def _finite_norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False
     size = x.abs()
     if ord == 1:
         return size.sum(dims, keepdim)
-    root = evaluate("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=_four_float64s(x))
+    form = ResultType(torch.float64, MOST, COMPONENTS, False, x.device)
+    root = evaluate("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=form)
     return size.pow(ord).sum(dims, keepdim).pow(root)
-
-
-def _four_float64s(x: Tensor) -> ResultType:
-    return ResultType(torch.float64, MOST, COMPONENTS, False, x.device)
 
 
 @implements(aten.norm.Scalar)
@@ -227,7 +224,7 @@ def add_rows(into: Any, index: Tensor, values: Any) -> Tensor:
     rows = into.shape[0]
     if not index.numel():
         return into + torch.zeros_like(into)
-    goal, sums = _combine_runs(index, values, _plus_masked)
+    goal, sums = _combine_runs(index, values, lambda x, y, mask: x + torch.where(mask, y, torch.zeros_like(y)))
     spare = sums.new_zeros((rows + 1, *sums.shape[1:]))
     return into + spare.index_copy(0, _rows_of_run_ends(goal, rows), sums)[:rows]
 
@@ -262,10 +259,6 @@ def _combine_runs(index: Tensor, values: Any, combine: Callable) -> tuple[Tensor
         found = torch.cat([found[:step], combine(found[step:], found[:-step], mask)])
         step *= 2
     return goal, found
-
-
-def _plus_masked(x: Any, y: Any, mask: Tensor) -> Tensor:
-    return x + torch.where(mask, y, torch.zeros_like(y))
 
 
 def _rows_of_run_ends(goal: Tensor, rows: int) -> Tensor:

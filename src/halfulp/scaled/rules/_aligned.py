@@ -151,14 +151,14 @@ def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
 implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")(lambda a, b, alpha=1: sub(b, a, alpha))
 
 
-def pick_of_two(operator: OpOverload, a: Any, b: Any) -> Tensor:
-    """Return op(a, b) of an operator that selects one of two: constants do not decide the scale."""
-    (x, y), scale = align_with_constants([a, b])
-    return payloads_under(operator(x, y), [scale], [a, b])
-
-
 def _choice(operator: OpOverload) -> None:
-    implements(operator, family="alignment")(lambda a, b: pick_of_two(operator, a, b))
+    """Register an operator that selects one of two: constants do not decide the scale."""
+
+    def pick(a: Any, b: Any) -> Tensor:
+        (x, y), scale = align_with_constants([a, b])
+        return payloads_under(operator(x, y), [scale], [a, b])
+
+    implements(operator, family="alignment")(pick)
 
 
 for _operator in (aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default):

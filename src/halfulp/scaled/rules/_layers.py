@@ -119,17 +119,14 @@ def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: i
 @implements(aten._fused_rms_norm.default, family="norm")
 def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:
     """p / sqrt(mean(p^2) + eps / s^2) weight under the scale 1."""
-    given = NormInput(operand(x, first_scaled((x, weight))), _default_eps(x.dtype) if eps is None else eps)
+    # torch's default is that of the type in which it computes.
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
+    given = NormInput(operand(x, first_scaled((x, weight))), eps)
     dims = list(range(-len(shape), 0))
     deviation = (given.data.square().mean(dims, keepdim=True) + given.eps).rsqrt()
     y = given.data * deviation
     y = y if weight is None else y * value_of(weight)
     return _make_normalised(y, x, weight), given.deviation(deviation)
-
-
-def _default_eps(dtype: torch.dtype) -> float:
-    """Return torch's default eps of the type in which it computes."""
-    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:

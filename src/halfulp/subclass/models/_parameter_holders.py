@@ -137,7 +137,10 @@ def _send(
 ) -> None:
     before = dict(local)
     own = {name: value for name, value in local.items() if state_dict_layout(value) is not None}
-    expected = {name: _auxiliary_entries(name, value, local) for name, value in own.items()}
+    expected = {}
+    for name, value in own.items():
+        entries = known_layout(value).entries(name, value.detach())
+        expected[name] = {entry: part for entry, part in entries.items() if entry not in local}
     for beside in expected.values():
         local.update(beside)
     plain(_to_sendable(_to_plain_entries(full, own)), local, *given, **options)
@@ -149,11 +152,6 @@ def _send(
         if name in local and not isinstance(own[name], nn.Parameter):  # which modules put together
             local[name] = _from_plain_entries(local, name, beside, own[name])
     _restore_dtypes(local, before)
-
-
-def _auxiliary_entries(name: str, value: Tensor, local: Mapping[str, Any]) -> dict[str, Tensor]:
-    entries = known_layout(value).entries(name, value.detach())
-    return {entry: part for entry, part in entries.items() if entry not in local}
 
 
 def _to_plain_entries(full: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -303,7 +301,7 @@ def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
     if not unique:
         return Wrappers()
     for name, tensor in unique:
-        if is_flat_parameter(tensor):
+        if getattr(tensor, "_is_flat_param", False):
             _refuse_wrapped(name, "FullyShardedDataParallel (FSDP1)", what)
         if replaced and hasattr(tensor, "_local_tensor"):
             raise ValueError(
@@ -322,7 +320,9 @@ def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
             f"{kind} holds parameter {name!r} and would train nothing, as parameters become new objects: delete "
             f"it and make the optimizer after {what}"
         )
-    for kind, modules in (("DistributedDataParallel", data_parallel_modules()), ("FSDP1", _flat_modules())):
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    flat = living(fsdp.FullyShardedDataParallel) if fsdp is not None and torch.distributed.is_initialized() else []
+    for kind, modules in (("DistributedDataParallel", data_parallel_modules()), ("FSDP1", flat)):
         for module in modules:
             for parameter in module.parameters():
                 if id(parameter) in names:
@@ -453,21 +453,10 @@ def data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
     return [module for module in living(nn.parallel.DistributedDataParallel) if "reducer" in module.__dict__]
 
 
-def _flat_modules() -> list[nn.Module]:
-    """Return every module of FSDP1 in this process."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None or not torch.distributed.is_initialized() else living(fsdp.FullyShardedDataParallel)
-
-
 def sharded_modules() -> list[nn.Module]:
     """Return every module of fully_shard in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else living(fsdp.FSDPModule)
-
-
-def is_flat_parameter(tensor: object) -> bool:
-    """Return whether a parameter is a flat one, which FSDP1 made of many."""
-    return bool(getattr(tensor, "_is_flat_param", False))
 
 
 def shard_groups(module: nn.Module) -> list[Any]:
