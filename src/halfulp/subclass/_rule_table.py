@@ -96,15 +96,12 @@ Given = TypeVar("Given", bound=Rule)
 
 
 class RuleTable:
-    """The rules of a tensor subclass: registered ones, and those that were derived when first met.
+    """The rules of a tensor subclass: registered ones, and those that were derived when first met."""
 
-    derive: makes the rule of an operator that has none; or `derives` registers it, from a file that imports the class.
-    """
-
-    def __init__(self, derive: Callable[[OpOverload], Rule] | None = None) -> None:
+    def __init__(self) -> None:
         self.rules: dict[OpOverload, Rule] = {}
         self._derived: dict[OpOverload, Rule] = {}
-        self._derive = derive
+        self._derive: Callable[[OpOverload], Rule] | None = None
 
     def derives(self, derive: Callable[[OpOverload], Rule]) -> Callable[[OpOverload], Rule]:
         """Register, as a decorator, the function that makes the rule of an operator that has none."""
