@@ -1,6 +1,7 @@
 """Averages that stand still are told at an optimizer's steps, of whatever library and whenever they were made."""
 
 import copy
+import gc
 import importlib
 import pickle
 import warnings
@@ -19,8 +20,9 @@ DECAY, UPDATES = 0.999, 200
 
 @pytest.fixture(autouse=True)
 def _untold(monkeypatch):
-    """What has been told in this process may be told again, and nothing was hooked so far."""
+    """What has been told in this process may be told again, and nothing was searched for or hooked so far."""
     monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
+    monkeypatch.setattr(_averages._Last, "references", [])
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = dict(hooks)
     hooks.clear()
@@ -210,6 +212,25 @@ def test_scaled_models_get_the_advice_that_works_for_them():
     average, optimizer = ModelEmaV3(model), hu.optim.AdamW(model.parameters())
     with pytest.warns(RuntimeWarning, match=r"ModelEmaV3 keeps .*take ModelEmaV3\(halfulp\.scaled\.unscalify\(copy"):
         _stepped(model, optimizer)
+    del average
+
+
+def test_objects_are_searched_through_only_where_averages_came_or_went(monkeypatch):
+    """A search takes as long as many steps."""
+    gc.collect()
+    searches = []
+    model = _model()
+    optimizer = _optimizer(model)
+    objects = gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda *given: searches.append(1) or objects(*given))
+    _stepped(model, optimizer, 70)
+    assert len(searches) <= 1
+    for _ in range(20):
+        _stepped(model, _optimizer(model), 4)
+    assert len(searches) <= 1
+    average = ModelEmaV3(model, dtype=torch.float32)
+    _stepped(model, _optimizer(model), 4)
+    assert len(searches) <= 2
     del average
 
 

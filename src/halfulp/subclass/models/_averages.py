@@ -1,14 +1,19 @@
 """Averages of weights that are alive in this process, of any library, and warnings where they are narrow.
 
-They are found by the names of their classes, in a search through all objects that takes tens of milliseconds.
+They are found by the names of their classes. A search through all objects takes tens of milliseconds: it is made only
+where a class with such a name has come, or has other objects than at the last search, which the references to it tell.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import re
+import sys
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +29,41 @@ _NAME = re.compile(
 )
 
 
+class _Last:
+    """The last search: how many classes there were, those of averages, references to these, and what was found."""
+
+    classes: ClassVar[tuple[int, int]] = (0, 0)
+    kinds: ClassVar[list[weakref.ref[type]]] = []
+    references: ClassVar[list[int]] = []
+    found: ClassVar[list[weakref.ref]] = []
+
+
 def living_averages() -> list[object]:
     """Return the objects whose classes are named like averages, but for this package's own."""
-    kinds: dict[type, bool] = {}
-    found = []
-    for x in gc.get_objects():
-        kind = type(x)
-        if kind not in kinds:
-            kinds[kind] = _is_average(kind)
-        if kinds[kind]:
-            found.append(x)
+    classes = len(type.__subclasses__(object)), len(_below(nn.Module))
+    if classes != _Last.classes:
+        _Last.classes, _Last.kinds = classes, [weakref.ref(kind) for kind in _below(object) if _is_average(kind)]
+    if _references() != _Last.references or any(one() is None for one in _Last.found):
+        kinds = {one() for one in _Last.kinds}
+        living = (x for x in gc.get_objects() if type(x) in kinds and type(x).__weakrefoffset__)
+        _Last.found = list(map(weakref.ref, living))
+        del kinds
+        _Last.references = _references()
+    return [x for one in _Last.found if (x := one()) is not None]
+
+
+def _references() -> list[int]:
+    """Return how many references each class of averages has: one for each of its objects, and others."""
+    return [sys.getrefcount(kind) for one in _Last.kinds if (kind := one()) is not None]
+
+
+def _below(kind: type) -> set[type]:
+    """Return all subclasses of a class."""
+    found: set[type] = set()
+    new = {kind}
+    while new:
+        new = set(itertools.chain.from_iterable(map(type.__subclasses__, new))) - found
+        found |= new
     return found
 
 
@@ -50,10 +80,15 @@ def held_tensors(average: object) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(part for part in parts if issubclass(type(part), Tensor))
 
 
+@functools.cache  # all classes are asked again whenever one has come
+def _is_named(name: str) -> bool:
+    return _NAME.search(name) is not None
+
+
 def _is_average(kind: type) -> bool:
     if any(str(base.__module__).startswith("halfulp.") for base in kind.__mro__):
         return False
-    return issubclass(kind, AveragedModel) or any(_NAME.search(base.__name__) for base in kind.__mro__)
+    return issubclass(kind, AveragedModel) or any(_is_named(base.__name__) for base in kind.__mro__)
 
 
 _NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)

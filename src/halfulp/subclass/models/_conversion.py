@@ -117,7 +117,7 @@ def matcher(where: Where, names: list[str], what: str = "where", of: str = "para
 
 def with_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
     """Copy the attributes that users set on a parameter (marks for weight decay, say), but for its class's own."""
-    own = {*getattr(old, "_own", ()), "_is_param"}
+    own = {*getattr(old, "_own", ()), "_is_param", _state_dict.SAVED}
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})
     return new
 
