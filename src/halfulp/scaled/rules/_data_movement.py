@@ -65,12 +65,11 @@ def _storage_like(x: ScaledTensor) -> torch.dtype:
     return torch.float16 if is_narrow else x._payload.dtype
 
 
-def _filled(operator: OpOverload, value: float | None) -> None:
+def _filled(operator: OpOverload, value: float | None, is_like: bool) -> None:
     """Register an operator that makes a tensor with x's dtype and device: of its shape and memory format, or another.
 
     value: of all elements; the operator's argument by default.
     """
-    is_like = operator._schema.name.endswith("_like")
 
     def fill(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         number = float(arguments[-1] if value is None else value)
@@ -84,8 +83,8 @@ def _filled(operator: OpOverload, value: float | None) -> None:
 
 # Empty tensors hold zeros of any scale: elements that are never written must not be read.
 for _name, _value in (("zeros", 0.0), ("ones", 1.0), ("full", None), ("empty", 0.0)):
-    _filled(getattr(aten, f"{_name}_like").default, _value)
-    _filled(getattr(aten, f"new_{_name}").default, _value)
+    _filled(getattr(aten, f"{_name}_like").default, _value, is_like=True)
+    _filled(getattr(aten, f"new_{_name}").default, _value, is_like=False)
 
 
 @implements(aten.eye.out, aten.eye.m_out, family="creation")
@@ -355,13 +354,17 @@ def view_as_complex(x: ScaledTensor) -> Tensor:
     return torch.view_as_complex(value_of(x).contiguous())
 
 
-for _name in sorted(torch._C._dispatch_get_all_op_names()):
-    _packet, _, _overload = _name.removeprefix("aten::").partition(".")
-    if _name.startswith("aten::_foreach_") and not _overload.endswith("out"):
-        _operator = getattr(getattr(torch.ops.aten, _packet), _overload or "default")
-        _rule = foreach_rule(_operator)
-        if _rule is not None:
-            implements(_operator, family="foreach")(_rule)
+def _register_loops() -> None:
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::_foreach_") and not overload.endswith("out"):
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            rule = foreach_rule(operator)
+            if rule is not None:
+                implements(operator, family="foreach")(rule)
+
+
+_register_loops()
 
 
 def _register_refusal(operator: OpOverload) -> None:
