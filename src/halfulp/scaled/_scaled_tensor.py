@@ -226,7 +226,8 @@ class ScaledTensor(CompositeTensor):
         return [self._payload, self._scale]
 
     def _like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
-        return wrap(*inner, self.dtype, self._home, requires_grad)
+        payload, scale = inner
+        return wrap(payload, scale, self.dtype, self._home, requires_grad)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         payload, scale = self._payload, self._scale

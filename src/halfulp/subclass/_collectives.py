@@ -181,7 +181,7 @@ def eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverlo
         write(out, run(x.reshape(-1), group_size(_name(group)), _name(group)).reshape(out.shape))
         return out, _finished_work()
 
-    made_of = {
+    made_of: dict[OpOverload, dict[OpOverload, Rule]] = {
         functional.all_reduce.default: {
             c10d.allreduce_.default: allreduce_,
             c10d.allreduce_coalesced_.default: allreduce_coalesced_,
@@ -205,7 +205,8 @@ def _name(group: Any) -> str:
 def _finished_work() -> Any:
     future: torch.futures.Future[None] = torch.futures.Future()
     future.set_result(None)
-    return torch._C._distributed_c10d._create_work_from_future(future).boxed()
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._create_work_from_future(future).boxed()
 
 
 def _shard_dim_alltoall(x: Tensor, gather_dim: int, shard_dim: int, group: Any) -> Tensor:
