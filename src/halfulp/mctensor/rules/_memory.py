@@ -398,16 +398,13 @@ def wait_tensor(x: MCTensor) -> MCTensor:
 
 
 _functional = torch_operators("_c10d_functional")
-for _packet, _rule in (
-    {
-        _functional.all_gather_into_tensor: all_gather,
-        _functional.all_to_all_single: all_to_all,
-        _functional.broadcast: broadcast,
-        _functional.wait_tensor: wait_tensor,
-    }.items()
-    if dist.is_available()
-    else ()
-):
+_rules: dict[Any, Callable[..., Any]] = {
+    _functional.all_gather_into_tensor: all_gather,
+    _functional.all_to_all_single: all_to_all,
+    _functional.broadcast: broadcast,
+    _functional.wait_tensor: wait_tensor,
+}
+for _packet, _rule in _rules.items() if dist.is_available() else ():
     implements(_packet.default)(_rule)
 for _eager, _rule in eager_rules(RULES, copy_received).items():
     implements(_eager)(_rule)

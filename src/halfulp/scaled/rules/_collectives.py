@@ -114,18 +114,15 @@ def wait_tensor(x: ScaledTensor) -> ScaledTensor:
 
 
 _functional = torch_operators("_c10d_functional")
-for _operator, _rule in (
-    {
-        _functional.all_reduce: all_reduce,
-        _functional.reduce_scatter_tensor: reduce_scatter,
-        _functional.all_gather_into_tensor: all_gather,
-        _functional.all_to_all_single: all_to_all,
-        _functional.broadcast: broadcast,
-        _functional.wait_tensor: wait_tensor,
-    }.items()
-    if dist.is_available()
-    else ()
-):
-    implements(_operator.default, family="collectives")(_rule)
+_rules: dict[Any, Callable[..., Any]] = {
+    _functional.all_reduce: all_reduce,
+    _functional.reduce_scatter_tensor: reduce_scatter,
+    _functional.all_gather_into_tensor: all_gather,
+    _functional.all_to_all_single: all_to_all,
+    _functional.broadcast: broadcast,
+    _functional.wait_tensor: wait_tensor,
+}
+for _packet, _rule in _rules.items() if dist.is_available() else ():
+    implements(_packet.default, family="collectives")(_rule)
 for _eager, _rule in eager_rules(RULES, write).items():
     implements(_eager, family="collectives")(_rule)

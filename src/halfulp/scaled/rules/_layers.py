@@ -282,23 +282,26 @@ def batch_norm_functional(
 def _register_variants() -> None:
     """Register the operators of other backends: the same results, of which some are followed by an empty reserve."""
 
+    normal: Callable[..., tuple] = batch_norm
+    functional: Callable[..., tuple] = batch_norm_functional
+
     def reserve(x: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=x.device)
 
     def functional_with_reserve(x: Any, *given: Any) -> tuple:
-        results = batch_norm_functional(x, *given[:4], True, *given[4:])
+        results = functional(x, *given[:4], True, *given[4:])
         return *results[:3], reserve(x), *results[3:]
 
     def in_evaluation(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float) -> tuple:
         return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
 
     variants: dict[OpOverload, Callable[..., tuple]] = {
-        aten.miopen_batch_norm.default: batch_norm,
-        aten.cudnn_batch_norm.default: lambda x, *given: (*batch_norm(x, *given), reserve(x)),
+        aten.miopen_batch_norm.default: normal,
+        aten.cudnn_batch_norm.default: lambda x, *given: (*normal(x, *given), reserve(x)),
         aten._native_batch_norm_legit_no_training.default: in_evaluation,
         aten._batch_norm_no_update.default: lambda x, *given: (*in_evaluation(x, *given), reserve(x)),
         aten._batch_norm_with_update.default: lambda x, *given: (
-            *batch_norm(x, *given[:4], True, *given[4:]),
+            *normal(x, *given[:4], True, *given[4:]),
             reserve(x),
         ),
         aten._batch_norm_with_update_functional.default: functional_with_reserve,
@@ -339,9 +342,10 @@ def batch_norm_backward(
 
 
 # The arguments of other backends' operators: with a reserve at the end, or with the input first and no mask.
-implements(aten.batch_norm_backward.default, family="norm")(lambda *given: batch_norm_backward(*given[:10]))
+_backward: Callable[..., tuple] = batch_norm_backward
+implements(aten.batch_norm_backward.default, family="norm")(lambda *given: _backward(*given[:10]))
 implements(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default, family="norm")(
-    lambda x, gradient, *given: batch_norm_backward(gradient, x, *given[:5], True, given[5], (True, True, True))
+    lambda x, gradient, *given: _backward(gradient, x, *given[:5], True, given[5], (True, True, True))
 )
 
 
