@@ -80,7 +80,6 @@ HAS_SOURCE_RANK = hasattr(_saved, "_top_saved_tensors_default_hooks")  # of the 
 # Nothing is lost: older names of the same functions, which newer versions warn of.
 _NAMED_SINGLE = hasattr(_distributed, "all_gather_single")
 ALL_GATHER: Any = getattr(_distributed, "all_gather_single" if _NAMED_SINGLE else "all_gather_into_tensor", None)
-REDUCE_SCATTER: Any = getattr(_distributed, "reduce_scatter_single" if _NAMED_SINGLE else "reduce_scatter_tensor", None)
 
 
 def find_dtype(name: str) -> torch.dtype | None:

@@ -239,7 +239,7 @@ def test_overlapping_elements_are_seen(x, overlaps):
 LOOKED_AT = {
     "optim/parameters/_outside_writes.py": {"payload_version_of"},
     "optim/parameters/_random_identity.py": {"_is_same_memory"},
-    "subclass/models/_parameter_holders.py": {"_check_memory", "_refuse_tied", "check_overlaps", "find", "overlap"},
+    "subclass/models/_parameter_holders.py": {"check_overlaps", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
     "arithmetic/_pointwise.py": {"combine", "fill", "_overlaps"},

@@ -46,7 +46,7 @@ def test_what_is_not_there_is_skipped_and_refuses_to_run():
     overload = aten.add.no_such_overload
     assert present([gone, aten.neg.default, overload]) == [aten.neg.default]
     assert aten.no_such_operator.overloads() == []
-    table = RuleTable(lambda operator: None)
+    table = RuleTable()
     rule = table.implements(gone, aten.neg.default, overload)(abs)
     assert (rule, table.rules) == (abs, {aten.neg.default: abs})
     with pytest.raises(NotImplementedError, match="has no operator aten::no_such_operator"):

@@ -22,7 +22,7 @@ DECAY, UPDATES = 0.999, 200
 def _untold(monkeypatch):
     """What has been told in this process may be told again, and nothing was searched for or hooked so far."""
     monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
-    monkeypatch.setattr(_averages._Search, "references", {})
+    monkeypatch.setattr(_averages._Last, "references", [])
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = dict(hooks)
     hooks.clear()
@@ -213,33 +213,6 @@ def test_scaled_models_get_the_advice_that_works_for_them():
     with pytest.warns(RuntimeWarning, match=r"ModelEmaV3 keeps .*take ModelEmaV3\(halfulp\.scaled\.unscalify\(copy"):
         _stepped(model, optimizer)
     del average
-
-
-@pytest.mark.parametrize("kind", ["AveragedModel", "EMAModel"])
-def test_averages_of_scaled_models_are_told_at_their_first_update(kind):
-    """Whatever steps the model, and with a function that copies what it has rounded already."""
-    model = hu.scalify(torch.nn.Sequential(torch.nn.Linear(16, 16)))
-
-    def move(means, values, number):
-        for mean, value in zip(means, values):
-            mean.copy_(mean * DECAY + value * (1 - DECAY))
-
-    if kind == "AveragedModel":
-        with pytest.warns(RuntimeWarning, match="AveragedModel keeps"):
-            average = AveragedModel(model, multi_avg_fn=move)
-        average = copy.deepcopy(average)  # of which nobody has heard
-        _engines._notes.clear()
-        update = average.update_parameters
-    else:
-        average = AVERAGES[kind](model)
-        update = lambda model: average.step(model.parameters())  # noqa: E731
-    with pytest.warns(RuntimeWarning, match=rf"{kind} keeps its averages in torch\.float16.*unscalify"):
-        update(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        update(model)
-        for parameter in model.parameters():
-            parameter.data.copy_(parameter.data)
 
 
 def test_objects_are_searched_through_only_where_averages_came_or_went(monkeypatch):

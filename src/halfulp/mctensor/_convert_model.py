@@ -18,6 +18,7 @@ from ..subclass.models._conversion import (
     check_has_shape,
     check_module,
     converted,
+    decoded_parameter,
     matching_parameters,
     module_parameters,
     put_converted,
@@ -193,8 +194,6 @@ register(
 Model = TypeVar("Model", bound=nn.Module)
 # Name of a module's record of the dtypes that its parameters had before.
 _BEFORE = "_halfulp_dtypes"
-# What an MCTensor keeps in its __dict__.
-_OWN = ("_parts", "_scale", "_gradients")
 
 
 def multicomponent(
@@ -284,7 +283,7 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
 
     def plain(ref: ParameterRef) -> Tensor:
         before = ref.module.__dict__.get(_BEFORE, {}).get(ref.key, ref.value.dtype)
-        return _to_single_component(ref, dtype if dtype and ref.is_parameter else before)
+        return decoded_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
     put_plain(model, found, converted(found, plain))
     _recurrent.remove(model)
@@ -324,19 +323,4 @@ def _to_multicomponent(ref: ParameterRef, components: int, dtype: torch.dtype | 
             new.grad = grad if gradients == COMPONENTS else grad.decode(kind)
     except ValueError as error:
         raise ValueError(f"parameter {ref.name!r}: {error}") from None
-    return with_attributes(new, old, _OWN)
-
-
-def _to_single_component(ref: ParameterRef, dtype: torch.dtype) -> Tensor:
-    old = ref.value
-    assert isinstance(old, MCTensor)
-    value = old.detach().decode(dtype)
-    if not value.is_meta and bool((value.isinf() & old.detach().decode().isfinite()).any()):
-        raise ValueError(f"parameter {ref.name!r} has values beyond {dtype}: give a wider dtype=")
-    if not ref.is_parameter:
-        return value
-    new = nn.Parameter(value, old.requires_grad)
-    if old.grad is not None:
-        grad = old.grad.detach()
-        new.grad = grad.decode(dtype) if isinstance(grad, MCTensor) else grad.to(dtype)
-    return with_attributes(new, old, _OWN)
+    return with_attributes(new, old)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels import torch_operators
 from ..subclass import _rule_table as _fallback
 from ..subclass._collectives import collective_rule, is_collective
+from ..subclass._foreach import foreach_rule
 from ..subclass._in_backward import gives_plain_gradient, unrounded_results
 from ..subclass._rule_table import functional_form, is_written
 from ._mctensor import RULES, MCTensor, decoded, derives, implements, wrap
@@ -49,8 +50,8 @@ def derive(operator: OpOverload) -> Callable:
     if is_collective(operator):
         return collective_rule(operator, RULES, copy_received, _refuse_collective)
     name = operator._schema.name.removeprefix("aten::")
-    if operator.namespace == "aten" and name.startswith("_foreach_"):
-        return functools.partial(_on_each_of_a_list, name.removeprefix("_foreach_"), operator)
+    if (rule := foreach_rule(operator)) is not None:
+        return rule
     if operator in _RESIZE:
         return functools.partial(_refuse, operator, "changes memory that views share")
     if operator._can_decompose():
@@ -125,29 +126,22 @@ def fall_back_to_float64(operator: OpOverload, arguments: tuple, options: dict) 
     return in_float64(operator, arguments, options)
 
 
-def beyond_float64(*operators: OpOverload) -> Callable[[Callable], Callable]:
-    """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64."""
+def beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:
+    """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64.
 
-    def register(rule: Callable) -> Callable:
-        for operator in operators:
-            implements(operator)(float64_or_rule(operator, rule))
-        return rule
-
-    return register
-
-
-def beyond_exact_float64(*operators: OpOverload) -> Callable[[Callable], Callable]:
-    """Register a rule as `beyond_float64` does, with float64 only for operands that it holds exactly.
-
-    For operators that copy digits: components may leave gaps between them that are wider than float64.
+    exactly: float64 only for operands that it holds exactly: for operators that copy digits, as components may leave
+        gaps between them that are wider than float64.
     """
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator)(float64_or_rule(operator, rule, exactly=True))
+            implements(operator)(float64_or_rule(operator, rule, exactly))
         return rule
 
     return register
+
+
+beyond_exact_float64 = functools.partial(beyond_float64, exactly=True)
 
 
 def _is_exact(x: Any) -> bool:
@@ -240,47 +234,6 @@ def _refuse(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> 
     raise NotImplementedError(
         f"{operator} {why} and has no rule for MCTensors: register one by MCTensor.implements, or use x.decode()"
     )
-
-
-def _on_each_of_a_list(name: str, operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    """Run a foreach operator as a loop over its lists."""
-    count = len(arguments[0])
-    lists = [a.name for a in operator._schema.arguments if "List" in str(a.type) or str(a.type) == "List[Tensor]"]
-    names = [a.name for a in operator._schema.arguments]
-    given = dict(zip(names, arguments)) | options
-    function = _single(name)
-    results = []
-    for i in range(count):
-        one = {k: v[i] if k in lists and isinstance(v, (list, tuple)) else v for k, v in given.items()}
-        results.append(function(*_given_values(one)))
-    return None if name.endswith("_") else results
-
-
-def _single(name: str) -> Callable:
-    if name == "norm":
-        return lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype)
-    if name in ("addcmul", "addcdiv", "addcmul_", "addcdiv_"):
-        return lambda x, a, b, value=1: getattr(x, name)(a, b, value=value)
-    if name in ("add", "sub", "add_", "sub_"):
-        return lambda x, other, alpha=1: getattr(x, name)(other, alpha=alpha)
-    if name in ("clamp_max", "clamp_min", "clamp_max_", "clamp_min_", "maximum", "minimum", "maximum_", "minimum_"):
-        return _larger_or_smaller(name)
-    return lambda x, *others: getattr(x, name)(*others)
-
-
-def _larger_or_smaller(name: str) -> Callable:
-    function = torch.maximum if name.startswith(("clamp_min", "maximum")) else torch.minimum
-    writes = name.endswith("_")
-
-    def clamp(x: Tensor, other: Any) -> Tensor:
-        result = function(x, other if isinstance(other, Tensor) else x.new_full((), other))
-        return x.copy_(result) if writes else result
-
-    return clamp
-
-
-def _given_values(given: dict[str, Any]) -> list:
-    return [value for value in given.values() if value is not None]
 
 
 def _refuse_collective(operator: OpOverload) -> NoReturn:

@@ -35,7 +35,7 @@ def encode_components(
     dtype = check_dtype(dtype or own)
     held = _requested_scale(scale, wide[0], dtype)
     if held is None:
-        parts = tuple(part.clone() for part in wide) if _has_type(wide, components, dtype) else None
+        parts = tuple(part.clone() for part in wide) if wide[0].dtype == dtype and len(wide) == components else None
         parts = parts or renormalize(wide, components, dtype)
     else:
         parts = divide_by_scale(tuple(part.double() for part in wide), held, components, dtype)
@@ -65,7 +65,7 @@ def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
         require_float64(part.device, "MCTensors")
     kinds = {part.dtype for part in tensors}
     if len(kinds) > 1:
-        raise ValueError(f"components of several dtypes, {_list_kinds(kinds)}: convert them to one")
+        raise ValueError(f"components of several dtypes, {' and '.join(sorted(map(str, kinds)))}: convert them to one")
     tensors = torch.broadcast_tensors(*(resolved(part.detach(), "a component") for part in tensors))
     parts: Parts = tensors[:1]
     for part in tensors[1:]:
@@ -93,11 +93,7 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_range(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
-    """Raise if a finite value became infinite in its components.
-
-    Raises:
-        ValueError: it says which value, and a scale that holds it.
-    """
+    """Raise if a finite value became infinite in its components."""
     if _has_no_values(value) or not value.numel() or bool(payload.isfinite().all()):
         return
     lost = payload.isinf() & value.isfinite()
@@ -159,10 +155,6 @@ def _requested_scale(scale: Any, value: Tensor, dtype: torch.dtype) -> Tensor | 
     if scale is None:
         return scale_for(magnitude(value), dtype) if dtype == torch.float16 else None
     return power_of_two(scale, value.device)
-
-
-def _has_type(wide: Parts, components: int, dtype: torch.dtype) -> bool:
-    return wide[0].dtype == dtype and len(wide) == components
 
 
 def _as_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
@@ -276,10 +268,6 @@ def _exponent(largest: float, dtype: torch.dtype) -> int:
     return math.frexp(largest)[1] - math.frexp(torch.finfo(dtype).max)[1] + 4
 
 
-def _list_kinds(kinds: set) -> str:
-    return " and ".join(sorted(str(kind) for kind in kinds))
-
-
 def _has_no_values(x: Tensor) -> bool:
     """Return whether a tensor has no values to check: while a compiler traces, or on the meta device."""
     return type(x) not in (Tensor, torch.nn.Parameter) or x.device.type == "meta"
@@ -363,7 +351,8 @@ def strings(parts: Parts, scale: Tensor | None, digits: int | None = None) -> st
     if digits is not None and digits < 1:
         raise ValueError(f"digits={digits}: allowed are 1 and more")
     flat = [decimal(value, digits or held_digits(parts)) for value in exact_values(parts, scale)]
-    return _nest(flat, list(parts[0].shape))
+    nested: str | list[Any] = np.array(flat, dtype=object).reshape(parts[0].shape).tolist()
+    return nested
 
 
 def representation(x: Tensor, parts: Parts, scale: Tensor | None, gradients: str) -> str:
@@ -434,10 +423,3 @@ def _brackets(flat: list[str], shape: list[int], full: list[int], indent: int) -
         rows.insert(_EDGE, "...")
     gap = ", " if len(shape) == 1 else "," + "\n" * (len(shape) - 1) + " " * (indent + 1)
     return f"[{gap.join(rows)}]"
-
-
-def _nest(flat: list[str], shape: list[int]) -> str | list[Any]:
-    if not shape:
-        return flat[0]
-    step = len(flat) // shape[0] if shape[0] else 0
-    return [_nest(flat[i * step : i * step + step], shape[1:]) for i in range(shape[0])]

@@ -86,16 +86,8 @@ def _number_beside(value: Any, x: Any) -> Any:
     return MCTensor.encode(value, len(x._parts), x.dtype, device=x.device)
 
 
-def where_other(condition: Tensor, x: Any, other: Any) -> Any:
-    """x, or a number."""
-    number = _number_beside(other, x)
-    return number if number is NotImplemented else torch.where(condition, x, number)
-
-
-def where_self(condition: Tensor, number: Any, x: Any) -> Any:
-    """Choose between a number and x by a condition."""
-    made = _number_beside(number, x)
-    return made if made is NotImplemented else torch.where(condition, made, x)
+def _where(condition: Tensor, x: Any, other: Any) -> Any:
+    return NotImplemented if x is NotImplemented or other is NotImplemented else torch.where(condition, x, other)
 
 
 def _quantile(operator: Any) -> Callable:
@@ -131,8 +123,8 @@ def _normalize(x: Tensor, dim: int, eps: float) -> Tensor:
 
 
 BY_NUMBERS = {
-    aten.where.ScalarOther: where_other,
-    aten.where.ScalarSelf: where_self,
+    aten.where.ScalarOther: lambda condition, x, other: _where(condition, x, _number_beside(other, x)),
+    aten.where.ScalarSelf: lambda condition, number, x: _where(condition, _number_beside(number, x), x),
     aten.quantile.scalar: _quantile(aten.quantile.default),
     aten.nanquantile.scalar: _quantile(aten.nanquantile.default),
     aten.rms_norm.default: _with_components(rms_norm),

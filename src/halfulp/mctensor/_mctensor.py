@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -12,14 +11,20 @@ from torch._ops import OpOverload
 
 from ..arithmetic import Parts, merge
 from ..kernels import define_operator, under_transform, untraced
-from ..subclass._identity import check_layout, graph_key, register_collate, saved_marks, with_saved_marks
+from ..subclass._identity import (
+    CompositeTensor,
+    check_layout,
+    graph_key,
+    saved_marks,
+    with_saved_marks,
+)
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
     check_gradients,
+    differentiable,
     refuse_jit_trace,
     refuse_make_fx,
-    register_tangent,
 )
 from ..subclass._rule_table import Given, RuleTable
 from ..subclass.models._parameter_holders import refuses_fully_shard
@@ -67,12 +72,6 @@ def with_history(x: Tensor, made: Any) -> Any:
     return connect(x, made)
 
 
-def decoded_with_history(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the value as a plain tensor, rounded once; gradients flow through it, and tangents."""
-    decode: Callable[..., Tensor] = _TransformedDecode.apply if under_transform() else torch.ops.halfulp.decode
-    return decode(x, dtype)
-
-
 class _Encode(torch.autograd.Function):
     """Connect an MCTensor to the graph of the tensor that it encodes."""
 
@@ -118,27 +117,6 @@ def decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return context.decoded.encode(gradient, context.count, context.kind, gradients=COMPONENTS), None
 
 
-class _TransformedDecode(torch.autograd.Function):
-    """Decoding for transforms of torch.func and forward mode, where an operator would lose the derivative."""
-
-    @staticmethod
-    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
-        value: Tensor = torch.ops.halfulp.decode(x, dtype)
-        return value
-
-    setup_context = staticmethod(remember_decoding)
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return decoding_gradient(context, gradient)
-
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
-        value: Tensor = tangent.decode(context.target) if hasattr(tangent, "decode") else tangent.to(context.target)
-        return value
-
-
 _make = torch.Tensor._make_wrapper_subclass
 _data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 # Of what pickle stores; a file of another layout is refused.
@@ -160,7 +138,7 @@ except RuntimeError as error:
 
 
 @refuses_fully_shard
-class MCTensor(torch.Tensor):
+class MCTensor(CompositeTensor):
     """A tensor whose value is scale * (c[0] + c[1] + ...), with one to four components of one narrow format.
 
     From "MCTensor: A High-Precision Deep Learning Library with Multi-Component Floating-Point" (Yu, Guo, Li, Yuan and
@@ -192,12 +170,9 @@ class MCTensor(torch.Tensor):
     # Whether ones_like made it: a backward pass begins with such a tensor, which is a gradient then.
     _seeds_backward = False
 
-    __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
-
-    if TYPE_CHECKING:  # torch types these as a plain tensor's
-
-        def clone(self, *, memory_format: torch.memory_format | None = None) -> MCTensor: ...
-        def detach(self) -> MCTensor: ...
+    _value_is = "a sum of components"
+    _parts_are = "each of x.components"
+    _own = ("_parts", "_scale", "_gradients")
 
     def __new__(cls, *arguments: object, **options: object) -> MCTensor:
         raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")
@@ -308,7 +283,8 @@ class MCTensor(torch.Tensor):
         >>> MCTensor.encode(0.1, dtype=torch.bfloat16, components=3).decode(torch.float32)
         tensor(0.1000)
         """
-        return decoded_with_history(self, dtype)
+        plain: Tensor = _decode(self, dtype)
+        return plain
 
     def with_gradients(self, gradients: str) -> MCTensor:
         """Return a leaf of the same components, sharing memory, that keeps gradients of another kind."""
@@ -328,32 +304,12 @@ class MCTensor(torch.Tensor):
         """
         return _text.strings(self._parts, self._scale, digits)
 
-    def tolist(self) -> float | list[Any]:  # type: ignore[override]
-        """Return the values, rounded to float64, as Python floats in nested lists."""
-        return self.detach().decode().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Refuse: NumPy has no type for a sum of components."""
-        raise TypeError(
-            "NumPy has no type for a sum of components: x.decode(torch.float64).numpy() rounds it to one float64, "
-            "and [c.numpy() for c in x.components] keeps all"
-        )
-
     def apply_(self, function: Callable[..., Any]) -> MCTensor:
         """Refuse: no Python function takes a sum of components."""
         raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.numpy()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        raise TypeError("DLPack has no type for a sum of components: hand over x.decode(), or each of x.components")
-
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return _text.representation(self, self._parts, self._scale, self._gradients)
-
-    def __format__(self, specification: str) -> str:
-        return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
@@ -386,36 +342,10 @@ class MCTensor(torch.Tensor):
             index, torch.tensor(value, dtype=torch.float64, device="cpu") if isinstance(value, (int, float)) else value
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> MCTensor:
-        if id(self) in memo:
-            copied: MCTensor = memo[id(self)]
-            return copied
-        if not self.is_leaf:
-            raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
-        held = None if self._scale is None else deepcopy(self._scale, memo)
-        made = wrap(tuple(deepcopy(part, memo) for part in self._parts), held, self._gradients)
-        made.requires_grad_(self.requires_grad)
-        memo[id(self)] = made
-        hidden = ("_parts", "_scale", "_gradients")
-        made.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in hidden})
-        if self.grad is not None:
-            made.grad = deepcopy(self.grad, memo)
-        return made
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         marks = saved_marks(self)
         parts = tuple(part.detach() for part in self._parts)
         return rebuild_mctensor, (SAVED_LAYOUT, parts, self._scale, self._gradients, *marks)
-
-    def share_memory_(self) -> MCTensor:
-        """Move the components to shared memory, in place."""
-        for part in self._inner():
-            part.share_memory_()
-        return self
-
-    def is_shared(self) -> bool:
-        """Return whether the components are in shared memory."""
-        return all(part.is_shared() for part in self._inner())
 
     @property
     def data(self) -> Tensor:
@@ -432,6 +362,12 @@ class MCTensor(torch.Tensor):
 
     def _inner(self) -> list[Tensor]:
         return [*self._parts, *([] if self._scale is None else [self._scale])]
+
+    def _like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
+        count = len(self._parts)
+        made = wrap(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
+        made.requires_grad_(requires_grad)
+        return made
 
     # A compiler reads and replaces the components by name.
     _part_0, _part_1, _part_2, _part_3 = (
@@ -458,6 +394,11 @@ class MCTensor(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         return graph_key(self, RULES.values())
 
+    @staticmethod
+    def _of_tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
+        gradients, components, scaled = context
+        return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
+
     @untraced
     def __coerce_tangent_metadata__(self) -> MCTensor:
         return wrap((to_plain(self),), None, FIRST) if self._gradients == FIRST else self
@@ -466,7 +407,7 @@ class MCTensor(torch.Tensor):
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
         if expected is torch.Tensor:
             return to_plain(self)
-        return _tangent(self, context) if expected in (None, MCTensor) else None
+        return self._of_tangent(self, context) if expected in (None, MCTensor) else None
 
 
 @untraced
@@ -507,14 +448,6 @@ def to_plain(x: MCTensor) -> Tensor:
     return x._parts[0] if x._scale is None else decoded(x, x.dtype)
 
 
-def _tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
-    """Return a gradient with the components and the scale that a compiled backward pass was traced for."""
-    gradients, components, scaled = context
-    return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
-
-
-register_tangent(MCTensor, _tangent)
-register_collate(MCTensor)
 torch.serialization.add_safe_globals([rebuild_mctensor])
 
 
@@ -531,4 +464,8 @@ def decode_components(x: MCTensor, dtype: torch.dtype) -> Tensor:
     return decoded(x, dtype)
 
 
-torch.library.register_autograd("halfulp::decode", decoding_gradient, setup_context=remember_decoding)
+def _tangent_of_decoding(context: Any, tangent: Tensor, *_: object) -> Tensor:
+    return tangent.decode(context.target) if hasattr(tangent, "decode") else tangent.to(context.target)
+
+
+_decode = differentiable(decode, remember_decoding, decoding_gradient, _tangent_of_decoding)

@@ -117,10 +117,6 @@ def parts_of(x: Any, device: torch.device) -> Parts:
     return number_components(x, device)
 
 
-def _with_scale(x: Any, device: torch.device) -> tuple[Parts, Tensor | None]:
-    return (x._parts, x._scale) if isinstance(x, MCTensor) else (parts_of(x, device), None)
-
-
 def evaluate(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
     """Run a function of `arithmetic.pointwise` on MCTensors, tensors and numbers."""
     if form is None and len(operands) == 2 and are_alike(*operands):
@@ -131,7 +127,9 @@ def evaluate(name: str, *operands: Any, form: ResultType | None = None) -> Tenso
         return wrap(parts, None, x._gradients)
     form = form or result_type(operands)
     if form.scaled and not gives_plain_gradient(form.gradients, form.has_gradient):
-        given = [_with_scale(x, form.device) for x in operands]
+        given = [
+            (x._parts, x._scale) if isinstance(x, MCTensor) else (parts_of(x, form.device), None) for x in operands
+        ]
         if at_hand(name, given):
             wide, sizes = function_of_scaled(name, given, float64_count(form))
             return _scale_result(wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUMS)

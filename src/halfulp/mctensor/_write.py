@@ -34,14 +34,9 @@ def copy_received(x: Tensor, value: Tensor) -> None:
         x.copy_(value)
 
 
-def stored_type(x: MCTensor) -> ResultType:
-    """Return the result type of a value that is written into x, without a scale."""
-    return ResultType(x.dtype, len(x._parts), x._gradients, False, x.device)
-
-
 def computing_type(x: MCTensor) -> ResultType:
-    """Return the result type to compute in before writing into x: float64 where x has a scale."""
-    form = stored_type(x)
+    """Return the result type to compute in before writing into x: without a scale, in float64 where x has one."""
+    form = ResultType(x.dtype, len(x._parts), x._gradients, False, x.device)
     if x._scale is None:
         return form
     return form._replace(dtype=torch.float64, components=float64_count(form))

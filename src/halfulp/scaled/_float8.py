@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import define_operator, under_transform, untraced
+from ..kernels import define_operator, untraced
+from ..subclass._in_backward import differentiable
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._operands import make_scaled
@@ -52,7 +52,8 @@ def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype
             check_storage(dtype)
     if forward is None and backward is None:
         return x
-    return _differentiable_cast(x, forward, backward)
+    made: Tensor = _differentiable_cast(x, forward, backward)
+    return made
 
 
 def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -118,34 +119,7 @@ def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return gradient if context.dtype is None else _differentiable_cast(gradient, context.dtype, None), None, None
 
 
-torch.library.register_autograd("halfulp::cast", _cast_backward, setup_context=_remember)
-
-
-class _Cast(torch.autograd.Function):
-    """The cast for transforms of torch.func and forward mode, where it has the derivative of the identity."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
-        result: Tensor = _cast(x, forward, backward)
-        return result
-
-    setup_context = staticmethod(_remember)
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _cast_backward(context, gradient)
-
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
-        return tangent.clone()
-
-
-def _differentiable_cast(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
-    apply: Callable[..., Tensor] = _Cast.apply if under_transform() else _cast
-    return apply(x, forward, backward)
+_differentiable_cast = differentiable(_cast, _remember, _cast_backward, lambda context, tangent, *_: tangent.clone())
 
 
 def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulated"]:

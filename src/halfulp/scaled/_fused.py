@@ -106,15 +106,15 @@ def deviation(scales, number):
 
 # By mode: the scale, if there is one, and the factors of the payload.
 MODES: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "product": scale_and_rest,
-    "values": lambda s, number: (s[0], larger_of(1.0 / s[0], SMALLEST)),
-    "ratio": lambda s, number: (s[1], under(*s)),
-    "factor": lambda s, number: (clamp_scale(product(s, number)),),
-    "deviation": deviation,
-    "paired": lambda s, number: (*scale_and_rest(s[:-1], number), 1.0 / clamp_scale(s[-2] * s[-1])),
-    "levelled": lambda s, number: (*scale_and_rest(s, number), 1.0 / s[1]),
-    "brought": lambda s, number: (s[1], under(s[0], s[1], HUGE)),
-    "held": lambda s, number: (least(BFLOAT16_LARGEST / s[0], BFLOAT16_LARGEST),),
+    "product": lambda s, number, factor: scale_and_rest(s, number),
+    "values": lambda s, number, factor: (s[0], larger_of(1.0 / s[0], SMALLEST)),
+    "ratio": lambda s, number, factor: (s[1], under(*s)),
+    "factor": lambda s, number, factor: (clamp_scale(product(s, number)),),
+    "deviation": lambda s, number, factor: deviation(s, number),
+    "paired": lambda s, number, factor: (*scale_and_rest(s[:-1], number), 1.0 / clamp_scale(s[-2] * s[-1])),
+    "levelled": lambda s, number, factor: (*scale_and_rest(s, number), 1.0 / s[1]),
+    "brought": lambda s, number, factor: (s[1], under(s[0], s[1], HUGE)),
+    "held": lambda s, number, factor: (least(BFLOAT16_LARGEST / s[0], BFLOAT16_LARGEST),),
 }
 
 
@@ -403,25 +403,16 @@ def finish(
 def _finish_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> Kernel:
     kept = int(mode not in ("factor", "held"))
     element = hold_element if mode == "held" else finish_element
-    return Kernel("finish", _factors_of(mode), element, (scales, 2, kept), (stored,), written)
-
-
-@functools.cache
-def _factors_of(mode: str) -> Callable[..., tuple[Any, ...]]:
-    return lambda scales, number, factor: MODES[mode](scales, number)
+    return Kernel("finish", MODES[mode], element, (scales, 2, kept), (stored,), written)
 
 
 def add(
     x: Tensor, y: Tensor, sx: Tensor, sy: Tensor, storage: torch.dtype, sign: float = 1.0, keep: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return x + sign y under the larger scale, which no stand-in for infinity decides, rounded once, and the scale.
+    """Return x + sign y of payloads that `is_pair` accepts, under the larger scale, rounded once, and the scale.
 
-    Args:
-        x, y: payloads that `is_pair` accepts.
-        sx, sy: their scales.
-        storage: of the result; float16 or eight bits if numbers are kept.
-        sign: 1 or -1.
-        keep: whether sums of numbers of one sign become the smallest number instead of 0.
+    No stand-in for infinity decides the scale. With `keep`, for float16 and eight bits, sums of numbers of one sign
+    become the smallest number instead of 0.
     """
     kernel = Kernel("add", larger_scale, add_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
     payload, scale = _run_kernel(kernel, (x, y), (sx, sy), (sign,))
@@ -434,12 +425,8 @@ def affine(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return beta base + alpha y rounded once, with y a product's payload, and its scale.
 
-    Args:
-        y, base: payloads that `is_pair` accepts.
-        scales: of base, and of the two factors of the product.
-        storage: of the result.
-        beta, alpha: numbers.
-        beta_power, power: powers of two next to beta, and next to alpha times what brings the product back.
+    y and base are payloads that `is_pair` accepts; scales are those of base and of the two factors; the powers of two
+    lie next to beta, and next to alpha times what brings the product back.
     """
     kernel = Kernel("affine", affine_scale, affine_element, (3, 4, 1), (y.dtype, base.dtype), storage)
     payload, scale = _run_kernel(kernel, (y, base), scales, (beta, beta_power, alpha, power))
@@ -453,12 +440,9 @@ def affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, po
 
 
 def level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
-    """Return the power of two next to the root mean square of finite non-zero elements, or what the largest needs.
+    """Return the power of two next to the root mean square of a payload's finite non-zero elements, else `zero_scale`.
 
-    Args:
-        y: a payload with elements.
-        storage: for which the largest element needs it.
-        zero_scale: what is returned where there is no such element.
+    It is larger where the largest element needs it in a storage.
     """
     limit = torch.finfo(storage).max
 

@@ -243,11 +243,7 @@ def _is_plain(x: Any) -> bool:
 def addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
     """Return an operand as a ScaledTensor; the scale of a plain one is measured without what stands for infinity.
 
-    Args:
-        x: a tensor or a number.
-        like: the scaled tensor that it meets.
-        factor: a number that x is multiplied by.
-        among_zeros: whether numbers among zeros alone may stand for infinity.
+    `like` is the scaled tensor that it meets, `factor` a number that it is multiplied by; see `stand_ins` of zeros.
     """
     if not _is_plain(x):
         return operand(x, like)
@@ -268,14 +264,9 @@ def addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = Tr
 def large_elements(
     x: Any, like: ScaledTensor, factor: Any = 1.0, inverse: bool = False, among_zeros: bool = True
 ) -> Tensor | None:
-    """Return where a plain operand, times a number, stands for infinity; None if nowhere.
+    """Return where a plain operand, or where it is a divisor its inverse, times a number stands for infinity.
 
-    Args:
-        x: an operand.
-        like: the scaled tensor that it meets.
-        factor: a number that x is multiplied by.
-        inverse: x is a divisor.
-        among_zeros: whether numbers among zeros alone may stand for infinity.
+    None if nowhere; `like` is the scaled tensor that it meets.
     """
     if not _is_plain(x):
         return None
@@ -367,10 +358,6 @@ def with_float32_payload(x: Any) -> Any:
     return wrap(to_float32(x), x._scale, x.dtype, x._home)
 
 
-def _store_at_home(x: Any) -> Any:
-    return round_to_home(x) if is_above_home(x) else x
-
-
 def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) -> tuple[tuple, dict]:
     def changed(x: Any) -> Any:
         return tree_map(changed, x) if isinstance(x, (list, tuple)) else change(x)
@@ -378,14 +365,8 @@ def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) 
     return tuple(map(changed, arguments)), {name: changed(x) for name, x in options.items()}
 
 
-def operands_in_float32(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Widen every payload to float32."""
-    return _map_tensors(with_float32_payload, arguments, options)
-
-
-def operands_in_home(arguments: tuple, options: dict) -> tuple[tuple, dict]:
-    """Round every float32 payload to the home storage."""
-    return _map_tensors(_store_at_home, arguments, options)
+operands_in_float32 = functools.partial(_map_tensors, with_float32_payload)
+operands_in_home = functools.partial(_map_tensors, lambda x: round_to_home(x) if is_above_home(x) else x)
 
 
 def operands_in_widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:

@@ -264,23 +264,16 @@ def _first_to_leave(measured: list[tuple[str, float]], window: float) -> set[str
     return chosen
 
 
-def _first_input(arguments: tuple[Any, ...], options: dict[str, Any]) -> int | str | None:
-    """Return the position or name of the first scaled argument."""
-    for i, value in enumerate(arguments):
-        if isinstance(value, ScaledTensor):
-            return i
-    return next((name for name, value in options.items() if isinstance(value, ScaledTensor)), None)
-
-
 def _replace_tensors(
     arguments: tuple[Any, ...], options: dict[str, Any], change: Callable[[ScaledTensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    place = _first_input(arguments, options)
+    """Return arguments with the first scaled one changed; None if there is none."""
+    given: dict[int | str, Any] = dict(enumerate(arguments)) | options
+    place = next((place for place, value in given.items() if isinstance(value, ScaledTensor)), None)
     if place is None:
         return None
-    if isinstance(place, str):
-        return arguments, options | {place: change(options[place])}
-    return (*arguments[:place], change(arguments[place]), *arguments[place + 1 :]), options
+    given[place] = change(given[place])
+    return tuple(given[i] for i in range(len(arguments))), {name: given[name] for name in options}
 
 
 @untraced
@@ -299,25 +292,21 @@ class _Probe:
         self.forward: list[tuple[str, float]] = []
         self.backward: list[tuple[str, float]] = []
 
-    @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[None]:
-        """Measure the model's modules while the block runs."""
-        handles = [
-            module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
-            for name, module in model.named_modules()
-            if name
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def attached(self, model: nn.Module) -> ExitStack:
+        """Measure the model's modules until the block ends."""
+        hooks = ExitStack()
+        for name, module in model.named_modules():
+            if name:
+                hooks.enter_context(module.register_forward_pre_hook(self._hook(name), with_kwargs=True))
+        return hooks
 
     def _hook(self, name: str) -> Callable[..., Any]:
         def measure(x: ScaledTensor) -> Tensor:
             _note(self.forward, name, x)
-            apply: Callable[..., Tensor] = _GradientMeasurement.apply
-            return apply(x, self.backward, name)
+            seen = x.view_as(x)
+            if seen.requires_grad:
+                seen.register_hook(lambda gradient: _note(self.backward, name, gradient))
+            return seen
 
         return lambda module, arguments, options: _replace_tensors(arguments, options, measure)
 
@@ -327,22 +316,6 @@ def _note(measured: list[tuple[str, float]], name: str, x: Tensor) -> None:
         value = root_mean_square(x._payload)
         if value > 0:
             measured.append((name, value.log2().item()))
-
-
-class _GradientMeasurement(torch.autograd.Function):
-    """The identity, whose gradient is measured."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, measured: list[tuple[str, float]], name: str) -> Tensor:
-        context.place = measured, name
-        return x.view_as(x)
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        measured, name = context.place
-        _note(measured, name, gradient)
-        return gradient, None, None
 
 
 @contextmanager
@@ -508,18 +481,13 @@ class _Spans:
         self.starts.append(torch.autograd._get_sequence_nr())
         self.names.append(self.current)
 
-    @contextmanager
-    def attached(self, model: nn.Module) -> Iterator[None]:
-        """Hook the model's modules for the duration of the block."""
-        handles = []
+    def attached(self, model: nn.Module) -> ExitStack:
+        """Hook the model's modules until the block ends."""
+        hooks = ExitStack()
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(self._enter(name), prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            hooks.enter_context(module.register_forward_pre_hook(self._enter(name), prepend=True))
+            hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
+        return hooks
 
     def _enter(self, name: str) -> Any:
         def enter(module: nn.Module, arguments: Any) -> None:

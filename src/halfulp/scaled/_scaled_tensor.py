@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from copy import deepcopy
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, resolved, untraced
 from ..subclass import graph_key
-from ..subclass._identity import check_layout, register_collate, saved_marks, with_saved_marks
-from ..subclass._in_backward import refuse_make_fx, register_tangent
+from ..subclass._identity import CompositeTensor, check_layout, saved_marks, with_saved_marks
+from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, in_quotient_formula
 from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _powers_of_two as _powers
@@ -34,6 +33,9 @@ from ._registry import (
     rule_of,
 )
 
+# The logical dtype, the storage (None of plain tensors) and the home.
+Kind = tuple[torch.dtype, torch.dtype | None, Any]
+
 _make = torch.Tensor._make_wrapper_subclass
 # Of what pickle stores; a file of another layout is refused.
 SAVED_LAYOUT = 1
@@ -41,7 +43,7 @@ _data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its 
 
 
 @refuses_fully_shard
-class ScaledTensor(torch.Tensor):
+class ScaledTensor(CompositeTensor):
     """A tensor whose value is payload x scale: the payload a tensor of a narrow dtype, the scale one power of two.
 
     From "Scalify: scale propagation for efficient low-precision LLM training" (Balança, Hosegood, Luschi and
@@ -67,12 +69,9 @@ class ScaledTensor(torch.Tensor):
     _scale: Tensor
     _home: Any = None  # a dtype, or within a formula a Transient
 
-    __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
-
-    if TYPE_CHECKING:  # torch types these as a plain tensor's
-
-        def clone(self, *, memory_format: torch.memory_format | None = None) -> ScaledTensor: ...
-        def detach(self) -> ScaledTensor: ...
+    _value_is = "a payload with a scale"
+    _parts_are = "x.payload and x.scale"
+    _own = ("_payload", "_scale", "_home")
 
     def __new__(
         cls,
@@ -163,8 +162,8 @@ class ScaledTensor(torch.Tensor):
         if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
             x = x.decode(x.dtype)
         given = None if scale is None else _powers.as_scale(scale, x.device)
-        apply: Callable[..., ScaledTensor] = _Encode.apply
-        return apply(x, dtype, given, rounding, home)
+        made: ScaledTensor = convert(x, _encode, (x.dtype, dtype, home), dtype, given, rounding, home)
+        return made
 
     @staticmethod
     def implements(*operators: Any) -> Callable[[Given], Given]:
@@ -203,8 +202,8 @@ class ScaledTensor(torch.Tensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        apply: Callable[..., ScaledTensor] = _Rescale.apply
-        return apply(self, _powers.as_scale(scale, self.device))
+        made: ScaledTensor = convert(self, rescaled, None, _powers.as_scale(scale, self.device))
+        return made
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the value as a plain tensor, rounded once to the logical dtype or another; gradients flow through it.
@@ -213,8 +212,9 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor(torch.tensor([1.0, 1.5]), 2.0**-3).decode()
         tensor([0.1250, 0.1875])
         """
-        apply: Callable[..., Tensor] = _Decode.apply
-        return apply(self, dtype or self.dtype)
+        target = dtype or self.dtype
+        plain: Tensor = convert(self, _decode, (target, None, None), target)
+        return plain
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
         """Change the payload's dtype in place: round the values once, keep the scale."""
@@ -222,29 +222,12 @@ class ScaledTensor(torch.Tensor):
         self._payload = to_storage(to_float32(self), dtype)
         return self
 
-    def share_memory_(self) -> ScaledTensor:
-        """Move payload and scale to memory that processes share."""
-        self._payload.share_memory_()
-        self._scale.share_memory_()
-        return self
+    def _inner(self) -> list[Tensor]:
+        return [self._payload, self._scale]
 
-    def is_shared(self) -> bool:
-        """Return whether processes share the memory."""
-        return bool(self._payload.is_shared())
-
-    def tolist(self) -> float | list[Any]:  # type: ignore[override]
-        """Return the values as Python floats in nested lists."""
-        return self.detach().decode(torch.float64).tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Raise TypeError: NumPy has no type for a payload with a scale."""
-        raise TypeError("NumPy has no type for a payload with a scale: x.decode().numpy(), or x.payload and x.scale")
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.numpy()
-
-    def __dlpack__(self, **options: Any) -> Any:
-        raise TypeError("DLPack has no type for a payload with a scale: hand over x.decode()")
+    def _like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
+        payload, scale = inner
+        return wrap(payload, scale, self.dtype, self._home, requires_grad)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         payload, scale = self._payload, self._scale
@@ -259,26 +242,6 @@ class ScaledTensor(torch.Tensor):
         if self.requires_grad:
             words.append("requires_grad=True")
         return f"ScaledTensor({', '.join(words)})"
-
-    def __format__(self, specification: str) -> str:
-        return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScaledTensor:
-        if id(self) in memo:
-            copied: ScaledTensor = memo[id(self)]
-            return copied
-        if not self.is_leaf:
-            raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
-        with torch._C._DisableFuncTorch():  # inside a transform too a copy is no part of what is transformed
-            payload, scale = deepcopy(self._payload, memo), deepcopy(self._scale, memo)
-            made = wrap(payload, scale, self.dtype, self._home, self.requires_grad)
-        memo[id(self)] = made
-        made.__dict__.update(
-            {k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in ("_payload", "_scale")}
-        )
-        if self.grad is not None:
-            made.grad = deepcopy(self.grad, memo)
-        return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         x, marks = self, saved_marks(self)
@@ -331,6 +294,12 @@ class ScaledTensor(torch.Tensor):
 
     def _stable_hash_for_caching(self) -> str:
         return graph_key(self, RULES.values())
+
+    @staticmethod
+    def _of_tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
+        dtype, storage, home = context
+        made = ScaledTensor.encode(x, storage)
+        return wrap(made._payload, made._scale, dtype, home)
 
     @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: type | None = None) -> Tensor | None:
@@ -425,85 +394,58 @@ def with_dtypes(
     return wrap(to_storage(_powers.times(payload / level, rest), storage), scale, dtype, home)
 
 
-class _Encode(torch.autograd.Function):
-    """The identity on values, from plain to scaled."""
+class _Conversion(torch.autograd.Function):
+    """The identity on values, from one kind of tensor to another, as gradients go back and tangents go on.
+
+    Its arguments: a tensor of any kind; a function of it and of what follows; the kind of the result if that is another
+    one, else None; what follows.
+    """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(
-        x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: _powers.PowerRounding, home: torch.dtype | None
-    ) -> ScaledTensor:
-        wide = x if x.dtype == torch.float64 else x.to(torch.float32)
-        if scale is None:
-            scale = rms_scale(x, storage, rounding)
-        payload = wide / scale.to(wide.dtype)
-        _check_fits(wide, payload.to(torch.float32), storage, scale)
-        return wrap(to_storage(payload, storage), scale, x.dtype, home)
-
-    @staticmethod
-    def setup_context(context: Any, inputs: tuple[Any, ...], output: ScaledTensor) -> None:
-        context.dtype, context.storage, context.home = inputs[0].dtype, inputs[1], inputs[4]
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        values = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
-        return values, None, None, None, None
-
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
-        return ScaledTensor.encode(tangent, context.storage, None, "nearest", context.home)
-
-
-class _Decode(torch.autograd.Function):
-    """The identity on values, from scaled to plain."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
-        value = decode_values(x, dtype)
-        return value.clone() if value is x._payload else value
+    def forward(x: Tensor, function: Callable[..., Tensor], kind: Kind | None, *rest: Any) -> Tensor:
+        return function(x, *rest)
 
     @staticmethod
     def setup_context(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, context.target = inputs
-        context.storage, context.dtype, context.home = x._payload.dtype, x.dtype, x._home
+        x, _, context.kind, *_ = inputs
+        context.others = [None] * (len(inputs) - 1)
+        scaled = isinstance(x, ScaledTensor)
+        context.given = (x.dtype, x._payload.dtype, x._home) if scaled else (x.dtype, None, None)
 
     @staticmethod
     @untraced
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if not isinstance(gradient, ScaledTensor):
-            gradient = ScaledTensor.encode(gradient.to(context.dtype), context.storage, None, "nearest", context.home)
-        return gradient, None
+        return _of_kind(gradient, *context.given), *context.others
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.decode(context.target) if isinstance(tangent, ScaledTensor) else tangent.to(context.target)
+        return tangent.clone() if context.kind is None else _of_kind(tangent, *context.kind)
 
 
-class _Rescale(torch.autograd.Function):
-    """The identity on values, to another scale."""
+convert: Callable[..., Any] = _Conversion.apply
 
-    generate_vmap_rule = True
 
-    @staticmethod
-    def forward(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
-        return rescaled(x, scale)
+def _of_kind(x: Tensor, dtype: torch.dtype, storage: torch.dtype | None, home: Any) -> Tensor:
+    """Return values as a plain tensor, or where there is a storage as a scaled one; a scaled one as it is."""
+    if storage is not None:
+        return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, None, "nearest", home)
+    return x.decode(dtype) if isinstance(x, ScaledTensor) else x.to(dtype)
 
-    @staticmethod
-    def setup_context(context: Any, inputs: tuple[Any, ...], output: ScaledTensor) -> None:
-        pass
 
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gradient, None
+def _encode(x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: PowerRounding, home: Any) -> ScaledTensor:
+    wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+    if scale is None:
+        scale = rms_scale(x, storage, rounding)
+    payload = wide / scale.to(wide.dtype)
+    _check_fits(wide, payload.to(torch.float32), storage, scale)
+    return wrap(to_storage(payload, storage), scale, x.dtype, home)
 
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.clone()
+
+def _decode(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+    value = decode_values(x, dtype)
+    return value.clone() if value is x._payload else value
 
 
 def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
@@ -544,13 +486,4 @@ def rebuild_scaled_tensor(
     return with_saved_marks(wrap(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 
 
-def _tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
-    """Encode a plain gradient in the logical dtype, storage and home that a compiled backward was traced for."""
-    dtype, storage, home = context
-    made = ScaledTensor.encode(x, storage)
-    return wrap(made._payload, made._scale, dtype, home)
-
-
-register_tangent(ScaledTensor, _tangent)
-register_collate(ScaledTensor)
 torch.serialization.add_safe_globals([rebuild_scaled_tensor])

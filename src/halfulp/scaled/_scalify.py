@@ -27,6 +27,7 @@ from ..subclass.models._conversion import (
     Where,
     check_has_shape,
     converted,
+    decoded_parameter,
     matching_parameters,
     module_parameters,
     put_converted,
@@ -41,7 +42,7 @@ from ._float8 import linear_fp8
 from ._operands import WideMode, check_wide, encode_values, home_for, is_above_home, round_to_home, with_float32_payload
 from ._registry import LOGICALS, check_storage, implements
 from ._rescale import Rescale
-from ._scaled_tensor import ScaledTensor
+from ._scaled_tensor import ScaledTensor, convert
 
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT)
@@ -57,53 +58,20 @@ def bring_home(x: ScaledTensor) -> ScaledTensor:
     return round_to_home(x) if is_above_home(x) else x.clone()
 
 
-class _BringHome(torch.autograd.Function):
-    """The identity up to rounding to the home; gradients pass unchanged."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: ScaledTensor) -> ScaledTensor:
-        return round_to_home(x)
-
-    @staticmethod
-    def setup_context(context: Any, inputs: tuple[Any, ...], output: ScaledTensor) -> None:
-        pass
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor) -> Tensor:
-        return tangent.clone()
-
-
-_bring_value_home: Callable[[Tensor], Tensor] = _BringHome.apply
-
-
 def install(model: nn.Module) -> None:
     """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
     for module in model.modules():
-        if _is_product(module) and any(_has_home(p) for p in module.parameters(recurse=False)):
+        if _is_product(module) and any(
+            isinstance(p, ScaledTensor) and p.home is not None for p in module.parameters(recurse=False)
+        ):
             module.register_forward_pre_hook(_bring_inputs_home, with_kwargs=True)
             if isinstance(module, _RECURRENT):
                 module.register_forward_hook(_bring_results_home)
 
 
-def remove(model: nn.Module) -> None:
-    """Remove the hooks of `install`."""
-    remove_hooks(model.modules(), lambda hook: hook is _bring_inputs_home or hook is _bring_results_home)
-
-
 def _is_product(module: nn.Module) -> bool:
     # transformers' layer of GPT-2, known by name: the library is not imported for it.
     return isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
-
-
-def _has_home(parameter: Tensor) -> bool:
-    return isinstance(parameter, ScaledTensor) and parameter.home is not None
 
 
 @untraced
@@ -116,7 +84,13 @@ def _bring_inputs_home(
     for x in (*arguments, *options.values()):
         if HAS_SAVED_HOOKS and is_above_home(x) and x.grad_fn is not None:
             _narrow_last_factors(x.grad_fn)
-    entered = _once_per_tensor()
+    found: dict[int, Any] = {}  # attention asks whether query, key and value are the same
+
+    def entered(x: Any) -> Any:
+        if id(x) not in found:
+            found[id(x)] = convert(x, round_to_home, None) if is_above_home(x) else x
+        return found[id(x)]
+
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
 
 
@@ -152,21 +126,7 @@ def _bring_results_home(module: nn.Module, arguments: tuple[Any, ...], results: 
     """Round a recurrent layer's results to the home: without a fused kernel it ends in pointwise operators."""
     if torch.compiler.is_compiling():
         return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
-    return tree_map(lambda x: _bring_value_home(x) if is_above_home(x) else x, results)
-
-
-def _once_per_tensor() -> Callable[[Any], Any]:
-    """Return a conversion with one result for one tensor: attention asks whether query, key and value are the same."""
-    found: dict[int, Tensor] = {}
-
-    def entered(x: Any) -> Any:
-        if not is_above_home(x):
-            return x
-        if id(x) not in found:
-            found[id(x)] = _bring_value_home(x)
-        return found[id(x)]
-
-    return entered
+    return tree_map(lambda x: convert(x, round_to_home, None) if is_above_home(x) else x, results)
 
 
 # `like` makes the result a scaled tensor, in compiled graphs too: operators of plain tensors give plain ones.
@@ -219,54 +179,21 @@ def _is_plain_float(x: Any) -> bool:
     return True
 
 
-class _PlainInput(torch.autograd.Function):
-    """The identity with a plain gradient: what computed a plain input is differentiated in its own dtype."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        context.dtype = inputs[0].dtype
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        plain: Tensor = _backward(context, gradient)[0]
-        return plain
-
-    @staticmethod
-    def jvp(context: Any, tangent: Tensor) -> Tensor:
-        return tangent.clone()
-
-
-# The same as an operator for compilers, which do not trace autograd functions whose gradients change class.
+# A plain input with a plain gradient: what computed it is differentiated in its own dtype.
 _plain_input = define_operator("plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
 torch.library.register_autograd(
     "halfulp::plain_input", lambda context, gradient: _backward(context, gradient)[0], setup_context=_remember
 )
 
 
-def install_boundary(model: nn.Module) -> None:
-    """Give plain inputs of a model that require gradients plain ones, by a forward pre-hook."""
-    if _keep_gradients_plain not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
-
-
-def remove_boundary(model: nn.Module) -> None:
-    """Remove the hooks of `install` from a model and its modules."""
-    remove_hooks(model.modules(), lambda hook: hook is _keep_gradients_plain)
-
-
 @untraced
 def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Give plain inputs of a model that require gradients plain ones: a forward pre-hook."""
+
     def entered(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
-            enter: Callable[[Tensor], Tensor] = _plain_input if torch.compiler.is_compiling() else _PlainInput.apply
-            return enter(x)
+            # Compilers do not trace autograd functions whose gradients change class.
+            return _plain_input(x) if torch.compiler.is_compiling() else convert(x, torch.clone, None)
         return x
 
     return tree_map(entered, (arguments, options))
@@ -334,8 +261,6 @@ def _positional_names(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-# Attributes that a ScaledTensor keeps in its __dict__.
-_OWN = ("_payload", "_scale", "_home")
 # Payload types with float32's range: gradients need no rescale to stay within it.
 _FULL_RANGE = (torch.float32, torch.bfloat16)
 
@@ -416,12 +341,13 @@ def scalify(
     found = [place for place in matching_parameters(module_parameters(model), where) if _takes_scale(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
     values = converted(found, lambda place: _scale_parameter(place, dtype, home_for(dtype, wide)))
-    install_boundary(model)
+    if _keep_gradients_plain not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
     put_converted(model, found, values)
     warn_of_narrow_averages()
     _rescale.remove(model)
     _rescale.install(sides)
-    remove(model)
+    remove_hooks(model.modules(), lambda hook: hook in (_bring_inputs_home, _bring_results_home))
     install(model)
     _set_products(model, matmul)
     return model
@@ -451,10 +377,10 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
     found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
-    put_plain(model, found, converted(found, lambda place: _plain(place, dtype)))
-    remove_boundary(model)
+    put_plain(model, found, converted(found, lambda place: decoded_parameter(place, dtype)))
     _rescale.remove(model)
-    remove(model)
+    own = (_keep_gradients_plain, _bring_inputs_home, _bring_results_home)
+    remove_hooks(model.modules(), lambda hook: hook in own)
     _set_products(model, None)
     return model
 
@@ -484,24 +410,11 @@ def _scale_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype 
     new = nn.Parameter(_encode(old, dtype, home), old.requires_grad)
     if old.grad is not None:
         new.grad = _encode(old.grad, dtype, home)
-    return with_attributes(new, old, _OWN)
+    return with_attributes(new, old)
 
 
 def _encode(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:
     return ScaledTensor.encode(x.detach(), dtype, home=home).detach()
-
-
-def _plain(place: ParameterRef, dtype: torch.dtype | None) -> nn.Parameter:
-    old = place.value
-    assert isinstance(old, ScaledTensor)
-    value = old.detach().decode(dtype)
-    if not value.is_meta and bool((value.isinf() & old.detach().decode(torch.float64).isfinite()).any()):
-        raise ValueError(f"parameter {place.name!r} has values beyond {value.dtype}: give a wider dtype=")
-    new = nn.Parameter(value, old.requires_grad)
-    if old.grad is not None:
-        grad = old.grad.detach()
-        new.grad = grad.decode(value.dtype) if isinstance(grad, ScaledTensor) else grad.to(value.dtype)
-    return with_attributes(new, old, _OWN)
 
 
 def _set_products(model: nn.Module, matmul: str | None) -> None:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..kernels import note_and_warn_once, torch_operators
-from ..subclass.models._averages import warn_of_written_average
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._operands import operand
@@ -76,7 +75,6 @@ def write(x: Tensor, value: Any) -> Tensor:
         payload = _held_in_bfloat16(payload, scale)
     x._payload.copy_(payload if payload.dtype == x._payload.dtype else to_storage(payload, x._payload.dtype))
     x._scale.copy_(scale)
-    note_write(x)
     return x
 
 
@@ -131,18 +129,10 @@ def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
 
 
 def check_written_at(name: str, given: Mapping[str, Any], x: Any, result: Any) -> None:
-    """Raise if every value written at indices or under a mask would become 0 in the payload.
+    """Raise if every value that is written at indices or under a mask would become 0 in the payload.
 
     Constants have no say in a scale; large ones saturate, but one that vanishes leaves zeros that nobody asked for.
-
-    Args:
-        name: of the operator that writes, such as "masked_fill_".
-        given: its arguments by name.
-        x: what is written into.
-        result: what it becomes.
-
-    Raises:
-        ValueError: the largest of the values is 0 in x's payload under the scale of the result; x is as it was.
+    Given are the operator's name and arguments, what it writes into, and what that becomes.
     """
     source = next((given[key] for key in _WRITTEN_AT.get(name, ()) if key in given), None)
     if source is None or given.get("accumulate") or given.get("reduce") or not isinstance(x, ScaledTensor):
@@ -205,7 +195,6 @@ class Updates:
         shrunk: whether the last write only shrank the tensor.
         start, exact: what the tensor held before the update that is looked at, and what it would hold unrounded.
         version: of the payload when `exact` was computed.
-        writes: how often any operator wrote the tensor.
         is_average: whether the target was shrunk first, or moved towards another tensor.
         looks, kept: how many updates were looked at, and the sum of the shares of them that were kept.
     """
@@ -215,23 +204,15 @@ class Updates:
     start: Tensor | None = None
     exact: Tensor | None = None
     version: int = -1
-    writes: int = 0
     is_average: bool = False
     looks: float = 0.0
     kept: float = 0.0
 
 
 def begin(name: str, x: Any, given: Mapping[str, Any], functional: Callable) -> Updates | None:
-    """Compute the unrounded result of an in-place update of x, if this update is sampled.
+    """Return, if this in-place update of x is sampled, what `end` takes after the write; mostly None.
 
-    Args:
-        name: of the operator, such as "lerp_".
-        x: what is written.
-        given: all arguments by name.
-        functional: the operator that returns its result.
-
-    Returns:
-        What `end` takes after the write; mostly None.
+    `given` holds all arguments of the operator `name`, x too; `functional` is the operator that returns its result.
     """
     if name not in _ADDING and name not in _SHRINKING:
         return None
@@ -281,21 +262,6 @@ def end(seen: Updates, name: str, x: ScaledTensor) -> None:
         )
     if seen.looks >= _MOST_LOOKS:
         seen.looks, seen.kept = seen.looks / 2, seen.kept / 2
-
-
-def note_write(x: ScaledTensor) -> None:
-    """Warn if a tensor that was written belongs to an average, whose updates `copy_` brings rounded already.
-
-    It is asked at the first write, and each time that the writes have doubled.
-    """
-    if x._payload.dtype == torch.float32 or x._payload.numel() < LEAST_ELEMENTS:
-        return
-    if type(x._scale) is not Tensor or torch.compiler.is_dynamo_compiling():
-        return
-    seen = _updates_of(x._scale)
-    seen.writes += 1
-    if not seen.writes & (seen.writes - 1):
-        warn_of_written_average(lambda tensor: getattr(tensor, "_scale", None) is x._scale)
 
 
 def _updates_of(scale: Tensor) -> Updates:

@@ -1,8 +1,9 @@
 """Rules of torch.distributed's collectives, for all tensor subclasses here: from their functional form, or refused.
 
-A class registers rules for the plain forms of `PLAIN_FORMS`; the forms on lists, in place and with out= follow from
-these, and all other operators of `NAMESPACES` are refused. Nothing else may run on them: their results are memory that
-has not arrived yet, and a rule derived by computing on decoded values would read it.
+A class registers rules for the plain forms of `PLAIN_FORMS`; the forms on lists, in place and with out=, and those of
+torch.distributed's own functions, follow from these, and all other operators of `NAMESPACES` are refused. Nothing else
+may run on them: their results are memory that has not arrived yet, and a rule derived by computing on decoded values
+would read it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from .._torch_versions import name_of_reduction
 from ._rule_table import Rule
 
 # Operators in which processes meet. Those of c10d write into their arguments; of the others torch.compile, DTensor and
@@ -48,16 +50,9 @@ def is_collective(operator: OpOverload) -> bool:
 def collective_rule(
     operator: OpOverload, rules: Mapping[OpOverload, Rule], write: Write, refuse: Callable[[OpOverload], NoReturn]
 ) -> Rule:
-    """Return the rule of a collective that has none of its own.
+    """Return the rule of a collective that has none of its own, made of those that are registered for the class.
 
-    Args:
-        operator: of one of `NAMESPACES`.
-        rules: what is registered for the class of tensors.
-        write: copies a value into a tensor.
-        refuse: raises NotImplementedError in words.
-
-    Returns:
-        A function of the operator's own arguments.
+    `write` copies a value into a tensor, `refuse` raises NotImplementedError in words.
     """
 
     def refused(*arguments: Any, **options: Any) -> NoReturn:
@@ -129,6 +124,89 @@ def _on_lists(run: Rule) -> Rule:
         return [run(x, *rest) for x in inputs]
 
     return run_each
+
+
+def eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverload, Rule]:
+    """Return the rules of those operators of c10d, which write into their arguments, whose functional form has one.
+
+    They are synchronous: callers may read before they wait for a handle.
+    """
+    if not torch.distributed.is_available():
+        return {}
+    c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
+
+    def reduced(plain: OpOverload, x: Tensor, group: Any, op: Any, *size: int) -> Tensor:
+        return _run_and_wait(plain)(x, name_of_reduction(op).lower(), *size, _name(group))
+
+    def allreduce_(tensors: list[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+        for x in tensors:
+            write(x, reduced(functional.all_reduce.default, x, group, op))
+        return tensors, _finished_work()
+
+    def allreduce_coalesced_(tensors: list[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+        return allreduce_(tensors, group, op)[1]
+
+    def reduce_(tensors: list[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
+        for x in tensors:
+            value = reduced(functional.all_reduce.default, x, group, op)
+            if torch.distributed.ProcessGroup.unbox(group).rank() == root:
+                write(x, value)
+        return _finished_work()
+
+    def reduce_scatter_base_(out: Tensor, x: Tensor, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+        size = group_size(_name(group))
+        piece = reduced(functional.reduce_scatter_tensor.default, x.reshape(-1), group, op, size)
+        write(out, piece.reshape(out.shape))
+        return out, _finished_work()
+
+    def reduce_scatter_(outs: list[Tensor], inputs: Any, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+        for out, pieces in zip(outs, inputs):
+            reduce_scatter_base_(out, torch.cat([piece.reshape(-1) for piece in pieces]), group, op)
+        return outs, _finished_work()
+
+    def broadcast_(tensors: list[Tensor], group: Any, root: int, *rest: Any, **options: Any) -> Any:
+        for x in tensors:
+            write(x, _run_and_wait(functional.broadcast.default)(x, root, _name(group)))
+        return tensors, _finished_work()
+
+    def allgather_(outs: Any, inputs: list[Tensor], group: Any, *rest: Any, **options: Any) -> Any:
+        # One rank after another, so that each value keeps its own scale.
+        for targets, x in zip(outs, inputs):
+            for rank, target in enumerate(targets):
+                write(target, _run_and_wait(functional.broadcast.default)(x, rank, _name(group)))
+        return outs, _finished_work()
+
+    def allgather_base_(out: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
+        run = _run_and_wait(functional.all_gather_into_tensor.default)
+        write(out, run(x.reshape(-1), group_size(_name(group)), _name(group)).reshape(out.shape))
+        return out, _finished_work()
+
+    made_of: dict[OpOverload, dict[OpOverload, Rule]] = {
+        functional.all_reduce.default: {
+            c10d.allreduce_.default: allreduce_,
+            c10d.allreduce_coalesced_.default: allreduce_coalesced_,
+            c10d.reduce_.default: reduce_,
+        },
+        functional.reduce_scatter_tensor.default: {
+            c10d._reduce_scatter_base_.default: reduce_scatter_base_,
+            c10d.reduce_scatter_.default: reduce_scatter_,
+        },
+        functional.broadcast.default: {c10d.broadcast_.default: broadcast_, c10d.allgather_.default: allgather_},
+        functional.all_gather_into_tensor.default: {c10d._allgather_base_.default: allgather_base_},
+    }
+    return {operator: rule for plain, made in made_of.items() if plain in rules for operator, rule in made.items()}
+
+
+def _name(group: Any) -> str:
+    name: str = torch.distributed.ProcessGroup.unbox(group).group_name
+    return name
+
+
+def _finished_work() -> Any:
+    future: torch.futures.Future[None] = torch.futures.Future()
+    future.set_result(None)
+    c10d: Any = torch._C._distributed_c10d
+    return c10d._create_work_from_future(future).boxed()
 
 
 def _shard_dim_alltoall(x: Tensor, gather_dim: int, shard_dim: int, group: Any) -> Tensor:

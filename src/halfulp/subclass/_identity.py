@@ -1,4 +1,4 @@
-"""Tensor subclasses for pickle, torch.save and DataLoader, and in the keys of torch's cache of compiled graphs."""
+"""The base class of both tensor subclasses: memory and copies, pickle, DataLoader, keys of cached compiled graphs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import functools
 import hashlib
 import uuid
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,80 @@ from torch import Tensor
 from . import _rule_table as _fallback
 
 Subclass = TypeVar("Subclass", bound=Tensor)
+
+
+class CompositeTensor(torch.Tensor):
+    """A tensor whose value several plain tensors hold together."""
+
+    # What the value is, the expressions that give the plain tensors, and the attributes of `__dict__` that hold them.
+    _value_is: ClassVar[str]
+    _parts_are: ClassVar[str]
+    _own: ClassVar[tuple[str, ...]]
+
+    __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
+
+    if TYPE_CHECKING:  # torch types these as a plain tensor's
+
+        def clone(self, *, memory_format: torch.memory_format | None = None) -> Self: ...
+        def detach(self) -> Self: ...
+        def decode(self, dtype: torch.dtype = torch.float64) -> Tensor: ...
+
+    def __init_subclass__(cls) -> None:
+        torch.utils.data._utils.collate.default_collate_fn_map[cls] = _collate
+
+    def _inner(self) -> list[Tensor]:
+        """Return the plain tensors."""
+        raise NotImplementedError
+
+    def _like(self, inner: list[Tensor], requires_grad: bool) -> Self:
+        """Return a leaf of other plain tensors, with what else this one has."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _of_tangent(x: Tensor, context: Any) -> Tensor:
+        """Return a plain gradient as a compiled backward pass was traced for: `context` is of `__tensor_flatten__`."""
+        raise NotImplementedError
+
+    def share_memory_(self) -> Self:
+        """Move the plain tensors to memory that processes share, in place."""
+        for part in self._inner():
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Return whether processes share the memory."""
+        return all(part.is_shared() for part in self._inner())
+
+    def tolist(self) -> float | list[Any]:  # type: ignore[override]
+        """Return the values, rounded to float64, as Python floats in nested lists."""
+        return self.detach().decode(torch.float64).tolist()
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raise TypeError: NumPy has no such type."""
+        raise TypeError(f"NumPy has no type for {self._value_is}: x.decode().numpy(), or {self._parts_are}")
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.numpy()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise TypeError(f"DLPack has no type for {self._value_is}: hand over x.decode(), or {self._parts_are}")
+
+    def __format__(self, specification: str) -> str:
+        return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            copied: Self = memo[id(self)]
+            return copied
+        if not self.is_leaf:
+            raise RuntimeError("deepcopy takes leaves only, as for every tensor: copy x.detach(), or use x.clone()")
+        with torch._C._DisableFuncTorch():  # inside a transform too a copy is no part of what is transformed
+            made = self._like([deepcopy(part, memo) for part in self._inner()], self.requires_grad)
+        memo[id(self)] = made
+        made.__dict__.update({k: deepcopy(v, memo) for k, v in self.__dict__.items() if k not in self._own})
+        if self.grad is not None:
+            made.grad = deepcopy(self.grad, memo)
+        return made
 
 
 def saved_marks(x: Tensor) -> tuple[bool, bool]:
@@ -37,17 +112,7 @@ def with_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Su
 
 
 def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
-    """Raise unless a file has the layout that this version reads.
-
-    Args:
-        layout: the file's.
-        own: the one that this version writes.
-        kind: the tensor class's name.
-        parts: the expressions that give its plain tensors, for the message.
-
-    Raises:
-        ValueError: the layouts differ.
-    """
+    """Raise unless a file has the layout that this version reads; `parts` says what gives the class's plain tensors."""
     if layout != own:
         raise ValueError(
             f"this file holds {kind}s of layout {layout}, and this version of halfulp reads layout {own}: load "
@@ -55,17 +120,12 @@ def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
         )
 
 
-def collate(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None = None) -> Tensor:
+def _collate(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None = None) -> Tensor:
     """Stack a DataLoader's batch of tensors of a subclass.
 
     torch's own makes plain memory for it in a worker, which would hold one component, or values without their scale.
     """
     return torch.stack(batch)
-
-
-def register_collate(kind: type[Tensor]) -> None:
-    """Let torch's default_collate make batches of a tensor class by `collate`."""
-    torch.utils.data._utils.collate.default_collate_fn_map[kind] = collate
 
 
 _PACKAGE = __name__.partition(".")[0]

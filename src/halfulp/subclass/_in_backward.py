@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from .._torch_versions import saved_tensor_hooks
-from ..kernels import untraced
+from ..kernels import under_transform, untraced
 
 FIRST, COMPONENTS = "first", "components"
 _graph_task = torch._C._current_graph_task_id
@@ -87,24 +88,44 @@ def _is_gradient() -> bool:
 
 # torch calls this method of a gradient.
 _CONVERSION = "__coerce_same_metadata_as_tangent__"
-# By class: the function of a plain gradient and the traced tensor's __tensor_flatten__ context.
-_converters: dict[type, Callable[[Tensor, Any], Tensor]] = {}
-
-
-def register_tangent(kind: type[Tensor], convert: Callable[[Tensor, Any], Tensor]) -> None:
-    """Register the function that converts plain gradients for compiled graphs whose outputs are of a class."""
-    _converters[kind] = convert
 
 
 @untraced
 def _convert_plain(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
-    """Convert a plain gradient to the class that torch expects; None (torch's error) where none is registered."""
-    convert = None if expected is None else _converters.get(expected)
+    """Convert a plain gradient to the class that torch expects; None (torch's error) where that is none of ours."""
+    convert = getattr(expected, "_of_tangent", None)
     return None if convert is None else convert(gradient.detach(), context)
 
 
 # Of an output that the loss does not use, autograd hands over plain zeros.
 setattr(torch.Tensor, _CONVERSION, _convert_plain)
+
+
+def differentiable(
+    operator: OpOverload, remember: Callable[..., None], backward: Callable[..., Any], tangent: Callable[..., Tensor]
+) -> Callable[..., Any]:
+    """Register the derivatives of an operator of halfulp's, and return a function that calls it.
+
+    In transforms of torch.func and in forward mode operators have no derivatives of their own: there it is called as an
+    autograd function. `remember` is its setup_context, `backward` returns the gradients of all arguments, and `tangent`
+    is its jvp.
+    """
+    torch.library.register_autograd(operator, backward, setup_context=remember)
+
+    class Transformed(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*arguments: Any) -> Any:
+            return operator(*arguments)
+
+    for name, function in (("setup_context", remember), ("backward", backward), ("jvp", tangent)):
+        setattr(Transformed, name, staticmethod(function))
+
+    def call(*arguments: Any) -> Any:
+        return (Transformed.apply if under_transform() else operator)(*arguments)
+
+    return call
 
 
 _PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
@@ -113,11 +134,7 @@ _PLAIN = {"ScaledTensor": "halfulp.scaled.unscalify", "MCTensor": "halfulp.mcten
 
 
 def refuse_make_fx(kind: str) -> None:
-    """Raise where make_fx records operators of real tensors. A compiler records those of tensors without values.
-
-    Raises:
-        NotImplementedError: it does.
-    """
+    """Raise where make_fx records operators of real tensors. A compiler records those of tensors without values."""
     if not torch._C._len_torch_dispatch_stack():
         return
     if torch._C._get_dispatch_mode(_PROXY) is not None and torch._C._get_dispatch_mode(_FAKE) is None:
@@ -125,11 +142,7 @@ def refuse_make_fx(kind: str) -> None:
 
 
 def refuse_jit_trace(kind: str) -> None:
-    """Raise where torch.jit.trace records, which keeps what it cannot see as a constant, or fails at a shape.
-
-    Raises:
-        NotImplementedError: it does.
-    """
+    """Raise where torch.jit.trace records, which keeps what it cannot see as a constant, or fails at a shape."""
     if torch._C._is_tracing():
         raise NotImplementedError(_words("torch.jit.trace", kind))
 
@@ -138,9 +151,6 @@ def refuse_jvp(operands: Iterable[Tensor], what: str) -> None:
     """Raise inside torch.func.jvp if operands of a product have several dtypes.
 
     It derives a product outside of all that is made of an MCTensor, by torch's formulas, which have one dtype.
-
-    Raises:
-        NotImplementedError: they do.
     """
     if getattr(sys.modules.get("torch._functorch.eager_transforms"), "JVP_NESTING", 0):
         dtypes = {x.dtype: None for x in operands if x.is_floating_point()}
@@ -152,11 +162,7 @@ def refuse_jvp(operands: Iterable[Tensor], what: str) -> None:
 
 
 def refuse_at_call(model: nn.Module, arguments: tuple) -> None:
-    """Raise as a model is called if torch.jit.trace records it, or torch.func.jvp would derive it in several dtypes.
-
-    Raises:
-        NotImplementedError: so it is.
-    """
+    """Raise as a model is called if torch.jit.trace records it, or torch.func.jvp would derive it in several dtypes."""
     if torch._C._is_tracing():
         kinds = {type(p.data).__name__ for p in model.parameters()}
         for kind in kinds & _PLAIN.keys():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -76,11 +76,7 @@ def strict() -> Iterator[None]:
 def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> None:
     """Count a fallback; warn at an operator's first; raise where strict.
 
-    Args:
-        operator: that has no rule.
-        why: for what it has none.
-        remedy: how a user registers one.
-        loss: what running on plain tensors did.
+    Messages say for what it has no rule, how a user registers one, and what running on plain tensors did.
     """
     name = str(operator)
     advice = f"{name} has no rule for {why}: {remedy}"
@@ -100,15 +96,12 @@ Given = TypeVar("Given", bound=Rule)
 
 
 class RuleTable:
-    """The rules of a tensor subclass: registered ones, and those that were derived when first met.
+    """The rules of a tensor subclass: registered ones, and those that were derived when first met."""
 
-    derive: makes the rule of an operator that has none; or `derives` registers it, from a file that imports the class.
-    """
-
-    def __init__(self, derive: Callable[[OpOverload], Rule] | None = None) -> None:
+    def __init__(self) -> None:
         self.rules: dict[OpOverload, Rule] = {}
         self._derived: dict[OpOverload, Rule] = {}
-        self._derive = derive
+        self._derive: Callable[[OpOverload], Rule] | None = None
 
     def derives(self, derive: Callable[[OpOverload], Rule]) -> Callable[[OpOverload], Rule]:
         """Register, as a decorator, the function that makes the rule of an operator that has none."""
@@ -156,6 +149,13 @@ def is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
+def arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of an operator by their names, defaults too."""
+    schema = operator._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return given | dict(zip((argument.name for argument in schema), arguments)) | options
+
+
 def functional_form(operator: OpOverload) -> OpOverload | None:
     """Return the overload that takes the same arguments, in any order, and writes none of them; None without one."""
     name = operator._schema.name.removeprefix("aten::")
@@ -197,15 +197,11 @@ _GAP = 2.0**10
 
 
 def stand_ins(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
-    """Return where the large elements of a tensor stand for infinity; nowhere if they are data.
+    """Return where elements from a size on stand for infinity; nowhere if they are data.
 
     Stand-ins lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
-    beside a padded zero is neither. A tensor of one large number is all stand-ins.
-
-    Args:
-        x: floating values.
-        size: the magnitude from which on an element is large.
-        among_zeros: whether they may stand among zeros alone: a product's zeros are exact beside any number.
+    beside a padded zero is neither. A tensor of one large number is all stand-ins; among zeros alone they may be,
+    unless the tensor is a product's factor, whose zeros are exact beside any number.
     """
     magnitudes = torch.nan_to_num(x.detach().abs(), 0.0, 0.0, 0.0)
     large = magnitudes >= size

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from ...kernels import torch_operators, untraced
+from ...subclass._rule_table import arguments_by_name
 from ...subclass.models._conversion import remove_hooks
 from .._derivation import beyond_float64, in_float64, run_in_steps
 from .._entry import in_one_dtype
@@ -98,130 +100,69 @@ def _compute_in_float64_or_steps(function: Callable, *arguments: Any) -> Any:
     return in_float64(function, arguments, {}) if form.fits_float64 else run_in_steps(function, form, arguments, {})
 
 
-def _check_dropout(dropout: float) -> None:
-    if dropout:
+def _attention_arguments(operator: OpOverload, arguments: tuple, options: dict) -> tuple[list, list]:
+    """Return a fused kernel's tensors, and whether it is causal, its mask, its scale."""
+    given = arguments_by_name(operator, arguments, options)
+    if given["dropout_p"]:
         raise NotImplementedError("fused attention of MCTensors has no dropout: choose sdpa_kernel(SDPBackend.MATH)")
+    tensors = [given[name] for name in ("query", "key", "value", "out", "logsumexp") if name in given]
+    gradients = [given[name] for name in ("grad_out", "grad_out_") if name in given]
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    return [*gradients, *tensors], [given["is_causal"], mask, given["scale"]]
 
 
-@beyond_float64(aten._scaled_dot_product_flash_attention_for_cpu.default)
-def flash_on_cpu(
-    query: Any,
-    key: Any,
-    value: Any,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Any = None,
-    scale: float | None = None,
-) -> tuple[Any, Any]:
-    """Return the CPU's fused kernel."""
-    _check_dropout(dropout_p)
-    return attention(query, key, value, is_causal, attn_mask, scale)
+def _on_cpu(operator: OpOverload, function: Callable, count: int) -> None:
+    """Register the CPU's fused kernel, or its gradients, as the first results of a function."""
+
+    def rule(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        tensors, others = _attention_arguments(operator, arguments, options)
+        return function(*tensors, *others)[:count]
+
+    beyond_float64(operator)(rule)
 
 
-@beyond_float64(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
-def flash_on_cpu_backward(
-    gradient: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    sums: Any,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Any = None,
-    scale: float | None = None,
-) -> tuple[Any, Any, Any]:
-    """Return the gradients of `flash_on_cpu`."""
-    return attention_backward(gradient, query, key, value, out, sums, is_causal, attn_mask, scale)[:3]
+_on_cpu(aten._scaled_dot_product_flash_attention_for_cpu.default, attention, 2)
+_on_cpu(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, attention_backward, 3)
+
+
+def _on_accelerator(function: Callable, operator: OpOverload, arguments: tuple, options: dict) -> Any:
+    tensors, others = _attention_arguments(operator, arguments, options)
+    return _compute_in_float64_or_steps(function, *tensors, *others)
 
 
 @implements(aten._scaled_dot_product_efficient_attention.default)
-def efficient(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
+def efficient(*given: Any, **options: Any) -> tuple[Any, ...]:
     """Return the accelerator's fused kernel."""
-    _check_dropout(dropout_p)
-    out, sums = _compute_in_float64_or_steps(attention, query, key, value, is_causal, bias, scale)
-    unused = torch.empty((), dtype=torch.int64, device=query.device)
+    out, sums = _on_accelerator(attention, aten._scaled_dot_product_efficient_attention.default, given, options)
+    unused = torch.empty((), dtype=torch.int64, device=out.device)
     return out, sums, unused, unused.clone()
 
 
 @implements(aten._scaled_dot_product_efficient_attention_backward.default)
-def efficient_backward(
-    gradient: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any,
-    out: Any,
-    sums: Any,
-    seed: Any,
-    offset: Any,
-    dropout_p: float,
-    wanted: Any,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
+def efficient_backward(*given: Any, **options: Any) -> tuple[Any, ...]:
     """Return the gradients of `efficient`."""
-    *three, change = _compute_in_float64_or_steps(
-        attention_backward, gradient, query, key, value, out, sums, is_causal, bias, scale
-    )
+    operator = aten._scaled_dot_product_efficient_attention_backward.default
+    *three, change = _on_accelerator(attention_backward, operator, given, options)
+    named = arguments_by_name(operator, given, options)
+    bias = named["attn_bias"]
     to_bias = change if bias is None else change.sum_to_size(bias.shape)
-    return tuple(x if want else None for x, want in zip((*three, to_bias), wanted))
+    return tuple(x if want else None for x, want in zip((*three, to_bias), named["grad_input_mask"]))
 
 
 @implements(aten._scaled_dot_product_flash_attention.default)
-def flash(
-    query: Any,
-    key: Any,
-    value: Any,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
+def flash(query: Any, key: Any, *given: Any, **options: Any) -> tuple[Any, ...]:
     """Return the accelerator's fused kernel for 16-bit types."""
-    _check_dropout(dropout_p)
-    out, sums = _compute_in_float64_or_steps(attention, query, key, value, is_causal, None, scale)
+    operator = aten._scaled_dot_product_flash_attention.default
+    out, sums = _on_accelerator(attention, operator, (query, key, *given), options)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
     return out, sums, None, None, query.shape[-2], key.shape[-2], unused, unused.clone(), query.new_empty((0,))
 
 
 @implements(aten._scaled_dot_product_flash_attention_backward.default)
-def flash_backward(
-    gradient: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    sums: Any,
-    cumulative_query: Any,
-    cumulative_key: Any,
-    longest_query: Any,
-    longest_key: Any,
-    dropout_p: float,
-    is_causal: bool,
-    seed: Any,
-    offset: Any,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
+def flash_backward(*given: Any, **options: Any) -> tuple[Any, ...]:
     """Return the gradients of `flash`."""
-    return _compute_in_float64_or_steps(
-        attention_backward, gradient, query, key, value, out, sums, is_causal, None, scale
-    )[:3]
+    operator = aten._scaled_dot_product_flash_attention_backward.default
+    return _on_accelerator(attention_backward, operator, given, options)[:3]
 
 
 def install(model: nn.Module) -> None:
@@ -351,70 +292,28 @@ def _layer_backward(
     return torch.stack(to_x), *to_weights, *to_biases, h_back, c_back
 
 
-def _weights(w_x: Any, w_h: Any, b_x: Any, b_h: Any, has_biases: bool) -> tuple[Any, ...]:
-    """Return the layer's weights, without the matrices that stand in for absent biases."""
-    return (w_x, w_h, b_x, b_h) if has_biases else (w_x, w_h)
-
-
-def _check(mode: int, batch_sizes: Any) -> None:
-    if mode != _LSTM or batch_sizes:
+def _layer_arguments(operator: OpOverload, arguments: tuple, options: dict) -> tuple[dict[str, Any], list]:
+    """Return a fused layer's arguments by name, and its input, weights, first states and direction."""
+    given = arguments_by_name(operator, arguments, options)
+    if given["mode"] != _LSTM or given["batch_sizes"]:
         raise NotImplementedError("this fused layer is known for padded LSTMs: unset torch.backends.mkldnn.enabled")
+    x, *weights, h, c = arguments[:7]
+    # Without biases matrices stand in for them.
+    return given, [x, tuple(weights) if given["has_biases"] else tuple(weights[:2]), h, c, given["reverse"]]
 
 
 @implements(aten.mkldnn_rnn_layer.default)
-def layer(
-    x: Any,
-    w_x: Any,
-    w_h: Any,
-    b_x: Any,
-    b_h: Any,
-    h: Any,
-    c: Any,
-    reverse: bool,
-    batch_sizes: Any,
-    mode: int,
-    hidden_size: int,
-    num_layers: int,
-    has_biases: bool,
-    bidirectional: bool,
-    batch_first: bool,
-    train: bool,
-) -> tuple[Any, ...]:
+def layer(*arguments: Any, **options: Any) -> tuple[Any, ...]:
     """Run one layer in one direction: return outputs, last states, and an empty workspace."""
-    _check(mode, batch_sizes)
-    form = result_type((x, w_x, w_h, b_x, b_h, h, c))
-    results = run_in_steps(_layer, form, (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse), {})
-    return *results, torch.empty(0, dtype=torch.uint8, device=form.device)
+    _, inputs = _layer_arguments(aten.mkldnn_rnn_layer.default, arguments, options)
+    form = result_type(arguments[:7])
+    return *run_in_steps(_layer, form, tuple(inputs), {}), torch.empty(0, dtype=torch.uint8, device=form.device)
 
 
 @implements(aten.mkldnn_rnn_layer_backward.default)
-def layer_backward(
-    x: Any,
-    w_x: Any,
-    w_h: Any,
-    b_x: Any,
-    b_h: Any,
-    h: Any,
-    c: Any,
-    output: Any,
-    h_last: Any,
-    c_last: Any,
-    to_out: Any,
-    to_h: Any,
-    to_c: Any,
-    reverse: bool,
-    mode: int,
-    hidden_size: int,
-    num_layers: int,
-    has_biases: bool,
-    train: bool,
-    bidirectional: bool,
-    batch_sizes: Any,
-    batch_first: bool,
-    workspace: Tensor,
-) -> tuple[Any, ...]:
+def layer_backward(*arguments: Any, **options: Any) -> tuple[Any, ...]:
     """Return the gradients of `layer`."""
-    _check(mode, batch_sizes)
-    given = (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse, to_out, to_h, to_c)
-    form = result_type(value for value in tree_leaves(given) if isinstance(value, Tensor))
-    return run_in_steps(_layer_backward, form, given, {})
+    given, inputs = _layer_arguments(aten.mkldnn_rnn_layer_backward.default, arguments, options)
+    inputs += [given[name] for name in ("grad_output", "grad_hy", "grad_cy")]
+    form = result_type(value for value in tree_leaves(inputs) if isinstance(value, Tensor))
+    return run_in_steps(_layer_backward, form, tuple(inputs), {})

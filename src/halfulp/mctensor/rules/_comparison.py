@@ -24,13 +24,6 @@ def order_of(a: Any, b: Any) -> Tensor:
     return compare(parts_of(a, device), parts_of(b, device))
 
 
-def _comparison(test: Callable[[Tensor], Tensor]) -> Callable:
-    def compared(a: Any, b: Any) -> Tensor:
-        return test(order_of(a, b))
-
-    return compared
-
-
 _TESTS = {
     "eq": lambda order: order == 0,
     "ne": lambda order: order != 0,
@@ -39,6 +32,12 @@ _TESTS = {
     "gt": lambda order: order == 1,
     "ge": lambda order: (order == 0) | (order == 1),
 }
+
+
+def _comparison(test: Callable[[Tensor], Tensor]) -> Callable:
+    return lambda a, b: test(order_of(a, b))
+
+
 for _name, _test in _TESTS.items():
     _packet = getattr(aten, _name)
     implements(_packet.Tensor, _packet.Scalar)(_comparison(_test))
@@ -88,32 +87,21 @@ def _truth(mask: Tensor) -> Tensor:
     return mask._parts[0] != 0 if isinstance(mask, MCTensor) else mask
 
 
-@implements(aten.maximum.default)
-def maximum(a: Any, b: Any) -> Tensor:
-    """Return the larger value; NaN where either is."""
-    order = order_of(a, b)
-    return select((order == 1) | ((order == 2) & is_nan(a)), a, b)
+def _one_of_two(order_of_first: int, keeps_nan: bool) -> Callable:
+    """Return the rule of the larger (1) or smaller (-1) value; where one is NaN that one, or the other."""
+
+    def choose(a: Any, b: Any) -> Tensor:
+        order = order_of(a, b)
+        nan = is_nan(a) if keeps_nan else ~is_nan(a)
+        return select((order == order_of_first) | ((order == 2) & nan), a, b)
+
+    return choose
 
 
-@implements(aten.minimum.default)
-def minimum(a: Any, b: Any) -> Tensor:
-    """Return the smaller value; NaN where either is."""
-    order = order_of(a, b)
-    return select((order == -1) | ((order == 2) & is_nan(a)), a, b)
-
-
-@implements(aten.fmax.default)
-def fmax(a: Any, b: Any) -> Tensor:
-    """Return the larger value; the other where one is NaN."""
-    order = order_of(a, b)
-    return select((order == 1) | ((order == 2) & ~is_nan(a)), a, b)
-
-
-@implements(aten.fmin.default)
-def fmin(a: Any, b: Any) -> Tensor:
-    """Return the smaller value; the other where one is NaN."""
-    order = order_of(a, b)
-    return select((order == -1) | ((order == 2) & ~is_nan(a)), a, b)
+implements(aten.maximum.default)(_one_of_two(1, keeps_nan=True))
+implements(aten.minimum.default)(_one_of_two(-1, keeps_nan=True))
+implements(aten.fmax.default)(_one_of_two(1, keeps_nan=False))
+implements(aten.fmin.default)(_one_of_two(-1, keeps_nan=False))
 
 
 @implements(aten.clamp.default, aten.clamp.Tensor)
@@ -133,16 +121,8 @@ def _is_beyond(x: Any, bound: Any, side: int) -> Tensor:
     return (order == side) | ((order == 2) & ~is_nan(x)) if isinstance(bound, Tensor) else order == side
 
 
-@implements(aten.clamp_min.default, aten.clamp_min.Tensor)
-def clamp_min(x: Any, min: Any) -> Tensor:
-    """Clamp to at least a bound."""
-    return clamp(x, min=min)
-
-
-@implements(aten.clamp_max.default, aten.clamp_max.Tensor)
-def clamp_max(x: Any, max: Any) -> Tensor:
-    """Clamp to at most a bound."""
-    return clamp(x, max=max)
+implements(aten.clamp_min.default, aten.clamp_min.Tensor)(lambda x, min: clamp(x, min=min))
+implements(aten.clamp_max.default, aten.clamp_max.Tensor)(lambda x, max: clamp(x, max=max))
 
 
 def is_nan(x: Any) -> Tensor:
@@ -153,38 +133,20 @@ def is_nan(x: Any) -> Tensor:
 
 
 def _by_first(operator: OpOverload) -> Callable:
-    def function(x: MCTensor) -> Tensor:
-        return operator(x._parts[0])
-
-    return function
-
-
-# The first component decides: the others never change a sign, nor what is zero, infinite or NaN.
-for _operator in (
-    *(aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default),
-    *(aten.signbit.default, aten.logical_not.default, aten.nonzero.default, aten.any.default, aten.all.default),
-):
-    implements(_operator)(_by_first(_operator))
-
-
-def _by_first_along(operator: OpOverload) -> Callable:
     def function(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         return operator(x._parts[0], *arguments, **options)
 
     return function
 
 
+# The first component decides: the others never change a sign, nor what is zero, infinite or NaN.
 for _operator in (
+    *(aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default, aten.isfinite.default),
+    *(aten.signbit.default, aten.logical_not.default, aten.nonzero.default, aten.any.default, aten.all.default),
     *(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims),
     *(aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
 ):
-    implements(_operator)(_by_first_along(_operator))
-
-
-@implements(aten.isfinite.default)
-def isfinite(x: MCTensor) -> Tensor:
-    """Return where values are neither infinite nor NaN."""
-    return x._parts[0].isfinite()
+    implements(_operator)(_by_first(_operator))
 
 
 def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -358,13 +320,6 @@ def median_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Te
     return _kth_in_order(x, dim, keepdim, middle)
 
 
-@implements(aten.median.default)
-def median(x: MCTensor) -> Tensor:
-    """Return the lower of the middle values of all."""
-    flat: Any = x.reshape(-1)
-    return median_dim(flat, 0)[0]
-
-
 @implements(aten.nanmedian.dim)
 def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the lower median of the values that are no NaN; NaN, which sorts last, where all are."""
@@ -372,11 +327,8 @@ def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor,
     return _kth_in_order(x, dim, keepdim, lambda order: order.gather(dim, ((numbers - 1) // 2).clamp(min=0)))
 
 
-@implements(aten.nanmedian.default)
-def nanmedian(x: MCTensor) -> Tensor:
-    """Return the lower of the middle values of all that are numbers."""
-    flat: Any = x.reshape(-1)
-    return nanmedian_dim(flat, 0)[0]
+implements(aten.median.default)(lambda x: median_dim(x.reshape(-1), 0)[0])
+implements(aten.nanmedian.default)(lambda x: nanmedian_dim(x.reshape(-1), 0)[0])
 
 
 def _kth_in_order(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tensor, Tensor]:
@@ -409,46 +361,10 @@ def _extreme_along(x: MCTensor, dim: int, keepdim: bool, sign: int) -> tuple[Ten
     return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
 
 
-@implements(aten.max.dim)
-def max_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the largest values along a dimension, and where."""
-    return _extreme_along(x, dim, keepdim, 1)
-
-
-@implements(aten.min.dim)
-def min_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the smallest values along a dimension, and where."""
-    return _extreme_along(x, dim, keepdim, -1)
-
-
-@implements(aten.max.default)
-def max_all(x: MCTensor) -> Tensor:
-    """Return the largest value."""
-    return _extreme_along(_nonempty(x), 0, False, 1)[0]
-
-
-@implements(aten.min.default)
-def min_all(x: MCTensor) -> Tensor:
-    """Return the smallest value."""
-    return _extreme_along(_nonempty(x), 0, False, -1)[0]
-
-
 def _nonempty(x: MCTensor) -> Any:
     if not x.numel():
         raise RuntimeError("no largest or smallest of no elements: give a dimension that has some")
     return x.reshape(-1)
-
-
-@implements(aten.argmax.default)
-def argmax(x: MCTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the index of the largest value."""
-    return _index_of_extreme(x, dim, keepdim, 1)
-
-
-@implements(aten.argmin.default)
-def argmin(x: MCTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    """Return the index of the smallest value."""
-    return _index_of_extreme(x, dim, keepdim, -1)
 
 
 def _index_of_extreme(x: MCTensor, dim: int | None, keepdim: bool, sign: int) -> Tensor:
@@ -456,18 +372,6 @@ def _index_of_extreme(x: MCTensor, dim: int | None, keepdim: bool, sign: int) ->
         at = _extreme_along(_nonempty(x), 0, False, sign)[1]
         return at.reshape([1] * x.dim()) if keepdim else at
     return _extreme_along(x, dim, keepdim, sign)[1]
-
-
-@implements(aten.amax.default)
-def amax(x: MCTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    """Return the largest values over several dimensions."""
-    return _extreme_over(x, dim, keepdim, 1)
-
-
-@implements(aten.amin.default)
-def amin(x: MCTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    """Return the smallest values over several dimensions."""
-    return _extreme_over(x, dim, keepdim, -1)
 
 
 @implements(aten.aminmax.default)
@@ -499,30 +403,25 @@ def _running(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
     step, count = 1, x.shape[dim]
     while step < count:
         before, here = at.narrow(dim, 0, count - step), at.narrow(dim, step, count - step)
-        pair = _stack_pair(x, dim, before, here)
+        pair: Any = torch.stack([_gather(x, dim, before), _gather(x, dim, here)])
         keep = torch.where(_first_extreme(pair, 0, sign)[0] == 0, before, here)
-        later = _later_of_equal(pair, before, here, keep)
+        later = torch.where(pair[0] == pair[1], here, keep)  # torch gives the last of equal values
         at = torch.cat([at.narrow(dim, 0, step), later], dim)
         step *= 2
     return _gather(x, dim, at), at
 
 
-def _stack_pair(x: MCTensor, dim: int, before: Tensor, here: Tensor) -> Any:
-    return torch.stack([_gather(x, dim, before), _gather(x, dim, here)])
+def _register_extremes(sign: int, name: str) -> None:
+    """Register what gives the largest values (1, "max"), or the smallest (-1, "min")."""
+    packet = getattr(aten, name)
+    implements(packet.dim)(lambda x, dim, keepdim=False: _extreme_along(x, dim, keepdim, sign))
+    implements(packet.default)(lambda x: _extreme_along(_nonempty(x), 0, False, sign)[0])
+    implements(getattr(aten, f"arg{name}").default)(
+        lambda x, dim=None, keepdim=False: _index_of_extreme(x, dim, keepdim, sign)
+    )
+    implements(getattr(aten, f"a{name}").default)(lambda x, dim=(), keepdim=False: _extreme_over(x, dim, keepdim, sign))
+    implements(getattr(aten, f"cum{name}").default)(lambda x, dim: _running(x, dim, sign))
 
 
-def _later_of_equal(pair: MCTensor, before: Tensor, here: Tensor, keep: Tensor) -> Tensor:
-    """torch gives the last of equal values."""
-    return torch.where(pair[0] == pair[1], here, keep)
-
-
-@implements(aten.cummax.default)
-def cummax(x: MCTensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the largest value so far, and where."""
-    return _running(x, dim, 1)
-
-
-@implements(aten.cummin.default)
-def cummin(x: MCTensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest value so far, and where."""
-    return _running(x, dim, -1)
+_register_extremes(1, "max")
+_register_extremes(-1, "min")

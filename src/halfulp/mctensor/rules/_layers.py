@@ -259,24 +259,13 @@ def _rule_by_factors(taps: Callable) -> Callable:
     return by_factors
 
 
-FORWARD: dict[OpOverload, Callable] = {
-    aten.upsample_linear1d.default: _along_axes(_resample, _linear),
-    aten.upsample_bilinear2d.default: _along_axes(_resample, _linear),
-    aten.upsample_trilinear3d.default: _along_axes(_resample, _linear),
-    aten.upsample_bicubic2d.default: _along_axes(_resample, _cubic),
-}
-BY_FACTORS: dict[OpOverload, Callable] = {
-    aten.upsample_linear1d.vec: _rule_by_factors(_linear),
-    aten.upsample_bilinear2d.vec: _rule_by_factors(_linear),
-    aten.upsample_trilinear3d.vec: _rule_by_factors(_linear),
-    aten.upsample_bicubic2d.vec: _rule_by_factors(_cubic),
-}
-_BACKWARD: dict[OpOverload, Callable] = {
-    aten.upsample_linear1d_backward.default: _along_axes(_resample_backward, _linear),
-    aten.upsample_bilinear2d_backward.default: _along_axes(_resample_backward, _linear),
-    aten.upsample_trilinear3d_backward.default: _along_axes(_resample_backward, _linear),
-    aten.upsample_bicubic2d_backward.default: _along_axes(_resample_backward, _cubic),
-}
+FORWARD: dict[OpOverload, Callable] = {}
+BY_FACTORS: dict[OpOverload, Callable] = {}
+_BACKWARD: dict[OpOverload, Callable] = {}
+for _name, _taps in (("linear1d", _linear), ("bilinear2d", _linear), ("trilinear3d", _linear), ("bicubic2d", _cubic)):
+    FORWARD[getattr(aten, f"upsample_{_name}").default] = _along_axes(_resample, _taps)
+    BY_FACTORS[getattr(aten, f"upsample_{_name}").vec] = _rule_by_factors(_taps)
+    _BACKWARD[getattr(aten, f"upsample_{_name}_backward").default] = _along_axes(_resample_backward, _taps)
 for _operator, _rule in (FORWARD | _BACKWARD).items():
     beyond_float64(_operator)(_rule)
 

@@ -13,12 +13,12 @@ from torch.utils._mode_utils import no_dispatch
 
 from ...arithmetic import PRECISION
 from ...kernels import present, require_float64, torch_operators
-from ...subclass._collectives import run_and_wait
+from ...subclass._collectives import eager_rules, run_and_wait
 from ...subclass._in_backward import gives_plain_gradient, gives_plain_gradient_of, stores_plain_gradient
 from .._encode import divide_by_scale, magnitude, scale_for
-from .._mctensor import MCTensor, decoded, implements, to_plain, wrap
+from .._mctensor import RULES, MCTensor, decoded, implements, to_plain, wrap
 from .._result_type import ResultType, align_components, make_result, parts_of, result_type
-from .._write import inner_tensors, integral, write_value
+from .._write import copy_received, inner_tensors, integral, write_value
 from ._comparison import map_components, round_operand
 
 aten = torch_operators("aten")
@@ -283,35 +283,26 @@ def constant_pad_nd(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     return constant_pad_nd(x, pad).masked_fill(outside, value)
 
 
-_ONE = (
+_VIEWS = (
     *(aten.alias.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default),
     *(aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default),
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.as_strided.default),
     *(aten.diagonal.default, aten.unfold.default, aten.lift_fresh.default),
-)
-_SEVERAL = (
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
     *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default),
 )
 
 
 def _view(operator: OpOverload) -> Callable:
-    def view(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+    def view(x: MCTensor, *arguments: Any, **options: Any) -> Any:
         if gives_plain_gradient_of(x):
             return operator(to_plain(x), *arguments, **options)
-        return wrap(tuple(operator(part, *arguments, **options) for part in x._parts), x._scale, x._gradients)
+        parts = tuple(operator(part, *arguments, **options) for part in x._parts)
+        if isinstance(parts[0], Tensor):
+            return wrap(parts, x._scale, x._gradients)
+        return [wrap(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
 
     return view
-
-
-def _views(operator: OpOverload) -> Callable:
-    def views(x: MCTensor, *arguments: Any, **options: Any) -> list[Tensor]:
-        if gives_plain_gradient_of(x):
-            return operator(to_plain(x), *arguments, **options)
-        pieces = zip(*(operator(part, *arguments, **options) for part in x._parts), strict=True)
-        return [wrap(parts, x._scale, x._gradients) for parts in pieces]
-
-    return views
 
 
 @implements(aten.detach.default)
@@ -352,16 +343,13 @@ _IN_PLACE = {
 }
 for _operator, _functional in _IN_PLACE.items():
     implements(_operator)(_in_place(_operator, _functional))
-for _operator in _ONE:
+for _operator in _VIEWS:
     implements(_operator)(_view(_operator))
-for _operator in _SEVERAL:
-    implements(_operator)(_views(_operator))
 
 
-def to_message(tensors: Sequence[Tensor]) -> Tensor:
-    """Return every component and the scale of some tensors as one byte tensor."""
-    whole = [part for x in tensors for part in inner_tensors(x)]
-    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in whole])
+def to_message(x: MCTensor) -> Tensor:
+    """Return every component and the scale of a tensor as one byte tensor."""
+    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in inner_tensors(x)])
 
 
 def from_message(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCTensor:
@@ -380,31 +368,15 @@ def _as_dtype(message: Tensor, dtype: torch.dtype) -> Tensor:
     return message.clone().view(dtype)
 
 
-def broadcast_(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
-    """Broadcast every component and the scale from one rank, as one message; synchronous."""
-    message = to_message(tensors)
-    _, work = torch.ops.c10d.broadcast_.default([message], *arguments, **options)
-    work.wait()
-    whole = [part for x in tensors for part in inner_tensors(x)]
-    sizes = [part.numel() * part.element_size() for part in whole]
-    for part, piece in zip(whole, message.split(sizes), strict=True):
-        part.copy_(_as_dtype(piece, part.dtype).reshape(part.shape))
-    return list(tensors), work
-
-
-if torch.distributed.is_available():
-    implements(torch_operators("c10d").broadcast_.default)(broadcast_)
-
-
 def all_gather(x: MCTensor, size: int, group: Any) -> Tensor:
     """Return every rank's values, one after another."""
-    messages = run_and_wait("all_gather_into_tensor", to_message([x]), size, group).chunk(size)
+    messages = run_and_wait("all_gather_into_tensor", to_message(x), size, group).chunk(size)
     return torch.cat([from_message(message, x, x.shape) for message in messages])
 
 
 def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> Tensor:
     """Send rows of x to every rank, and return the rows received, one rank after another."""
-    pieces = [to_message([piece]) for piece in x.split(list(input_sizes))]
+    pieces = [to_message(piece) for piece in x.split(list(input_sizes))]
     shapes = [(rows, *x.shape[1:]) for rows in output_sizes]
     # An empty message still holds a scale.
     fixed = 0 if x._scale is None else x._scale.element_size()
@@ -417,7 +389,7 @@ def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[i
 
 def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
     """Return one rank's values."""
-    return from_message(run_and_wait("broadcast", to_message([x]), source, group), x, x.shape)
+    return from_message(run_and_wait("broadcast", to_message(x), source, group), x, x.shape)
 
 
 def wait_tensor(x: MCTensor) -> MCTensor:
@@ -425,9 +397,14 @@ def wait_tensor(x: MCTensor) -> MCTensor:
     return wrap(x._parts, x._scale, x._gradients)
 
 
-if dist.is_available():
-    _functional = torch_operators("_c10d_functional")
-    implements(_functional.all_gather_into_tensor.default)(all_gather)
-    implements(_functional.all_to_all_single.default)(all_to_all)
-    implements(_functional.broadcast.default)(broadcast)
-    implements(_functional.wait_tensor.default)(wait_tensor)
+_functional = torch_operators("_c10d_functional")
+_rules: dict[Any, Callable[..., Any]] = {
+    _functional.all_gather_into_tensor: all_gather,
+    _functional.all_to_all_single: all_to_all,
+    _functional.broadcast: broadcast,
+    _functional.wait_tensor: wait_tensor,
+}
+for _packet, _rule in _rules.items() if dist.is_available() else ():
+    implements(_packet.default)(_rule)
+for _eager, _rule in eager_rules(RULES, copy_received).items():
+    implements(_eager)(_rule)

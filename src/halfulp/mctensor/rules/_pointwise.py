@@ -82,26 +82,18 @@ def exp2(x: MCTensor) -> Tensor:
     )
 
 
-@beyond_exact_float64(aten.log2.default)
-def log2(x: MCTensor) -> Tensor:
-    """log(x) / log(2)."""
-    return evaluate(
-        "div",
-        evaluate("log", x, form=_with_one_more_component(result_type((x,)))),
-        constant(_LN2, x),
-        form=result_type((x,)),
-    )
+def _logarithm(base: str) -> Callable:
+    """Return the rule of log(x) / log(base), by the natural logarithm of the base."""
+
+    def log(x: MCTensor) -> Tensor:
+        form = result_type((x,))
+        return evaluate("div", evaluate("log", x, form=_with_one_more_component(form)), constant(base, x), form=form)
+
+    return log
 
 
-@beyond_exact_float64(aten.log10.default)
-def log10(x: MCTensor) -> Tensor:
-    """log(x) / log(10)."""
-    return evaluate(
-        "div",
-        evaluate("log", x, form=_with_one_more_component(result_type((x,)))),
-        constant(_LN10, x),
-        form=result_type((x,)),
-    )
+beyond_exact_float64(aten.log2.default)(_logarithm(_LN2))
+beyond_exact_float64(aten.log10.default)(_logarithm(_LN10))
 
 
 @beyond_exact_float64(aten.tan.default)
@@ -167,12 +159,6 @@ def atanh(x: MCTensor) -> Tensor:
     return select(_negative(x), -result, result)
 
 
-@implements(aten.hypot.default)
-def hypot(a: Any, b: Any) -> Tensor:
-    """sqrt(a a + b b), without overflow of the squares."""
-    return evaluate("hypot", a, b)
-
-
 @implements(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_mode(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
     """a / b, rounded to an integer: floor or truncation of the exact quotient."""
@@ -181,24 +167,6 @@ def div_mode(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
     if rounding_mode not in ("floor", "trunc"):
         raise ValueError(f"rounding_mode={rounding_mode!r}: allowed are None, 'trunc' and 'floor'")
     return evaluate(f"{rounding_mode}_divide", a, b)
-
-
-@implements(aten.floor_divide.default, aten.floor_divide.Scalar)
-def floor_divide(a: Any, b: Any) -> Tensor:
-    """floor(a / b)."""
-    return evaluate("floor_divide", a, b)
-
-
-@implements(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
-def remainder(a: Any, b: Any) -> Tensor:
-    """a - b floor(a / b), exact before its one rounding."""
-    return evaluate("remainder", a, b)
-
-
-@implements(aten.fmod.Tensor, aten.fmod.Scalar)
-def fmod(a: Any, b: Any) -> Tensor:
-    """a - b trunc(a / b), exact before its one rounding."""
-    return evaluate("fmod", a, b)
 
 
 @beyond_exact_float64(aten.copysign.Tensor, aten.copysign.Scalar)
@@ -215,12 +183,6 @@ def nan_to_num(x: MCTensor, nan: Any = None, posinf: Any = None, neginf: Any = N
     y: Any = select(x._parts[0].isposinf(), ends.max if posinf is None else posinf, x)
     y = select(y._parts[0].isneginf(), ends.min if neginf is None else neginf, y)
     return select(is_nan(y), nan or 0.0, y)
-
-
-@implements(aten.erfc.default)
-def erfc(x: MCTensor) -> Tensor:
-    """1 - erf(x), with all digits however small it is."""
-    return evaluate("erfc", x)
 
 
 @beyond_float64(aten.softshrink_backward.default, aten.hardshrink_backward.default)
@@ -271,6 +233,7 @@ for _operators in (
     implements(*_operators[1:])(_number_rule(_operators[0]))
 
 
+# Functions of `arithmetic.pointwise`, by name; floor_divide, remainder and fmod are exact before their one rounding.
 UNARY = {
     "sqrt": aten.sqrt.default,
     "exp": aten.exp.default,
@@ -286,33 +249,29 @@ UNARY = {
     "acosh": aten.acosh.default,
     "atan": aten.atan.default,
     "erf": aten.erf.default,
+    "erfc": aten.erfc.default,
     "sigmoid": aten.sigmoid.default,
 }
 BINARY = {
     "mul": (aten.mul.Tensor, aten.mul.Scalar),
     "div": (aten.div.Tensor, aten.div.Scalar),
+    "hypot": (aten.hypot.default,),
+    "floor_divide": (aten.floor_divide.default, aten.floor_divide.Scalar),
+    "remainder": (aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
+    "fmod": (aten.fmod.Tensor, aten.fmod.Scalar),
 }
 
 
 def _unary(name: str) -> Callable:
-    def function(x: MCTensor) -> Tensor:
-        return evaluate(name, x)
-
-    return function
+    return lambda x: evaluate(name, x)
 
 
 def _binary(name: str) -> Callable:
-    def function(a: Any, b: Any) -> Tensor:
-        return evaluate(name, a, b)
-
-    return function
+    return lambda a, b: evaluate(name, a, b)
 
 
 def _binary_in_place(name: str) -> Callable:
-    def function(x: Tensor, other: Any) -> Tensor:
-        return _update(name, x, x, other)
-
-    return function
+    return lambda x, other: _update(name, x, x, other)
 
 
 def _update(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...] | None = None) -> Tensor:
@@ -340,56 +299,38 @@ implements(aten.mul_.Tensor, aten.mul_.Scalar)(_binary_in_place("mul"))
 implements(aten.div_.Tensor, aten.div_.Scalar)(_binary_in_place("div"))
 
 
-@implements(aten.add.Tensor, aten.add.Scalar)
-def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    """a + alpha b."""
-    return evaluate("add", a, b) if alpha == 1 else evaluate("addcmul", a, b, alpha, form=result_type((a, b)))
+def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
+    """Register a + alpha b, or a - alpha b, and the same into a; return the first rule."""
+    packet, in_place = getattr(aten, name), getattr(aten, f"{name}_")
+
+    @implements(packet.Tensor, packet.Scalar)
+    def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
+        return evaluate(name, a, b) if alpha == 1 else evaluate("addcmul", a, b, sign * alpha, form=result_type((a, b)))
+
+    @implements(in_place.Tensor, in_place.Scalar)
+    def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
+        return _update(name, x, x, other) if alpha == 1 else _update("addcmul", x, x, other, sign * alpha)
+
+    return add
 
 
-@implements(aten.sub.Tensor, aten.sub.Scalar)
-def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    """a - alpha b."""
-    return evaluate("sub", a, b) if alpha == 1 else evaluate("addcmul", a, b, -alpha, form=result_type((a, b)))
+_register_sum("add", 1)
+_subtract = _register_sum("sub", -1)
+implements(aten.rsub.Tensor, aten.rsub.Scalar)(lambda a, b, alpha=1: _subtract(b, a, alpha))
 
 
-@implements(aten.rsub.Tensor, aten.rsub.Scalar)
-def rsub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    """b - alpha a."""
-    return sub(b, a, alpha)
+def _register_product(name: str, divide: bool) -> None:
+    """Register a + value b c, or a + value b / c, and the same into a."""
 
+    @implements(getattr(aten, name).default)
+    def accumulate(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
+        form = result_type((a, b, c))
+        return evaluate("addcmul", a, *_plain_product(b, c, value, divide, form), form=form)
 
-@implements(aten.add_.Tensor, aten.add_.Scalar)
-def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
-    """x + alpha other, into x."""
-    return _update("add", x, x, other) if alpha == 1 else _update("addcmul", x, x, other, alpha)
-
-
-@implements(aten.sub_.Tensor, aten.sub_.Scalar)
-def sub_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
-    """x - alpha other, into x."""
-    return _update("sub", x, x, other) if alpha == 1 else _update("addcmul", x, x, other, -alpha)
-
-
-def _intermediate_type(*operands: Any) -> Any:
-    """Return the result type of an intermediate step, which keeps all components."""
-    return result_type(operands)._replace(gradients=COMPONENTS)
-
-
-@implements(aten.addcmul.default)
-def addcmul(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-    """a + value b c."""
-    return _accumulate(a, b, c, value, divide=False)
-
-
-@implements(aten.addcdiv.default)
-def addcdiv(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-    """a + value b / c."""
-    return _accumulate(a, b, c, value, divide=True)
-
-
-def _accumulate(a: Any, b: Any, c: Any, value: Any, divide: bool) -> Tensor:
-    form = result_type((a, b, c))
-    return evaluate("addcmul", a, *_plain_product(b, c, value, divide, form), form=form)
+    @implements(getattr(aten, f"{name}_").default)
+    def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
+        factors = _plain_product(b, c, value, divide, result_type((x, b, c)))
+        return _update("addcmul", x, x, *factors, given=(name, (x, b, c, value)))
 
 
 def _plain_product(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
@@ -399,18 +340,8 @@ def _plain_product(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple
     return (b, c) if value == 1 else (evaluate("mul", b, c, form=whole), value)
 
 
-@implements(aten.addcmul_.default)
-def addcmul_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-    """x + value b c, into x."""
-    factors = _plain_product(b, c, value, False, result_type((x, b, c)))
-    return _update("addcmul", x, x, *factors, given=("addcmul", (x, b, c, value)))
-
-
-@implements(aten.addcdiv_.default)
-def addcdiv_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-    """x + value b / c, into x."""
-    factors = _plain_product(b, c, value, True, result_type((x, b, c)))
-    return _update("addcmul", x, x, *factors, given=("addcdiv", (x, b, c, value)))
+_register_product("addcmul", divide=False)
+_register_product("addcdiv", divide=True)
 
 
 @implements(aten.lerp.Scalar, aten.lerp.Tensor)
@@ -423,7 +354,9 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
 @implements(aten.lerp_.Scalar, aten.lerp_.Tensor)
 def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
     """x + weight (b - x), into x."""
-    return _update("addcmul", x, x, evaluate("sub", b, x, form=_intermediate_type(x, b, weight)), weight)
+    return _update(
+        "addcmul", x, x, evaluate("sub", b, x, form=result_type((x, b, weight))._replace(gradients=COMPONENTS)), weight
+    )
 
 
 @implements(aten.rsqrt.default)
@@ -433,10 +366,7 @@ def rsqrt(x: MCTensor) -> Tensor:
     return evaluate("div", 1.0, evaluate("sqrt", x, form=form._replace(gradients=COMPONENTS)), form=form)
 
 
-@implements(aten.reciprocal.default)
-def reciprocal(x: MCTensor) -> Tensor:
-    """1 / x."""
-    return evaluate("div", 1.0, x)
+implements(aten.reciprocal.default)(lambda x: evaluate("div", 1.0, x))
 
 
 _CUBE = 0.044715

@@ -56,46 +56,31 @@ def _working(form: ResultType, parts: Parts) -> int:
     return max(form.components, len(parts))
 
 
-@implements(aten.sum.default)
-def sum_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
-    """Return the sum of all elements."""
-    return reduce_dims(arithmetic.total, x, None, False, dtype)
+def _reduction(function: Callable) -> tuple[Callable, Callable]:
+    """Return the rules of a reduction of all elements, and of one over dimensions."""
+
+    def reduce_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
+        return reduce_dims(function, x, None, False, dtype)
+
+    def reduce_some(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+        return reduce_dims(function, x, dim, keepdim, dtype)
+
+    return reduce_all, reduce_some
 
 
-@implements(aten.sum.dim_IntList)
-def sum_dim(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """Sums over dimensions."""
-    return reduce_dims(arithmetic.total, x, dim, keepdim, dtype)
+for _function, *_operators in (
+    (arithmetic.total, aten.sum.default, aten.sum.dim_IntList),
+    (arithmetic.average, aten.mean.default, aten.mean.dim),
+    (arithmetic.product, aten.prod.default, aten.prod.dim_int),
+):
+    for _operator, _rule in zip(_operators, _reduction(_function)):
+        implements(_operator)(_rule)
 
 
 @implements(aten.nansum.default)
 def nansum(x: MCTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
     """Sums that leave NaN out."""
     return reduce_dims(arithmetic.total, x.masked_fill(x.isnan(), 0), dim, keepdim, dtype)
-
-
-@implements(aten.mean.default)
-def mean_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
-    """Return the mean of all elements."""
-    return mean_dim(x, None, False, dtype=dtype)
-
-
-@implements(aten.mean.dim)
-def mean_dim(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """Means over dimensions."""
-    return reduce_dims(arithmetic.average, x, dim, keepdim, dtype)
-
-
-@implements(aten.prod.default)
-def prod_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
-    """Return the product of all elements."""
-    return reduce_dims(arithmetic.product, x, None, False, dtype)
-
-
-@implements(aten.prod.dim_int)
-def prod_dim(x: MCTensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    """Products along a dimension."""
-    return reduce_dims(arithmetic.product, x, dim, keepdim, dtype)
 
 
 @implements(aten.cumsum.default)
@@ -142,12 +127,9 @@ def _finite_norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False
     size = x.abs()
     if ord == 1:
         return size.sum(dims, keepdim)
-    root = evaluate("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=_four_float64s(x))
+    form = ResultType(torch.float64, MOST, COMPONENTS, False, x.device)
+    root = evaluate("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=form)
     return size.pow(ord).sum(dims, keepdim).pow(root)
-
-
-def _four_float64s(x: Tensor) -> ResultType:
-    return ResultType(torch.float64, MOST, COMPONENTS, False, x.device)
 
 
 @implements(aten.norm.Scalar)
@@ -174,16 +156,8 @@ def var_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: b
     return variance, mean if keepdim else mean.squeeze(dims)
 
 
-@beyond_float64(aten.var.correction)
-def var(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    """Return the mean of squares about the mean, over count - correction."""
-    return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
-
-
-@beyond_float64(aten.std.correction)
-def std(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    """Return the root of the variance."""
-    return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+beyond_float64(aten.var.correction)(lambda x, *given, **options: var_mean(x, *given, **options)[0])
+beyond_float64(aten.std.correction)(lambda x, *given, **options: var_mean(x, *given, **options)[0].sqrt())
 
 
 @beyond_float64(aten.std_mean.correction)
@@ -203,17 +177,8 @@ def logsumexp(x: MCTensor, dim: Any, keepdim: bool = False) -> Tensor:
     return result if keepdim else result.squeeze(dims)
 
 
-@implements(aten.trace.default)
-def trace(x: MCTensor) -> Tensor:
-    """Return the sum of the diagonal."""
-    return torch.diagonal(x).sum()
-
-
-@implements(aten.dist.default)
-def dist(a: Any, b: Any, p: Any = 2) -> Tensor:
-    """Return the norm of a difference."""
-    return torch.linalg.vector_norm(a - b, p)
-
+implements(aten.trace.default)(lambda x: torch.diagonal(x).sum())
+implements(aten.dist.default)(lambda a, b, p=2: torch.linalg.vector_norm(a - b, p))
 
 operators = torch_operators("halfulp")
 
@@ -259,7 +224,7 @@ def add_rows(into: Any, index: Tensor, values: Any) -> Tensor:
     rows = into.shape[0]
     if not index.numel():
         return into + torch.zeros_like(into)
-    goal, sums = _combine_runs(index, values, _plus_masked)
+    goal, sums = _combine_runs(index, values, lambda x, y, mask: x + torch.where(mask, y, torch.zeros_like(y)))
     spare = sums.new_zeros((rows + 1, *sums.shape[1:]))
     return into + spare.index_copy(0, _rows_of_run_ends(goal, rows), sums)[:rows]
 
@@ -294,10 +259,6 @@ def _combine_runs(index: Tensor, values: Any, combine: Callable) -> tuple[Tensor
         found = torch.cat([found[:step], combine(found[step:], found[:-step], mask)])
         step *= 2
     return goal, found
-
-
-def _plus_masked(x: Any, y: Any, mask: Tensor) -> Tensor:
-    return x + torch.where(mask, y, torch.zeros_like(y))
 
 
 def _rows_of_run_ends(goal: Tensor, rows: int) -> Tensor:

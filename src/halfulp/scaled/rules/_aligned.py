@@ -148,20 +148,17 @@ def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     return make_scaled_to_fit(total, scale, storage, logical_of((a, b)))
 
 
-@implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")
-def rsub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-    """b - alpha a under the larger scale."""
-    return sub(b, a, alpha)
-
-
-def pick_of_two(operator: OpOverload, a: Any, b: Any) -> Tensor:
-    """Return op(a, b) of an operator that selects one of two: constants do not decide the scale."""
-    (x, y), scale = align_with_constants([a, b])
-    return payloads_under(operator(x, y), [scale], [a, b])
+implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")(lambda a, b, alpha=1: sub(b, a, alpha))
 
 
 def _choice(operator: OpOverload) -> None:
-    implements(operator, family="alignment")(lambda a, b: pick_of_two(operator, a, b))
+    """Register an operator that selects one of two: constants do not decide the scale."""
+
+    def pick(a: Any, b: Any) -> Tensor:
+        (x, y), scale = align_with_constants([a, b])
+        return payloads_under(operator(x, y), [scale], [a, b])
+
+    implements(operator, family="alignment")(pick)
 
 
 for _operator in (aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default):
@@ -186,24 +183,21 @@ def hypot(a: Any, b: Any) -> Tensor:
     return keep_nonzero(make_scaled_to_fit(total, scale, storage, dtype), total)
 
 
-@implements(aten.cat.default, family="alignment")
-def cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
-    """Concatenate tensors under the largest scale."""
-    return _concatenate(aten.cat.default, tensors, dim)
+def _concatenation(operator: OpOverload) -> None:
+    """Register an operator that joins tensors: under the largest scale."""
+
+    def join(tensors: Sequence[Any], dim: int = 0) -> Tensor:
+        dtype = tensors[0].dtype
+        for x in tensors[1:]:
+            dtype = torch.promote_types(dtype, x.dtype)
+        payloads, scale = align_with_constants(list(tensors))
+        return make_scaled(operator(payloads, dim), scale, storage_of(tensors), dtype)
+
+    implements(operator, family="alignment")(join)
 
 
-@implements(aten.stack.default, family="alignment")
-def stack(tensors: Sequence[Any], dim: int = 0) -> Tensor:
-    """Stack tensors under the largest scale."""
-    return _concatenate(aten.stack.default, tensors, dim)
-
-
-def _concatenate(operator: OpOverload, tensors: Sequence[Any], dim: int) -> Tensor:
-    dtype = tensors[0].dtype
-    for x in tensors[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
-    payloads, scale = align_with_constants(list(tensors))
-    return make_scaled(operator(payloads, dim), scale, storage_of(tensors), dtype)
+_concatenation(aten.cat.default)
+_concatenation(aten.stack.default)
 
 
 def _with_scale_of_bounds(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
@@ -230,22 +224,9 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
     return payloads_under(torch.clamp(values, *limits), [scale], given)
 
 
-@implements(aten.clamp_min.default, aten.clamp_min.Tensor, family="alignment")
-def clamp_min(x: Any, low: Any) -> Tensor:
-    """x, but not below a bound."""
-    return clamp(x, low, None)
-
-
-@implements(aten.clamp_max.default, aten.clamp_max.Tensor, family="alignment")
-def clamp_max(x: Any, high: Any) -> Tensor:
-    """x, but not above a bound."""
-    return clamp(x, None, high)
-
-
-@implements(aten.hardtanh.default, family="gated")
-def hardtanh(x: ScaledTensor, low: Any = -1, high: Any = 1) -> Tensor:
-    """x between two numbers."""
-    return clamp(x, low, high)
+implements(aten.clamp_min.default, aten.clamp_min.Tensor, family="alignment")(lambda x, low: clamp(x, low, None))
+implements(aten.clamp_max.default, aten.clamp_max.Tensor, family="alignment")(lambda x, high: clamp(x, None, high))
+implements(aten.hardtanh.default, family="gated")(lambda x, low=-1, high=1: clamp(x, low, high))
 
 
 def with_constant(operator: Any, x: ScaledTensor, value: Any) -> Tensor:
@@ -308,10 +289,7 @@ def fill(x: Any, value: Any) -> Tensor:
     return make_scaled(payload, number._scale.clone(), x._payload.dtype, x.dtype)
 
 
-@implements(aten.zero.default, family="alignment")
-def zero(x: ScaledTensor) -> Tensor:
-    """Fill with zeros; their scale decides nothing."""
-    return torch.zeros_like(x)
+implements(aten.zero.default, family="alignment")(lambda x: torch.zeros_like(x))
 
 
 @implements(aten.copy.default, family="alignment")

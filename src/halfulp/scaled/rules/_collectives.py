@@ -1,4 +1,4 @@
-"""Rules of torch.distributed's collectives on scaled tensors, functional ones too."""
+"""Rules of torch.distributed's functional collectives on scaled tensors, of which the others are made."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ..._torch_versions import ALL_GATHER, REDUCE_SCATTER, name_of_reduction
 from ...kernels import torch_operators
 from ...subclass import group_size
-from ...subclass._collectives import run_and_wait
+from ...subclass._collectives import eager_rules, run_and_wait
 from .. import _powers_of_two as _powers
-from .._operands import first_scaled, make_scaled, operand
+from .._operands import make_scaled
 from .._payloads import to_float32, to_storage
-from .._registry import EIGHT_BITS, implements
+from .._registry import EIGHT_BITS, RULES, implements
 from .._scaled_tensor import ScaledTensor, wrap
 from .._write import write
 from ._vocabulary import sqrt_of_count
@@ -35,11 +34,8 @@ def agreed_scales(
 ) -> list[Tensor]:
     """Return scales that all ranks agree on, in one message: the largest of each, with room for a sum over ranks.
 
-    Args:
-        tensors: this rank's.
-        largest: the elementwise maximum of a tensor over all ranks.
-        terms: how many ranks are added; 1 for what is not a sum.
-        storage: what the payloads travel as; each one's own by default.
+    `largest` gives the elementwise maximum over all ranks; `terms` ranks are added, 1 for what is no sum; payloads
+    travel in `storage`, each in its own by default.
     """
     scales = torch.stack([x._scale for x in tensors])
     amaxes = torch.stack([_amax(x) for x in tensors])
@@ -61,161 +57,6 @@ def payload_to_send(x: ScaledTensor, scale: Tensor) -> Tensor:
     return to_storage(_powers.times(to_float32(x), _powers.ratio(x._scale, scale)), wire_storage(x)).contiguous()
 
 
-def _run_and_wait(collective: Callable, *arguments: Any, group: Any, **options: Any) -> Any:
-    """Run a collective on plain tensors and wait for it: callers may read before they wait for its handle."""
-    group = dist.ProcessGroup.unbox(group)
-    work = collective(*arguments, group=group, async_op=True, **options)
-    work.wait()
-    return work.boxed()
-
-
-def _agree_on_scale(tensors: Sequence[ScaledTensor], group: Any, terms: int = 1) -> list[Tensor]:
-    def largest(x: Tensor) -> Tensor:
-        _run_and_wait(dist.all_reduce, x, op=dist.ReduceOp.MAX, group=group)
-        return x
-
-    return agreed_scales(tensors, largest, terms)
-
-
-def _kind(op: Any, name: str) -> str:
-    """Return the name of a reduction from its boxed operator.
-
-    Raises:
-        NotImplementedError: none of sum, average, maximum and minimum, or torch does not say which.
-    """
-    kind = name_of_reduction(op)
-    if kind not in ("SUM", "AVG", "MAX", "MIN"):
-        raise NotImplementedError(
-            f"{name} of scaled tensors by {kind}: allowed are SUM, AVG, MAX and MIN; for others send x.decode()"
-        )
-    return kind
-
-
-def _terms(kind: str, group: Any) -> int:
-    return dist.ProcessGroup.unbox(group).size() if kind in ("SUM", "AVG") else 1
-
-
-def _reduction_on_wire(kind: str) -> Any:
-    """Return the reduction to request from the backend: some have no average."""
-    return getattr(dist.ReduceOp, "SUM" if kind == "AVG" else kind)
-
-
-def _finish_reduction(payload: Tensor, scale: Tensor, kind: str, terms: int, dtype: torch.dtype) -> ScaledTensor:
-    """Return a reduced payload under the agreed scale; averages divide in float32."""
-    values = payload.to(torch.float32)
-    return wrap(values / terms if kind == "AVG" else values, scale, dtype)
-
-
-def allreduce_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-    """sum over ranks of payload x (scale / largest scale), under the largest scale."""
-    mine = [operand(x, first_scaled(tensors)) for x in tensors]
-    kind = _kind(op, "all_reduce")
-    terms = _terms(kind, group)
-    for target, x, scale in zip(tensors, mine, _agree_on_scale(mine, group, terms)):
-        payload = payload_to_send(x, scale)
-        work = _run_and_wait(dist.all_reduce, payload, op=_reduction_on_wire(kind), group=group)
-        write(target, _finish_reduction(payload, scale, kind, terms, x.dtype))
-    return list(tensors), work
-
-
-def allreduce_coalesced_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-    """Apply `allreduce_` to each tensor."""
-    return allreduce_(tensors, group, op)[1]
-
-
-def reduce_(tensors: Sequence[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
-    """Reduce like `allreduce_`, writing on the root only."""
-    kept = [x.clone() for x in tensors]
-    _, work = allreduce_(kept, group, op)
-    if dist.ProcessGroup.unbox(group).rank() == root:
-        for target, value in zip(tensors, kept):
-            write(target, value)
-    return work
-
-
-def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-    """Write this rank's piece of the result of `allreduce_`."""
-    x = operand(x, first_scaled((output, x)))
-    kind = _kind(op, "reduce_scatter")
-    terms = _terms(kind, group)
-    (scale,) = _agree_on_scale([x], group, terms)
-    payload = payload_to_send(x, scale)
-    piece = payload.new_empty(output.shape)
-    work = _run_and_wait(REDUCE_SCATTER, piece, payload, op=_reduction_on_wire(kind), group=group)
-    write(output, _finish_reduction(piece, scale, kind, terms, x.dtype))
-    return output, work
-
-
-def reduce_scatter_(
-    outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], group: Any, op: Any, *rest: Any, **options: Any
-) -> Any:
-    """Reduce lists of one tensor per rank, and keep this rank's (torch.distributed.reduce_scatter)."""
-    for output, pieces in zip(outputs, inputs):
-        _, work = reduce_scatter_base_(output, torch.cat([piece.reshape(-1) for piece in pieces]), group, op)
-    return list(outputs), work
-
-
-def allgather_(
-    outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], group: Any, *rest: Any, **options: Any
-) -> Any:
-    """Gather every rank's payload and scale, unchanged."""
-    for targets, x in zip(outputs, inputs):
-        x = operand(x, first_scaled((*targets, x)))
-        payload = x._payload.contiguous().view(torch.uint8) if x.dim() else x._payload.reshape(1).view(torch.uint8)
-        payloads = [torch.empty_like(payload) for _ in targets]
-        scales = [torch.empty_like(x._scale) for _ in targets]
-        _run_and_wait(dist.all_gather, payloads, payload, group=group)
-        work = _run_and_wait(dist.all_gather, scales, x._scale.contiguous(), group=group)
-        for target, bits, scale in zip(targets, payloads, scales):
-            write(target, wrap(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype))
-    return [list(targets) for targets in outputs], work
-
-
-def allgather_base_(output: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
-    """Gather every rank's payload under the largest scale, side by side."""
-    x = operand(x, first_scaled((output, x)))
-    (scale,) = _agree_on_scale([x], group)
-    payload = payload_to_send(x, scale)
-    gathered = payload.new_empty(output.shape)
-    work = _run_and_wait(ALL_GATHER, gathered, payload, group=group)
-    write(output, wrap(gathered, scale, x.dtype))
-    return output, work
-
-
-def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, place: int, *rest: Any, **options: Any) -> Any:
-    """Send payload and scale from one rank to the others."""
-    for x in tensors:
-        if not isinstance(x, ScaledTensor):
-            work = _run_and_wait(dist.broadcast, x, group_src=root, group=group)
-            continue
-        payload = x._payload.contiguous().reshape(-1).view(torch.uint8).clone()
-        scale = x._scale.clone()
-        _run_and_wait(dist.broadcast, payload, group_src=root, group=group)
-        work = _run_and_wait(dist.broadcast, scale, group_src=root, group=group)
-        write(x, wrap(payload.view(x._payload.dtype).reshape(x.shape), scale, x.dtype))
-    return list(tensors), work
-
-
-def _register() -> None:
-    c10d = torch_operators("c10d")
-    rules: dict[str, Callable[..., Any]] = {
-        "allreduce_": allreduce_,
-        "allreduce_coalesced_": allreduce_coalesced_,
-        "reduce_": reduce_,
-        "_reduce_scatter_base_": reduce_scatter_base_,
-        "reduce_scatter_": reduce_scatter_,
-        "allgather_": allgather_,
-        "_allgather_base_": allgather_base_,
-        "broadcast_": broadcast_,
-    }
-    for name, rule in rules.items():
-        implements(getattr(c10d, name).default, family="collectives")(rule)
-
-
-if dist.is_available():
-    _register()
-
-
 _REDUCTIONS = ("sum", "avg", "max", "min")
 
 
@@ -224,9 +65,11 @@ def _agreed_scale(x: ScaledTensor, group: Any, terms: int = 1) -> Tensor:
 
 
 def _reduce_payloads(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> ScaledTensor:
-    """Return the payloads under an agreed scale, reduced."""
+    """Return the payloads under an agreed scale, reduced: some backends have no average."""
     if reduction not in _REDUCTIONS:
-        raise NotImplementedError(f"{name} of scaled tensors by {reduction!r}: allowed are {', '.join(_REDUCTIONS)}")
+        raise NotImplementedError(
+            f"{name} of scaled tensors by {reduction}: allowed are SUM, AVG, MAX and MIN; for others send x.decode()"
+        )
     adds = reduction in ("sum", "avg")
     size = group_size(arguments[-1]) if adds else 1
     scale = _agreed_scale(x, arguments[-1], size)
@@ -270,11 +113,16 @@ def wait_tensor(x: ScaledTensor) -> ScaledTensor:
     return wrap(x._payload, x._scale, x.dtype)
 
 
-if dist.is_available():
-    _functional = torch_operators("_c10d_functional")
-    implements(_functional.all_reduce.default, family="collectives")(all_reduce)
-    implements(_functional.reduce_scatter_tensor.default, family="collectives")(reduce_scatter)
-    implements(_functional.all_gather_into_tensor.default, family="collectives")(all_gather)
-    implements(_functional.all_to_all_single.default, family="collectives")(all_to_all)
-    implements(_functional.broadcast.default, family="collectives")(broadcast)
-    implements(_functional.wait_tensor.default, family="collectives")(wait_tensor)
+_functional = torch_operators("_c10d_functional")
+_rules: dict[Any, Callable[..., Any]] = {
+    _functional.all_reduce: all_reduce,
+    _functional.reduce_scatter_tensor: reduce_scatter,
+    _functional.all_gather_into_tensor: all_gather,
+    _functional.all_to_all_single: all_to_all,
+    _functional.broadcast: broadcast,
+    _functional.wait_tensor: wait_tensor,
+}
+for _packet, _rule in _rules.items() if dist.is_available() else ():
+    implements(_packet.default, family="collectives")(_rule)
+for _eager, _rule in eager_rules(RULES, write).items():
+    implements(_eager, family="collectives")(_rule)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import require_float64, torch_operators
+from ...subclass._foreach import foreach_rule
 from .. import _powers_of_two as _powers
 from .._operands import encode_values, first_scaled, make_scaled, operand
 from .._payloads import decode_values, to_float32
@@ -64,37 +65,26 @@ def _storage_like(x: ScaledTensor) -> torch.dtype:
     return torch.float16 if is_narrow else x._payload.dtype
 
 
-def _like(operator: OpOverload, value: float | None) -> None:
-    """Register operators that make a tensor of x's shape, with x's memory format."""
+def _filled(operator: OpOverload, value: float | None, is_like: bool) -> None:
+    """Register an operator that makes a tensor with x's dtype and device: of its shape and memory format, or another.
 
-    def like(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-        number = float(arguments[0] if value is None else value)
+    value: of all elements; the operator's argument by default.
+    """
+
+    def fill(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
+        number = float(arguments[-1] if value is None else value)
         options["dtype"] = options.get("dtype") or x.dtype
-        return constant(x, torch.empty_like(x._payload, **options), number, _storage_like(x))
+        if is_like:
+            return constant(x, torch.empty_like(x._payload, **options), number, _storage_like(x))
+        return constant(x, x._payload.new_empty(arguments[0], **options), number)
 
-    implements(operator, family="creation")(like)
-
-
-def _new(operator: OpOverload, value: float | None) -> None:
-    """Register operators that make a tensor of another shape, with x's dtype and device."""
-
-    def new(x: ScaledTensor, size: Any, *arguments: Any, **options: Any) -> Tensor:
-        number = float(arguments[0] if value is None else value)
-        options["dtype"] = options.get("dtype") or x.dtype
-        return constant(x, x._payload.new_empty(size, **options), number)
-
-    implements(operator, family="creation")(new)
+    implements(operator, family="creation")(fill)
 
 
 # Empty tensors hold zeros of any scale: elements that are never written must not be read.
-_like(aten.zeros_like.default, 0.0)
-_like(aten.ones_like.default, 1.0)
-_like(aten.full_like.default, None)
-_like(aten.empty_like.default, 0.0)
-_new(aten.new_zeros.default, 0.0)
-_new(aten.new_ones.default, 1.0)
-_new(aten.new_full.default, None)
-_new(aten.new_empty.default, 0.0)
+for _name, _value in (("zeros", 0.0), ("ones", 1.0), ("full", None), ("empty", 0.0)):
+    _filled(getattr(aten, f"{_name}_like").default, _value, is_like=True)
+    _filled(getattr(aten, f"new_{_name}").default, _value, is_like=False)
 
 
 @implements(aten.eye.out, aten.eye.m_out, family="creation")
@@ -264,39 +254,33 @@ def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False,
     return write(x, result)
 
 
-@implements(aten.scatter.src, family="indexing")
-def scatter(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """Return a source at indices."""
-    return write_aligned(x, source, lambda p, v: aten.scatter.src(p, dim, index, v))
+def _register_writing(operator: OpOverload) -> None:
+    """Register an operator that writes, or adds, a source at indices of a dimension."""
+
+    def rule(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
+        return write_aligned(x, source, lambda p, v: operator(p, dim, index, v))
+
+    implements(operator, family="indexing")(rule)
 
 
-@implements(aten.scatter_add.default, family="indexing")
-def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """Return a source added at indices."""
-    return write_aligned(x, source, lambda p, v: aten.scatter_add.default(p, dim, index, v))
+def _register_combining(operator: OpOverload) -> None:
+    """Register an operator that reduces at indices: sums and extrema under the larger scale, products by value."""
+
+    def rule(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
+        def compute(p: Tensor, v: Tensor) -> Tensor:
+            return operator(p, dim, index, v, reduce, include_self=include_self)
+
+        if reduce == "prod":
+            return measured_like(compute(value_of(x), value_of(source)), [t for t in (x, source) if t.dim()] or [x])
+        return write_aligned(x, source, compute)
+
+    implements(operator, family="indexing")(rule)
 
 
-@implements(aten.scatter_reduce.two, family="indexing")
-def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """Combine a source with the elements at indices: sums and extrema under the larger scale, products by value."""
-    return _reduce_at_indices(aten.scatter_reduce.two, x, dim, index, source, reduce, include_self)
-
-
-@implements(aten.index_reduce.default, family="indexing")
-def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """Reduce values by an index along a dimension, like `scatter_reduce`."""
-    return _reduce_at_indices(aten.index_reduce.default, x, dim, index, source, reduce, include_self)
-
-
-def _reduce_at_indices(
-    operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any, reduce: str, include: bool
-) -> Tensor:
-    def compute(p: Tensor, v: Tensor) -> Tensor:
-        return operator(p, dim, index, v, reduce, include_self=include)
-
-    if reduce == "prod":
-        return measured_like(compute(value_of(x), value_of(source)), [t for t in (x, source) if t.dim()] or [x])
-    return write_aligned(x, source, compute)
+for _operator in (aten.scatter.src, aten.scatter_add.default, aten.index_copy.default):
+    _register_writing(_operator)
+for _operator in (aten.scatter_reduce.two, aten.index_reduce.default):
+    _register_combining(_operator)
 
 
 @implements(aten.scatter.value, family="indexing")
@@ -325,13 +309,6 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
     """Return a source, alpha times, added at indices of a dimension."""
     moved, factor = (source, 1.0) if alpha == 1 else scaled_by_number(source, alpha, first_scaled((x, source)))
     return write_aligned(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
-
-
-@implements(aten.index_copy.default, family="indexing")
-def index_copy(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """Return a source at indices of a dimension."""
-    operator = aten.index_copy.default
-    return write_aligned(x, source, lambda p, v: operator(p, dim, index, v))
 
 
 @implements(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, family="indexing")
@@ -377,65 +354,17 @@ def view_as_complex(x: ScaledTensor) -> Tensor:
     return torch.view_as_complex(value_of(x).contiguous())
 
 
-# Operators of one tensor whose name or arguments differ from those of the list.
-_SINGLE: dict[str, Callable[..., Any]] = {
-    "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
-    "powsum": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype) ** order,
-    "max": lambda x: torch.amax(x),
-    # torch.maximum and torch.minimum take no number.
-    "maximum": lambda x, other: (torch.maximum if isinstance(other, Tensor) else torch.clamp_min)(x, other),
-    "minimum": lambda x, other: (torch.minimum if isinstance(other, Tensor) else torch.clamp_max)(x, other),
-    "copy": lambda x, source, non_blocking=False: aten.copy.default(x, source, non_blocking),
-    "copy_": lambda x, source, non_blocking=False: x.copy_(source, non_blocking),
-    "addcmul": lambda x, a, b, value=1: aten.addcmul.default(x, a, b, value=value),
-    "addcdiv": lambda x, a, b, value=1: aten.addcdiv.default(x, a, b, value=value),
-    "addcmul_": lambda x, a, b, value=1: aten.addcmul_.default(x, a, b, value=value),
-    "addcdiv_": lambda x, a, b, value=1: aten.addcdiv_.default(x, a, b, value=value),
-    "zero_": lambda x: x.zero_(),
-}
-_NAMED = ("alpha", "dtype", "memory_format")
-
-
-def _register_loop(operator: OpOverload, name: str) -> None:
-    """Register a loop over lists; a tensor of scalars is split where the overload takes one."""
-    single = _SINGLE.get(name) or getattr(torch.ops.aten, name)
-    places = [(a.name, str(a.type)) for a in operator._schema.arguments]
-    lists = {place for place, kind in places if kind.startswith("List[") or kind.endswith("[]")}
-    of_scalars = next((p for p, kind in places if kind == "Tensor" and p == "scalars"), None)
-    names = [place for place, _ in places]
-
-    def loop(*arguments: Any, **options: Any) -> list[Tensor] | None:
-        given = dict(zip(names, arguments)) | options
-        if of_scalars in given:
-            scalars = given[of_scalars]
-            given[of_scalars] = plain(scalars).tolist()
-        split = lists | {of_scalars}
-        count = max(len(given[place]) for place in lists if place in given)
-        results = [
-            _call(single, {place: x[i] if place in split else x for place, x in given.items()}) for i in range(count)
-        ]
-        return None if name.endswith("_") else results
-
-    implements(operator, family="foreach")(loop)
-
-
-def _call(single: Callable, given: dict[str, Any]) -> Tensor:
-    """Call an operator, by position for arguments whose names differ between overloads, by name for others."""
-    named = {key: x for key, x in given.items() if key in _NAMED and x is not None}
-    return single(*(x for key, x in given.items() if key not in _NAMED), **named)
-
-
-def _register() -> None:
+def _register_loops() -> None:
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         packet, _, overload = name.removeprefix("aten::").partition(".")
-        if not name.startswith("aten::_foreach_") or overload.endswith("out"):
-            continue
-        single = packet.removeprefix("_foreach_")
-        if single in _SINGLE or hasattr(torch.ops.aten, single):
-            _register_loop(getattr(getattr(torch.ops.aten, packet), overload or "default"), single)
+        if name.startswith("aten::_foreach_") and not overload.endswith("out"):
+            operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            rule = foreach_rule(operator)
+            if rule is not None:
+                implements(operator, family="foreach")(rule)
 
 
-_register()
+_register_loops()
 
 
 def _register_refusal(operator: OpOverload) -> None:

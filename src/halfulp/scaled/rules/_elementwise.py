@@ -53,18 +53,7 @@ def zero_at_zero(*operators: OpOverload) -> None:
     vanish under the scale 1; else 1, or what the largest result needs.
     """
     for operator in present(operators):
-        implements(operator, family="unit output")(_rule_of_zero_at_zero(operator))
-
-
-def _rule_of_zero_at_zero(operator: OpOverload) -> Callable:
-    def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-        values = operator(value_of(x), *arguments, **options)
-        own = _powers.concrete_value(x._scale)
-        least = None if own is None else torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
-        scale = torch.clamp(x._scale, max=1.0) if least is None else least
-        return values_to_fit(values, scale, x._payload.dtype, x.dtype)
-
-    return compute
+        implements(operator, family="unit output")(_rule_on_values(operator, vanishes=True))
 
 
 def growing(*operators: OpOverload) -> None:
@@ -73,13 +62,18 @@ def growing(*operators: OpOverload) -> None:
     op(p s) computed on values in float32, under the scale 1 or what the largest finite result needs.
     """
     for operator in present(operators):
-        implements(operator, family="unit output")(_rule_of_growing(operator))
+        implements(operator, family="unit output")(_rule_on_values(operator, vanishes=False))
 
 
-def _rule_of_growing(operator: OpOverload) -> Callable:
+def _rule_on_values(operator: OpOverload, vanishes: bool) -> Callable:
     def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         values = operator(value_of(x), *arguments, **options)
-        return values_to_fit(values, scale_one(values), x._payload.dtype, x.dtype)
+        if not vanishes:
+            return values_to_fit(values, scale_one(values), x._payload.dtype, x.dtype)
+        own = _powers.concrete_value(x._scale)
+        least = None if own is None else torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
+        scale = torch.clamp(x._scale, max=1.0) if least is None else least
+        return values_to_fit(values, scale, x._payload.dtype, x.dtype)
 
     return compute
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels import torch_operators
+from ...subclass._rule_table import arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import first_scaled, logical_of, make_scaled, operand, storage_of
@@ -118,17 +119,14 @@ def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: i
 @implements(aten._fused_rms_norm.default, family="norm")
 def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:
     """p / sqrt(mean(p^2) + eps / s^2) weight under the scale 1."""
-    given = NormInput(operand(x, first_scaled((x, weight))), _default_eps(x.dtype) if eps is None else eps)
+    # torch's default is that of the type in which it computes.
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
+    given = NormInput(operand(x, first_scaled((x, weight))), eps)
     dims = list(range(-len(shape), 0))
     deviation = (given.data.square().mean(dims, keepdim=True) + given.eps).rsqrt()
     y = given.data * deviation
     y = y if weight is None else y * value_of(weight)
     return _make_normalised(y, x, weight), given.deviation(deviation)
-
-
-def _default_eps(dtype: torch.dtype) -> float:
-    """Return torch's default eps of the type in which it computes."""
-    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
 
 
 def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
@@ -270,14 +268,6 @@ def batch_norm_without_running(x: Any, weight: Any, bias: Any, training: bool, m
     return batch_norm(x, weight, bias, None, None, True, momentum, eps)
 
 
-@implements(aten._native_batch_norm_legit_no_training.default, family="norm")
-def batch_norm_of_running(
-    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
-) -> tuple:
-    """Normalised by running statistics."""
-    return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
-
-
 @implements(aten._native_batch_norm_legit_functional.default, family="norm")
 def batch_norm_functional(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
@@ -289,45 +279,38 @@ def batch_norm_functional(
     return y, saved, deviation, _step_average(mean, batch[0], momentum), _step_average(variance, batch[1], momentum)
 
 
-def _reserve(x: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=x.device)
+def _register_variants() -> None:
+    """Register the operators of other backends: the same results, of which some are followed by an empty reserve."""
+
+    normal: Callable[..., tuple] = batch_norm
+    functional: Callable[..., tuple] = batch_norm_functional
+
+    def reserve(x: Tensor) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=x.device)
+
+    def functional_with_reserve(x: Any, *given: Any) -> tuple:
+        results = functional(x, *given[:4], True, *given[4:])
+        return *results[:3], reserve(x), *results[3:]
+
+    def in_evaluation(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float) -> tuple:
+        return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
+
+    variants: dict[OpOverload, Callable[..., tuple]] = {
+        aten.miopen_batch_norm.default: normal,
+        aten.cudnn_batch_norm.default: lambda x, *given: (*normal(x, *given), reserve(x)),
+        aten._native_batch_norm_legit_no_training.default: in_evaluation,
+        aten._batch_norm_no_update.default: lambda x, *given: (*in_evaluation(x, *given), reserve(x)),
+        aten._batch_norm_with_update.default: lambda x, *given: (
+            *normal(x, *given[:4], True, *given[4:]),
+            reserve(x),
+        ),
+        aten._batch_norm_with_update_functional.default: functional_with_reserve,
+    }
+    for operator, rule in variants.items():
+        implements(operator, family="norm")(rule)
 
 
-@implements(aten._batch_norm_with_update.default, family="norm")
-def batch_norm_with_update(
-    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
-) -> tuple:
-    """Normalised over the batch, the running statistics moved in place."""
-    return *batch_norm(x, weight, bias, mean, variance, True, momentum, eps), _reserve(x)
-
-
-@implements(aten._batch_norm_with_update_functional.default, family="norm")
-def batch_norm_with_update_functional(
-    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
-) -> tuple:
-    """Normalise over the batch, returning the moved running statistics as results."""
-    results = batch_norm_functional(x, weight, bias, mean, variance, True, momentum, eps)
-    return *results[:3], _reserve(x), *results[3:]
-
-
-@implements(aten._batch_norm_no_update.default, family="norm")
-def batch_norm_no_update(
-    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
-) -> tuple:
-    """Normalised by running statistics."""
-    return *_normalise_in_evaluation(x, weight, bias, mean, variance, eps), _reserve(x)
-
-
-implements(aten.miopen_batch_norm.default, family="norm")(batch_norm)
-
-
-@implements(aten.cudnn_batch_norm.default, family="norm")
-def cudnn_batch_norm(
-    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
-) -> tuple:
-    """Normalise like `native_batch_norm`."""
-    results = batch_norm(x, weight, bias, mean, variance, training, momentum, eps)
-    return *results, _reserve(x)
+_register_variants()
 
 
 @implements(aten.native_batch_norm_backward.default, family="norm")
@@ -358,21 +341,12 @@ def batch_norm_backward(
     return _gradients(g, p, (to_x, *others), rows, scale, holder)
 
 
-@implements(aten.batch_norm_backward.default, family="norm")
-def batch_norm_backward_reserved(
-    gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, saved: Any, deviation: Any, *rest: Any
-) -> tuple:
-    """Return the gradients of `native_batch_norm_backward`."""
-    return batch_norm_backward(gradient, x, weight, mean, variance, saved, deviation, *rest[:3])
-
-
-@implements(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default, family="norm")
-def cudnn_batch_norm_backward(
-    x: Any, gradient: Any, weight: Any, mean: Any, variance: Any, saved: Any, deviation: Any, eps: float, *_: Any
-) -> tuple:
-    """Return the gradients of `native_batch_norm_backward`."""
-    mask = (True, True, True)
-    return batch_norm_backward(gradient, x, weight, mean, variance, saved, deviation, True, eps, mask)
+# The arguments of other backends' operators: with a reserve at the end, or with the input first and no mask.
+_backward: Callable[..., tuple] = batch_norm_backward
+implements(aten.batch_norm_backward.default, family="norm")(lambda *given: _backward(*given[:10]))
+implements(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default, family="norm")(
+    lambda x, gradient, *given: _backward(gradient, x, *given[:5], True, given[5], (True, True, True))
+)
 
 
 @implements(aten._weight_norm_interface_backward.default, family="norm")
@@ -494,12 +468,6 @@ def _operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
     like = first_scaled([*tensors, *given.values()])
     scaled = [x for x in tensors if isinstance(x, ScaledTensor)]
     return *(operand(x, like) for x in tensors), product_storage(tuple(scaled) or (like,))
-
-
-def arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict) -> dict[str, Any]:
-    schema = operator._schema.arguments
-    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return given | dict(zip((argument.name for argument in schema), arguments)) | options
 
 
 def call_by_name(operator: OpOverload, given: dict[str, Any]) -> Any:

@@ -54,24 +54,13 @@ def wide_product(operator: OpOverload, a: Tensor, b: Tensor) -> Tensor:
     return operator(a.to(torch.float32), b.to(torch.float32))
 
 
-def traced_wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return `wide_product` of two matrices, or batches, as one operator of a graph.
-
-    Compilers cannot ask the device while they trace, and not all of them know torch's products with another dtype.
-    """
-    product: Tensor = _traced(a, b)
-    return product
-
-
-def _multiply_wide(a: Tensor, b: Tensor) -> Tensor:
-    return wide_product(aten.mm.default if a.dim() == 2 else aten.bmm.default, a, b)
-
-
-def _without_data(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32)
-
-
-_traced = define_operator("wide_product(Tensor a, Tensor b) -> Tensor", _multiply_wide, _without_data)
+# `wide_product` as one operator of a graph: compilers cannot ask the device while they trace, and not all of them know
+# torch's products with another dtype.
+traced_wide_product = define_operator(
+    "wide_product(Tensor a, Tensor b) -> Tensor",
+    lambda a, b: wide_product(aten.mm.default if a.dim() == 2 else aten.bmm.default, a, b),
+    lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32),
+)
 
 
 @functools.cache

@@ -232,10 +232,6 @@ for _name in (*(f"upsample_{kind}" for kind in _KINDS), *_EXACT, *_SMOOTH):
 MEAN, SUM = 1, 2
 
 
-def _sum_divisor(count: int, reduction: int) -> float:
-    return sqrt_of_count(count) if reduction == SUM else 1.0
-
-
 def _mean_divisor(count: int, reduction: int) -> float:
     """Return the power of two near the factor by which a mean divides gradients."""
     return 1.0 / sqrt_of_count(count * count) if reduction == MEAN else 1.0
@@ -252,7 +248,8 @@ def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore
     p = operand(x, first_scaled((x, weight)))
     y, total = operator(to_float32(p), target, value_of(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
-    return payloads_under(y, [p._scale], holders, _sum_divisor(target.numel(), reduction)), total
+    divisor = sqrt_of_count(target.numel()) if reduction == SUM else 1.0
+    return payloads_under(y, [p._scale], holders, divisor), total
 
 
 def _nll_backward(operator: OpOverload) -> None:

@@ -1,8 +1,7 @@
 """Averages of weights that are alive in this process, of any library, and warnings where they are narrow.
 
 They are found by the names of their classes. A search through all objects takes tens of milliseconds: it is made only
-where a class with such a name has come, or has other instances than at the last search, which the references to a class
-tell, as each instance holds one.
+where a class with such a name has come, or has other objects than at the last search, which the references to it tell.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import itertools
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -30,33 +29,42 @@ _NAME = re.compile(
 )
 
 
-class _Search:
-    """The results of the last searches for averages.
+class _Last:
+    """The last search: how many classes there were, those of averages, references to these, and what was found."""
 
-    Attributes:
-        counted: how many classes there were at the last walk through them, direct and of modules.
-        kinds: the classes of averages, weakly.
-        references: how many references each of them had after the last search for objects.
-        found: the objects, weakly.
-    """
-
-    counted: ClassVar[tuple[int, int]] = (0, 0)
-    kinds: ClassVar[tuple[weakref.ref[type], ...]] = ()
-    references: ClassVar[dict[int, int]] = {}
-    found: ClassVar[tuple[weakref.ref, ...]] = ()
+    classes: ClassVar[tuple[int, int]] = (0, 0)
+    kinds: ClassVar[list[weakref.ref[type]]] = []
+    references: ClassVar[list[int]] = []
+    found: ClassVar[list[weakref.ref]] = []
 
 
 def living_averages() -> list[object]:
     """Return the objects whose classes are named like averages, but for this package's own."""
-    references = _references(_kinds())
-    if references != _Search.references or any(one() is None for one in _Search.found):
-        kinds = set(_kinds())
-        # No tuple of a generator: another thread's search would hold the tuple while it grows, which is an error.
-        found = [weakref.ref(x) for x in gc.get_objects() if type(x) in kinds and _takes_weak_references(x)]
-        _Search.found = tuple(found)
+    classes = len(type.__subclasses__(object)), len(_below(nn.Module))
+    if classes != _Last.classes:
+        _Last.classes, _Last.kinds = classes, [weakref.ref(kind) for kind in _below(object) if _is_average(kind)]
+    if _references() != _Last.references or any(one() is None for one in _Last.found):
+        kinds = {one() for one in _Last.kinds}
+        living = (x for x in gc.get_objects() if type(x) in kinds and type(x).__weakrefoffset__)
+        _Last.found = list(map(weakref.ref, living))
         del kinds
-        _Search.references = _references(_kinds())
-    return [x for one in _Search.found if (x := one()) is not None]
+        _Last.references = _references()
+    return [x for one in _Last.found if (x := one()) is not None]
+
+
+def _references() -> list[int]:
+    """Return how many references each class of averages has: one for each of its objects, and others."""
+    return [sys.getrefcount(kind) for one in _Last.kinds if (kind := one()) is not None]
+
+
+def _below(kind: type) -> set[type]:
+    """Return all subclasses of a class."""
+    found: set[type] = set()
+    new = {kind}
+    while new:
+        new = set(itertools.chain.from_iterable(map(type.__subclasses__, new))) - found
+        found |= new
+    return found
 
 
 def held_tensors(average: object) -> Iterator[tuple[Tensor, ...]]:
@@ -72,43 +80,15 @@ def held_tensors(average: object) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(part for part in parts if issubclass(type(part), Tensor))
 
 
-def _kinds() -> list[type]:
-    """Return the classes that are named like averages."""
-    counted = len(type.__subclasses__(object)), len(_below(nn.Module))
-    if counted != _Search.counted:
-        named = {AveragedModel, *(kind for kind in _below(object) if _is_named(kind.__name__))}
-        alike = named.union(*map(_below, named))
-        _Search.counted, _Search.kinds = counted, tuple(weakref.ref(kind) for kind in alike if _is_average(kind))
-    return [kind for one in _Search.kinds if (kind := one()) is not None]
+@functools.cache  # all classes are asked again whenever one has come
+def _is_named(name: str) -> bool:
+    return _NAME.search(name) is not None
 
 
 def _is_average(kind: type) -> bool:
     if any(str(base.__module__).startswith("halfulp.") for base in kind.__mro__):
         return False
     return issubclass(kind, AveragedModel) or any(_is_named(base.__name__) for base in kind.__mro__)
-
-
-@functools.cache  # all classes are asked again whenever one has come
-def _is_named(name: str) -> bool:
-    return _NAME.search(name) is not None
-
-
-def _below(kind: type) -> set[type]:
-    """Return all subclasses of a class."""
-    found: set[type] = set()
-    new = {kind}
-    while new:
-        new = set(itertools.chain.from_iterable(map(type.__subclasses__, new))) - found
-        found |= new
-    return found
-
-
-def _references(kinds: list[type]) -> dict[int, int]:
-    return {id(kind): sys.getrefcount(kind) for kind in kinds}
-
-
-def _takes_weak_references(x: object) -> bool:
-    return type(x).__weakrefoffset__ != 0
 
 
 _NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -151,17 +131,6 @@ def warn_of_living_averages(stepped: Iterable[Tensor]) -> None:
     gc.collect()  # an average that nobody holds any more may be among them
     for text in _untold(own, shapes):
         note_and_warn_once(_KIND, text)
-
-
-def warn_of_written_average(is_written: Callable[[Tensor], bool]) -> None:
-    """Warn if a narrow tensor that was written is held by an average, of any library.
-
-    Args:
-        is_written: whether a tensor is that one.
-    """
-    for average in living_averages():
-        for tensor in (tensor for together in held_tensors(average) for tensor in together if is_written(tensor)):
-            note_and_warn_once(_KIND, _said(type(average), tensor))
 
 
 def _untold(own: set[int], shapes: set[tuple[int, ...]]) -> list[str]:

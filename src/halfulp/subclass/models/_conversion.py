@@ -115,9 +115,9 @@ def matcher(where: Where, names: list[str], what: str = "where", of: str = "para
     return lambda module, name: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def with_attributes(new: nn.Parameter, old: Tensor, own: Iterable[str]) -> nn.Parameter:
-    """Copy the attributes that users set on a parameter (marks for weight decay, say), but for the class's `own`."""
-    own = {*own, "_is_param"}
+def with_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
+    """Copy the attributes that users set on a parameter (marks for weight decay, say), but for its class's own."""
+    own = {*getattr(old, "_own", ()), "_is_param", _state_dict.SAVED}
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})
     return new
 
@@ -127,18 +127,13 @@ _ADVICE = "checkpoint the whole model instead, or run it without checkpointing"
 
 
 def capture_hooks(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
-    """Make what torch.utils.checkpoint(use_reentrant=False) recomputes run under a mode.
+    """Make what torch.utils.checkpoint(use_reentrant=False) recomputes run under a mode, which `what` names in errors.
 
-    Its frame is reached through the saved-tensor hooks that are on top while the checkpointed function runs; hooks of
-    others are left alone, and so is a frame that the same function has wrapped already.
-
-    Args:
-        pack: the hook that packs.
-        wrap: makes a function run under the mode.
-        what: names the mode in errors.
+    Its frame is reached through the hook that packs saved tensors while the checkpointed function runs; hooks of others
+    are left alone, and so is a frame that the same `wrap` has wrapped already.
 
     Raises:
-        NotImplementedError: If this torch keeps its frames differently.
+        NotImplementedError: this torch keeps its frames differently.
     """
     if getattr(pack, "__module__", "") != "torch.utils.checkpoint" or "_recomputation_hook" in pack.__qualname__:
         return
@@ -229,6 +224,25 @@ def converted(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Te
         if id(ref.value) not in found:
             found[id(ref.value)] = convert(ref)
     return found
+
+
+def decoded_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
+    """Return a parameter or buffer of a subclass as a plain one, its gradient too, each value rounded once.
+
+    Raises:
+        ValueError: a finite value is beyond the dtype's range.
+    """
+    old: Any = ref.value
+    value: Tensor = old.detach().decode(dtype)
+    if not value.is_meta and bool((value.isinf() & old.detach().decode(torch.float64).isfinite()).any()):
+        raise ValueError(f"parameter {ref.name!r} has values beyond {value.dtype}: give a wider dtype=")
+    if not ref.is_parameter:
+        return value
+    new = nn.Parameter(value, old.requires_grad)
+    if old.grad is not None:
+        grad = old.grad.detach()
+        new.grad = grad.decode(value.dtype) if hasattr(grad, "decode") else grad.to(value.dtype)
+    return with_attributes(new, old)
 
 
 def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Converted) -> None:

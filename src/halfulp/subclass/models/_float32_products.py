@@ -108,31 +108,24 @@ def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
 class _Around:
     """A forward that somebody else has given a module itself, with its products in float32."""
 
-    def __init__(self, own: Callable[..., Any]) -> None:
+    def __init__(self, own: Callable[..., Any], module: nn.Module) -> None:
         self.own = self.__wrapped__ = own
+        self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        if not widened_dtypes() or _is_active():
-            return self.own(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            if isinstance(self.own, GraphReader):
-                _note_left()
-                return self.own(*args, **kwargs)
-            with _MODE:
-                return self.own(*args, **kwargs)
-        return _call_under_mode(self.own, args, kwargs)
+        return _run(self.own, self.module, args, kwargs)
 
 
 def _put_on(module: nn.Module) -> None:
     vars(module)[_MARK] = _EVERYWHERE
     if "forward" in vars(module):
-        vars(module)["forward"] = _Around(vars(module)["forward"])
+        vars(module)["forward"] = _Around(vars(module)["forward"], module)
     made = None if parametrize.is_parametrized(module) else _class_with_products(type(module))
     if made is not None:
         object.__setattr__(module, "__class__", made)
     elif "forward" not in vars(module):
-        vars(module)["forward"] = _Around(types.MethodType(type(module).forward, module))
+        vars(module)["forward"] = _Around(types.MethodType(type(module).forward, module), module)
 
 
 def _take_off(module: nn.Module) -> None:

@@ -1,4 +1,7 @@
-"""Who else holds a parameter: optimizers, hooks, wrappers, views of its memory; refused, by type, before a change.
+"""Who else holds a parameter: optimizers, hooks, wrappers; refused, by type, before a change.
+
+The order that always works: device, conversion, wrappers (DistributedDataParallel, fully_shard), torch.compile,
+optimizers, flat buffers and hooks on nodes of autograd, of which nothing is seen here.
 
 torch's global registration hooks report every module and parameter that is put into a module; `watch` installs them for
 the first model whose parameters have auxiliary tensors. Nothing else sees a wrapper when it is made.
@@ -8,9 +11,6 @@ parameters or states: the auxiliary tensors beside these would be dropped, and a
 meet a plain one in a collective. So plain tensors are sent alone, every process expects the names of its own auxiliary
 tensors, and states are put together again. Low bits of 16-bit integers, which neither gloo nor NCCL takes, travel as
 32-bit ones.
-
-The order that always works: device, conversion, wrappers (DistributedDataParallel, fully_shard), torch.compile,
-optimizers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import functools
 import gc
 import itertools
 import sys
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -38,8 +37,6 @@ from ...kernels import untraced
 from .._in_backward import FIRST
 from ._state_dict import known_layout, state_dict_layout
 
-# What DistributedDataParallel and torch.compile put before names.
-_PREFIXES = ("module", "_orig_mod")
 _UNSENT = (torch.int16, torch.uint16)
 _watching: list[bool] = []
 
@@ -53,33 +50,52 @@ def watch_checkpoints() -> None:
 
 def _complete_module(module: ModuleType) -> None:
     for name, completed in (
-        ("_gather_state_dict", _gathering),
-        ("_distribute_state_dict", _distributing),
-        ("_broadcast_state_dict", _sending),
-        ("_unflatten_optim_state_dict", _unflattening),
+        ("_load_model_state_dict", functools.partial(_load, module._get_fqns)),
+        ("_gather_state_dict", _gather),
+        ("_distribute_state_dict", _distribute),
+        ("_broadcast_state_dict", _send),
+        ("_unflatten_optim_state_dict", _unflatten),
     ):
-        setattr(module, name, completed(getattr(module, name)))
+        setattr(module, name, functools.partial(completed, getattr(module, name)))
+
+
+# Names -------------------------------------------------------------------------------------------------------------
+
+
+def _load(
+    names_without_prefixes: Callable[..., set[str]],
+    plain: Callable,
+    model: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    *given: Any,
+    **options: Any,
+) -> Any:
+    """Give auxiliary entries the names that those of their parameters will have.
+
+    torch takes ``module.`` (DistributedDataParallel) and ``_orig_mod.`` (torch.compile) out of names when it saves, and
+    puts them before parameters and buffers alone when it loads.
+    """
+    for name, parameter in _own_parameters(model):
+        suffix = known_layout(parameter).suffix
+        for short in names_without_prefixes(model, name) - {name}:
+            for entry in [entry for entry in state_dict if suffix.sub("", entry) == short != entry]:
+                state_dict[name + entry.removeprefix(short)] = state_dict.pop(entry)
+    return plain(model, state_dict, *given, **options)
 
 
 # Gathering, and cutting into shards -------------------------------------------------------------------------------
 
 
-def _gathering(plain: Callable) -> Callable:
-    @functools.wraps(plain)
-    def gather(state_dict: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
-        return _restore_dtypes(plain(_to_sendable(state_dict), *given, **options), state_dict)
-
-    return gather
+def _gather(plain: Callable, state_dict: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
+    return _restore_dtypes(plain(_to_sendable(state_dict), *given, **options), state_dict)
 
 
-def _distributing(plain: Callable) -> Callable:
-    @functools.wraps(plain)
-    def distribute(full: Mapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any) -> None:
-        before = dict(local)
-        plain(_to_sendable(full), local, *given, **options)
-        _restore_dtypes(local, before)
-
-    return distribute
+def _distribute(
+    plain: Callable, full: Mapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any
+) -> None:
+    before = dict(local)
+    plain(_to_sendable(full), local, *given, **options)
+    _restore_dtypes(local, before)
 
 
 def _to_sendable(value: Any) -> Any:
@@ -103,67 +119,39 @@ def _restore_dtypes(found: Any, before: Any) -> Any:
 # Flat states ------------------------------------------------------------------------------------------------------
 
 
-def _unflattening(plain: Callable) -> Callable:
-    @functools.wraps(plain)
-    def unflatten(optim: Any, state_dict: Mapping[str, Any], *given: Any, **options: Any) -> Any:
-        try:
-            return plain(optim, state_dict, *given, **options)
-        except KeyError as error:
-            explain, (key, *_) = getattr(optim, "explain_missing_entry", None), (*error.args, None)
-            if explain is None or not str(key).startswith(("state.", "param_groups.")):
-                raise
-            raise ValueError(explain(key, state_dict)) from error
-
-    return unflatten
+def _unflatten(plain: Callable, optim: Any, state_dict: Mapping[str, Any], *given: Any, **options: Any) -> Any:
+    try:
+        return plain(optim, state_dict, *given, **options)
+    except KeyError as error:
+        explain, (key, *_) = getattr(optim, "explain_missing_entry", None), (*error.args, None)
+        if explain is None or not str(key).startswith(("state.", "param_groups.")):
+            raise
+        raise ValueError(explain(key, state_dict)) from error
 
 
 # Sending ----------------------------------------------------------------------------------------------------------
 
 
-def _sending(plain: Callable) -> Callable:
-    @functools.wraps(plain)
-    def send(full: MutableMapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any) -> None:
-        before = dict(local)
-        own = {name: value for name, value in local.items() if state_dict_layout(value) is not None}
-        _put_prefixes(full, own)
-        expected = {name: _auxiliary_entries(name, value, local) for name, value in own.items()}
-        for beside in expected.values():
-            local.update(beside)
-        plain(_to_sendable(_to_plain_entries(full, own)), local, *given, **options)
-        for name, beside in expected.items():
-            # What is as it was has not been sent: the first process's entry is a plain tensor.
-            unsent = [entry for entry, part in beside.items() if local.get(entry) is part]
-            for entry in unsent:
-                del local[entry]
-            if name in local and not isinstance(own[name], nn.Parameter):  # which modules put together
-                local[name] = _from_plain_entries(local, name, beside, own[name])
-        _restore_dtypes(local, before)
-
-    return send
-
-
-def _put_prefixes(full: MutableMapping[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Put auxiliary entries behind the prefixes of wrappers, where torch has put their parameters."""
+def _send(
+    plain: Callable, full: MutableMapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any
+) -> None:
+    before = dict(local)
+    own = {name: value for name, value in local.items() if state_dict_layout(value) is not None}
+    expected = {}
     for name, value in own.items():
-        suffix = known_layout(value).suffix
-        for short in _names_without_prefixes(name):
-            alone = [entry for entry in full if entry.startswith(short) and suffix.sub("", entry) == short]
-            for entry in alone if short not in full else ():
-                full[name + entry.removeprefix(short)] = full.pop(entry)
-
-
-def _names_without_prefixes(name: str) -> Iterator[str]:
-    """Yield a name without some of its parts that may be a wrapper's prefix."""
-    parts = name.split(".")
-    places = [i for i, part in enumerate(parts) if part in _PREFIXES]
-    for count in range(1, len(places) + 1):
-        for left_out in itertools.combinations(places, count):
-            yield ".".join(part for i, part in enumerate(parts) if i not in left_out)
-
-
-def _auxiliary_entries(name: str, value: Tensor, local: Mapping[str, Any]) -> dict[str, Tensor]:
-    entries = known_layout(value).entries(name, value.detach())
-    return {entry: part for entry, part in entries.items() if entry not in local}
+        entries = known_layout(value).entries(name, value.detach())
+        expected[name] = {entry: part for entry, part in entries.items() if entry not in local}
+    for beside in expected.values():
+        local.update(beside)
+    plain(_to_sendable(_to_plain_entries(full, own)), local, *given, **options)
+    for name, beside in expected.items():
+        # What is as it was has not been sent: the first process's entry is a plain tensor.
+        unsent = [entry for entry, part in beside.items() if local.get(entry) is part]
+        for entry in unsent:
+            del local[entry]
+        if name in local and not isinstance(own[name], nn.Parameter):  # which modules put together
+            local[name] = _from_plain_entries(local, name, beside, own[name])
+    _restore_dtypes(local, before)
 
 
 def _to_plain_entries(full: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -199,61 +187,14 @@ def watch() -> None:
         watch_checkpoints()
 
 
-def install(wrapper: nn.Module) -> None:
-    """Let a wrapper load its parameters' auxiliary tensors under names without its prefix.
-
-    torch.distributed.checkpoint.state_dict takes ``module.`` (DistributedDataParallel) and ``_orig_mod.``
-    (torch.compile) out of names when it saves, and puts them before parameters and buffers alone when it loads.
-    """
-    if not any(getattr(hook, "hook", None) is _put_prefix for hook in wrapper._load_state_dict_pre_hooks.values()):
-        wrapper.register_load_state_dict_pre_hook(_put_prefix)
-        if isinstance(wrapper, nn.parallel.DistributedDataParallel):
-            wrapper.register_forward_hook(_complete_gradients)
-
-
 def _on_registration(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    if inner is not None and name == _prefix_of(outer) and any(_own(module) for module in inner.modules()):
-        install(outer)
+    if isinstance(outer, nn.parallel.DistributedDataParallel) and inner is not None and any(_own_parameters(inner)):
+        outer.register_forward_hook(_complete_gradients)
 
 
-def _prefix_of(module: nn.Module | None) -> str | None:
-    """Return the name of a wrapper's only child, which torch's checkpoints leave out; None for other modules."""
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        return "module"
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    return "_orig_mod" if compiler is not None and isinstance(module, compiler.OptimizedModule) else None
-
-
-def _own(module: nn.Module) -> list[str]:
-    return [key for key, value in module._parameters.items() if state_dict_layout(value) is not None]
-
-
-def _put_prefix(wrapper: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
-    """Rename auxiliary entries whose parameter has the wrapper's prefix already, so that they have it too."""
-    for name, parameter in _name_of_inner(wrapper):
-        without = prefix + _without_prefixes(wrapper, name)
-        if without == prefix + name or prefix + name not in state_dict:
-            continue
-        suffix = known_layout(parameter).suffix
-        for entry in [entry for entry in state_dict if suffix.sub("", entry) == without != entry]:
-            full = prefix + name + entry[len(without) :]
-            if full not in state_dict:  # else an entry of nobody, which torch tells of
-                state_dict[full] = state_dict.pop(entry)
-
-
-def _name_of_inner(wrapper: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    pairs = wrapper.named_parameters(remove_duplicate=False)
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    pairs = module.named_parameters(remove_duplicate=False)
     return ((name, parameter) for name, parameter in pairs if state_dict_layout(parameter) is not None)
-
-
-def _without_prefixes(module: nn.Module | None, name: str) -> str:
-    """Return a name below a module as torch's checkpoints write it, without wrappers' prefixes."""
-    kept = []
-    for part in name.split("."):
-        if part != _prefix_of(module):
-            kept.append(part)
-        module = None if module is None else module._modules.get(part)
-    return ".".join(kept)
 
 
 def _complete_gradients(wrapper: nn.Module, inputs: Any, output: Any) -> None:
@@ -290,7 +231,7 @@ def _complete_after_backward(wrapper: nn.Module, output: Any) -> None:
 
 def _complete(wrapper: nn.Module) -> None:
     with torch.no_grad():
-        for _, parameter in _name_of_inner(wrapper):
+        for _, parameter in _own_parameters(wrapper):
             plain = parameter.grad
             if type(plain) is Tensor and getattr(parameter, "gradients", None) != FIRST:
                 gradient = torch.zeros_like(parameter.detach())
@@ -299,11 +240,7 @@ def _complete(wrapper: nn.Module) -> None:
 
 
 def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Refuse a parameter that a parallel plan has split (a DTensor) when it is put into a module.
-
-    Raises:
-        NotImplementedError: its shards have auxiliary tensors.
-    """
+    """Refuse a parameter that a parallel plan has split (a DTensor) when it is put into a module."""
     shard = getattr(parameter, "_local_tensor", None)
     if state_dict_layout(shard) is None:
         return
@@ -345,8 +282,8 @@ def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
 
     What follows a change of dtype in place: modules, tied modules, optimizers, hooks on the tensor, parametrizations,
     fully_shard that has not run, compiled graphs (they are traced again). What does not: DistributedDataParallel,
-    FSDP1, memory that another parameter or process has too, and hooks on the gradient accumulator, which autograd makes
-    anew. A new object is also unknown to optimizers, to fully_shard and to hooks on the tensor.
+    FSDP1, and memory that another of the parameters or a process has too. A new object is also unknown to optimizers,
+    to fully_shard and to hooks on the tensor.
 
     Args:
         named: qualified names and parameters; one parameter may have several names.
@@ -355,9 +292,6 @@ def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
 
     Returns:
         The modules of fully_shard: call `follow()` when the change is made.
-
-    Raises:
-        ValueError: a holder that cannot follow, with the parameter's name and what to do.
     """
     names: dict[int, str] = {}
     unique = []
@@ -367,7 +301,7 @@ def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
     if not unique:
         return Wrappers()
     for name, tensor in unique:
-        if is_flat_parameter(tensor):
+        if getattr(tensor, "_is_flat_param", False):
             _refuse_wrapped(name, "FullyShardedDataParallel (FSDP1)", what)
         if replaced and hasattr(tensor, "_local_tensor"):
             raise ValueError(
@@ -376,19 +310,24 @@ def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
             )
         if replaced:
             check_hooks(name, tensor)
-        _check_accumulator(name, tensor, what)
+        if tensor.device.type == "cpu" and plain_memory(tensor) is tensor and tensor.is_shared():
+            raise ValueError(
+                f"parameter {name!r} lies in memory that other processes share: {what} would take it out of theirs; "
+                f"call share_memory() after {what}"
+            )
     for name, kind in holding_optimizers(unique) if replaced else ():
         raise ValueError(
             f"{kind} holds parameter {name!r} and would train nothing, as parameters become new objects: delete "
             f"it and make the optimizer after {what}"
         )
-    for kind, modules in (("DistributedDataParallel", data_parallel_modules()), ("FSDP1", _flat_modules())):
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    flat = living(fsdp.FullyShardedDataParallel) if fsdp is not None and torch.distributed.is_initialized() else []
+    for kind, modules in (("DistributedDataParallel", data_parallel_modules()), ("FSDP1", flat)):
         for module in modules:
             for parameter in module.parameters():
                 if id(parameter) in names:
                     _refuse_wrapped(names[id(parameter)], kind, what)
     check_overlaps(unique, what)
-    _check_memory(unique, what)
     return _sharded_around(unique, what)
 
 
@@ -415,28 +354,8 @@ def check_hooks(name: str, tensor: Tensor) -> None:
             )
 
 
-def _check_accumulator(name: str, tensor: Tensor, what: str) -> None:
-    """Raise where Python holds the node that accumulates a parameter's gradient, which a change of dtype replaces.
-
-    A graph that an earlier forward pass left may hold it too: its gradients still arrive, in the old dtype.
-    """
-    if not (tensor.requires_grad and tensor.is_leaf):
-        return
-    node = torch.autograd.graph.get_gradient_edge(tensor).node
-    if sys.getrefcount(node) > 2 and any(type(x) is not types.FrameType for x in gc.get_referrers(node)):
-        raise ValueError(
-            f"the gradient accumulator (AccumulateGrad) of parameter {name!r} is held from outside, by a hook "
-            f"for instance: autograd makes another after {what}, and the hook would never run. Register it "
-            f"after {what}, or use parameter.register_post_accumulate_grad_hook"
-        )
-
-
 def check_overlaps(named: Named, what: str) -> None:
-    """Raise for two parameters whose memory overlaps, from each one's first byte to its last.
-
-    Raises:
-        ValueError: the names of both, and how to tie modules by one parameter.
-    """
+    """Raise for two parameters whose memory overlaps, from each one's first byte to its last."""
     lying = defaultdict(list)
     for name, tensor in named:
         if (part := plain_memory(tensor)) is not None:
@@ -445,20 +364,19 @@ def check_overlaps(named: Named, what: str) -> None:
         together.sort(key=lambda one: one[1].data_ptr())
         for (one, first), (other, second) in itertools.pairwise(together):
             if overlap(first, second):
-                raise ValueError(_refuse_tied(one, other, first, second, what))
-
-
-def _refuse_tied(one: str, other: str, first: Tensor, second: Tensor, what: str) -> str:
-    same = (first.data_ptr(), first.shape, first.stride()) == (second.data_ptr(), second.shape, second.stride())
-    how = f"two parameters over one memory (tied through .data): {what} would untie them"
-    if not same:
-        how = f"overlapping views of one memory: {what} would part them"
-    module, _, key = other.rpartition(".")
-    return (
-        f"parameters {one!r} and {other!r} are {how}. Tie them by one parameter, as in `{module or 'head'}."
-        f"{key if module else 'weight'} = ...{one.rpartition('.')[0] or 'embedding'}.weight`, or give each its own "
-        "memory (p.data = p.data.clone())"
-    )
+                is_same = first.data_ptr() == second.data_ptr() and first.shape == second.shape
+                how = (
+                    "two parameters over one memory (tied through .data)"
+                    if is_same
+                    else "overlapping views of one memory"
+                )
+                module, _, key = other.rpartition(".")
+                raise ValueError(
+                    f"parameters {one!r} and {other!r} are {how}: {what} would part them. Tie them by one parameter, "
+                    f"as in `{module or 'head'}.{key if module else 'weight'} = "
+                    f"...{one.rpartition('.')[0] or 'embedding'}.weight`, or give each its own memory (p.data = "
+                    "p.data.clone())"
+                )
 
 
 def plain_memory(tensor: Tensor) -> Tensor | None:
@@ -483,45 +401,6 @@ def _extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _check_memory(named: list[tuple[str, Tensor]], what: str) -> None:
-    """Raise for memory that other processes, a parameter elsewhere or a flat buffer have too."""
-    # Shards lie in the padded memory of fully_shard, which follows.
-    plain = ((name, tensor) for name, tensor in named if not hasattr(tensor, "_local_tensor"))
-    parts = [(name, part) for name, tensor in plain if (part := plain_memory(tensor)) is not None]
-    lying = defaultdict(list)
-    for name, part in parts:
-        lying[part.untyped_storage().data_ptr()].append((name, part))
-        if part.device.type == "cpu" and part.is_shared():
-            raise ValueError(
-                f"parameter {name!r} lies in memory that other processes share: {what} would take it out of theirs; "
-                f"call share_memory() after {what}"
-            )
-    own = {id(tensor) for pairs in (named, parts) for _, tensor in pairs}
-
-    def find() -> str | None:
-        for x in living(Tensor):
-            if id(x) in own or (other := plain_memory(x)) is None:
-                continue
-            try:
-                held = lying.get(other.untyped_storage().data_ptr(), ())
-            except RuntimeError:  # zeros that are not written out, and other storages without memory
-                continue
-            for name, part in held:
-                if isinstance(x, nn.Parameter) and overlap(part, other):
-                    return _refuse_tied(name, _name_of(x), part, other, what)
-                if other.numel() > part.numel() and overlap(part, other):
-                    return (
-                        f"parameter {name!r} is a view into a tensor of shape {tuple(other.shape)} that is still "
-                        f"held (a flat buffer, as apex and vector_to_parameters make): {what} would leave that one "
-                        "behind. Call it before the buffer is made, or give the parameter its own memory "
-                        "(p.data = p.data.clone())"
-                    )
-        return None
-
-    if (message := _find_beyond_garbage(find)) is not None:
-        raise ValueError(message)
-
-
 def named_beside(key: int) -> list[tuple[str, Tensor]]:
     """Return the named parameters of the outermost living module that holds a parameter, by its id; else none."""
     modules = living_modules()
@@ -538,28 +417,23 @@ def named_beside(key: int) -> list[tuple[str, Tensor]]:
     return []
 
 
-def _name_of(parameter: Tensor) -> str:
-    """Return the name that a module has for a parameter."""
-    for module in living_modules():
-        for key, value in module._parameters.items():
-            if value is parameter:
-                return f"{type(module).__name__}.{key}"
-    return f"another Parameter of shape {tuple(parameter.shape)}"
-
-
 def holding_optimizers(named: Named) -> list[tuple[str, str]]:
     """Return the parameters that living optimizers hold, by name, with each optimizer's class."""
     names = {id(tensor): name for name, tensor in named}
 
     def find() -> list[tuple[str, str]]:
-        groups = (
-            (type(optimizer).__name__, group)
+        return [
+            (names[id(parameter)], type(optimizer).__name__)
             for optimizer in living(torch.optim.Optimizer)
             for group in optimizer.__dict__.get("param_groups", ())
-        )
-        return [(names[id(p)], kind) for kind, group in groups for p in group["params"] if id(p) in names]
+            for parameter in group["params"]
+            if id(parameter) in names
+        ]
 
-    return _find_beyond_garbage(find) or []
+    if not find():
+        return []
+    gc.collect()  # nobody may hold that optimizer any more
+    return find()
 
 
 def living(kind: type) -> list[Any]:
@@ -579,29 +453,10 @@ def data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
     return [module for module in living(nn.parallel.DistributedDataParallel) if "reducer" in module.__dict__]
 
 
-def _flat_modules() -> list[nn.Module]:
-    """Return every module of FSDP1 in this process."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None or not torch.distributed.is_initialized() else living(fsdp.FullyShardedDataParallel)
-
-
 def sharded_modules() -> list[nn.Module]:
     """Return every module of fully_shard in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else living(fsdp.FSDPModule)
-
-
-def _find_beyond_garbage(find: Callable[[], Any]) -> Any:
-    """Return what `find` finds; if it finds something, find again after garbage collection."""
-    if not find():
-        return None
-    gc.collect()
-    return find()
-
-
-def is_flat_parameter(tensor: object) -> bool:
-    """Return whether a parameter is a flat one, which FSDP1 made of many."""
-    return bool(getattr(tensor, "_is_flat_param", False))
 
 
 def shard_groups(module: nn.Module) -> list[Any]:
@@ -641,13 +496,9 @@ def _sharded_around(named: list[tuple[str, Tensor]], what: str) -> Wrappers:
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter numbers of another dtype, in place: it stays the object that others hold.
+    """Give a parameter, plain or a DTensor, numbers of another dtype, in place: it stays the object that others hold.
 
     A gradient that waits for a step is cast to that dtype.
-
-    Args:
-        parameter: plain, or a DTensor.
-        value: of the parameter's shape and kind.
     """
     gradient, parameter.grad = parameter.grad, None
     parameter.data = value
@@ -668,11 +519,7 @@ def refuses_fully_shard(kind: TensorClass) -> TensorClass:
 
 
 def _refuse_fully_shard(tensor: Tensor) -> NoReturn:
-    """Refuse fully_shard: the property that it finds on a tensor subclass in place of its own attributes.
-
-    Raises:
-        NotImplementedError: always.
-    """
+    """Refuse fully_shard: the property that it finds on a tensor subclass in place of its own attributes."""
     name = type(tensor).__name__
     raise NotImplementedError(
         f"fully_shard of {name} parameters: it gathers and reduces one plain tensor per parameter, and these have "

@@ -7,15 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..._messages import a_kind, listed
 
-_C: Any = torch._C
 _LOADED = "_halfulp_loaded"
-# Of the newest state_dict, by its identity: each parameter's first name, and the versions of it and of its values.
-_first_names: dict[int, dict[int, tuple[str, int, int]]] = {}
+# On a parameter: its first name in the newest state_dict, and that one's identity, that of the values, and versions.
+SAVED = "_halfulp_saved"
 
 
 class StateDictLayout(NamedTuple):
@@ -140,32 +138,16 @@ def _share_memory(
     """Return a parameter's entries, in the memory that they have under its first name in this state_dict.
 
     Savers that write shared memory once (transformers) would else write the values of a tied parameter under both names
-    and what stands beside them under one, and the values alone would be loaded last. Nothing is referenced weakly, as
-    torch.utils.swap_tensors takes no tensor that is.
+    and what stands beside them under one, and the values alone would be loaded last.
     """
-    names = _first_names.get(id(state_dict))
-    if names is None:
-        _first_names.clear()  # those of another state_dict
-        names = _first_names[id(state_dict)] = {}
-    first, *versions = names.get(id(parameter), ("", -1, -1))
-    known: Any = state_dict.get(first)
-    if _is_tied(entries, name, state_dict, first) and versions == [parameter._version, known._version]:
+    first, *noted = parameter.__dict__.get(SAVED, ("",))
+    known = state_dict.get(first, entries[name])
+    if first != name and noted == [id(state_dict), id(known), known._version, parameter._version]:
         return {**entries, name: known}
-    names[id(parameter)] = name, parameter._version, entries[name]._version
+    value = entries[name]
+    # Identities, as torch.utils.swap_tensors takes no tensor that is weakly referenced.
+    parameter.__dict__[SAVED] = name, id(state_dict), id(value), value._version, parameter._version
     return entries
-
-
-def _is_tied(entries: Mapping[str, Tensor], name: str, state_dict: Mapping[str, Any], first: str) -> bool:
-    """Return whether a parameter's auxiliary entries share memory with those of the name saved first."""
-    beside = {entry.removeprefix(name): value for entry, value in entries.items() if entry != name}
-    others: dict[str, Any] = {suffix: state_dict.get(first + suffix) for suffix in beside}
-    if first not in state_dict or not all(isinstance(other, Tensor) for other in others.values()):
-        return False
-    return bool(beside) and all(_is_same_memory(value, others[suffix]) for suffix, value in beside.items())
-
-
-def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    return _C._is_alias_of(a, b) and a.storage_offset() == b.storage_offset() and a.shape == b.shape
 
 
 def _check_all(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:
