@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
 from halfulp.emulation import Emulation, emulate
 from halfulp.kernels import same_bits
@@ -75,6 +76,29 @@ def test_arguments_are_rounded_wherever_they_are(seed):
     assert all(holds(t, "e8m1") for t in model.seen if t.is_floating_point())
     assert holds(x.grad, "e8m1")
     assert torch.equal(inside, kept)
+
+
+class Cache:
+    """What a model writes into, as a cache of keys and values, whose class torch takes apart as transformers' are."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+
+register_pytree_node(Cache, lambda cache: (list(cache.keys), None), lambda keys, _: Cache(list(keys)))
+
+
+def test_an_object_that_the_model_writes_into_is_the_callers():
+    class Model(nn.Linear):
+        def forward(self, x, cache):
+            cache.keys.append(super().forward(x))
+            return cache.keys[-1]
+
+    model, cache = Model(4, 4), Cache([])
+    emulate(model, "bf16")
+    model(torch.randn(2, 4), cache)
+    model(torch.randn(2, 4), cache=cache)
+    assert len(cache.keys) == 2
 
 
 def test_removal():

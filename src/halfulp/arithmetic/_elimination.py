@@ -1,6 +1,6 @@
 """Systems that float64 cannot start: elimination in integers of many bits, proved and refined with exact residuals.
 
-Gauss and Jordan's elimination with _BITS bits behind the point makes an approximate inverse Z. That |Z a - 1| < 1/8 in
+Gauss and Jordan's elimination with many bits behind the point makes an approximate inverse Z. That |Z a - 1| < 1/8 in
 the maximum norm, computed exactly, proves that a is regular. Then x += Z (b - a x) with exact residuals converges to
 all digits that x has.
 """
@@ -18,7 +18,9 @@ from ._pointwise import Parts, pointwise
 from ._refinement import LIMIT, Integers, Progress, Work, largest, refuse_singular, scaled, times_power_of_two
 
 MOST_ROWS = 128
-_BITS = 1024  # a condition of 1e58 has 193 bits, and its square twice as many
+_BITS = 1024  # behind the point: a condition of 1e58 has 193 bits, and its square twice as many
+_FEWER_BITS = 256  # that are tried first
+_KEPT_BITS = 64  # of an inverse, which only has to make corrections smaller
 
 
 def solve_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> Parts:
@@ -46,14 +48,16 @@ def least_squares_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> P
 def cholesky_by_elimination(work: Work, a: Parts, task: str) -> Parts:
     """Lower L with L L^T = a for one matrix (N, N) of about unit diagonal.
 
-    |Z a Z^T - 1| < 1/8 in the maximum norm for Z = L^-1, computed exactly, proves that a is positive definite.
+    |Z a Z^T - 1| in the maximum norm for Z = L^-1, computed exactly, proves that a is positive definite and, being
+    below the last digit that is wanted, that L is its factor to all of them.
     """
     matrix = _integers(a, task)
-    lower = _cholesky(matrix)
-    near = None if lower is None else _invert(lower)
-    if lower is None or near is None or not _is_near_one(near @ matrix @ near.mT):
-        refuse(_BEYOND, task)
-    return lower.parts(a[0].device, work.components)
+    for bits in (_FEWER_BITS, _BITS):
+        lower = _cholesky(matrix, bits)
+        near = None if lower is None else _invert(lower, bits)
+        if lower is not None and near is not None and _is_near_one(near @ matrix @ near.mT, work.bits + 3):
+            return lower.parts(a[0].device, work.components)
+    refuse(_BEYOND, task)
 
 
 def refuse(why: str, task: str) -> NoReturn:
@@ -86,51 +90,55 @@ def _refine(work: Work, task: str, near: Integers, a: Integers, b: Parts) -> Par
 
 
 def _inverse(a: Integers, task: str) -> Integers:
-    near = _invert(a)
-    if near is None or not _is_near_one(near @ a):
-        refuse(_BEYOND, task)
-    return near
+    for bits in (_FEWER_BITS, _BITS):
+        near = _invert(a, bits)
+        if near is not None:
+            # Beside numbers of about unit size so few bits behind the point are enough, and quicker.
+            near = Integers(near.values >> bits - _KEPT_BITS, -_KEPT_BITS)
+            if _is_near_one(near @ a):
+                return near
+    refuse(_BEYOND, task)
 
 
-def _is_near_one(a: Integers) -> bool:
-    """Return whether |a - 1| < 1/8 in the maximum norm."""
+def _is_near_one(a: Integers, bits: int = 3) -> bool:
+    """Return whether |a - 1| < 2^-bits in the maximum norm."""
     off = a - Integers(np.eye(len(a.values), dtype=object), 0)
-    return bool(abs(off.values).sum(1).max() << 3 < 1 << -off.power)
+    return bool(abs(off.values).sum(1).max() << bits < 1 << -off.power)
 
 
-def _fixed_point(a: Integers) -> np.ndarray:
-    """Return the values with _BITS bits behind the point."""
-    shift = a.power + _BITS
+def _fixed_point(a: Integers, bits: int) -> np.ndarray:
+    """Return the values with so many bits behind the point."""
+    shift = a.power + bits
     found: np.ndarray = a.values << shift if shift > 0 else a.values >> -shift
     return found
 
 
-def _invert(a: Integers) -> Integers | None:
+def _invert(a: Integers, bits: int) -> Integers | None:
     """Invert a by eliminating [a, 1], with partial pivoting; None where a pivot is zero."""
     rows = len(a.values)
-    table = np.concatenate([_fixed_point(a), np.eye(rows, dtype=object) << _BITS], 1)
+    table = np.concatenate([_fixed_point(a, bits), np.eye(rows, dtype=object) << bits], 1)
     for k in range(rows):
         pivot = k + int(np.argmax(abs(table[k:, k])))
         if not table[pivot, k]:
             return None
         table[[k, pivot]] = table[[pivot, k]]
-        row = table[k, k:] = (table[k, k:] << _BITS) // table[k, k]
+        row = table[k, k:] = (table[k, k:] << bits) // table[k, k]
         factors = table[:, k].copy()
         factors[k] = 0
-        table[:, k:] -= factors[:, None] * row >> _BITS
-    return Integers(table[:, rows:], -_BITS)
+        table[:, k:] -= factors[:, None] * row >> bits
+    return Integers(table[:, rows:], -bits)
 
 
-def _cholesky(a: Integers) -> Integers | None:
+def _cholesky(a: Integers, bits: int) -> Integers | None:
     """Return Cholesky's factor; None where a pivot is not positive."""
-    rest = _fixed_point(a)
+    rest = _fixed_point(a, bits)
     lower = np.zeros_like(rest)
     for k in range(len(rest)):
         if rest[k, k] <= 0:
             return None
-        column = lower[k:, k] = (rest[k:, k] << _BITS) // math.isqrt(rest[k, k] << _BITS)
-        rest[k:, k:] -= column[:, None] * column >> _BITS
-    return Integers(lower, -_BITS)
+        column = lower[k:, k] = (rest[k:, k] << bits) // math.isqrt(rest[k, k] << bits)
+        rest[k:, k:] -= column[:, None] * column >> bits
+    return Integers(lower, -bits)
 
 
 _MATRIX = (-2, -1)

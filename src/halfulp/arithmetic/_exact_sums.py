@@ -624,22 +624,21 @@ _round = define_operator(
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     *operands, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
-    ctx.shape, ctx.dtype = operands[0].shape, operands[0].dtype
-    factors = operands if len(operands) > 1 else []
-    ctx.save_for_backward(*factors)
-    if hasattr(ctx, "save_for_forward"):  # not the context of an operator
-        ctx.save_for_forward(*factors)
+    ctx.shape, ctx.dtype, ctx.is_dot = operands[0].shape, operands[0].dtype, len(operands) > 1
+    if ctx.is_dot:
+        ctx.save_for_backward(*operands)
+        if hasattr(ctx, "save_for_forward"):  # not the context of an operator
+            ctx.save_for_forward(*operands)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    factors = ctx.saved_tensors
-    gradient = gradient if factors else gradient.to(ctx.dtype)
+    gradient = gradient if ctx.is_dot else gradient.to(ctx.dtype)
     if not ctx.keepdim:
         gradient = gradient.reshape(_shape(ctx.shape, ctx.dims, True))
     gradient = gradient.expand(ctx.shape)
-    if not factors:
+    if not ctx.is_dot:  # nothing was saved, so that a graph may be gone through again, as that of torch.sum
         return gradient, None, None, None
-    a, b = factors
+    a, b = ctx.saved_tensors
     for_a = (gradient * b).to(a.dtype) if ctx.needs_input_grad[0] else None
     for_b = (gradient * a).to(b.dtype) if ctx.needs_input_grad[1] else None
     return for_a, for_b, None, None, None
@@ -675,10 +674,9 @@ class _Sum(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
         """Return the sum of the tangent, or of the products of each with the other factor, each sum rounded once."""
         given = ctx.dims, ctx.keepdim, ctx.result_dtype
-        factors = ctx.saved_tensors
-        if not factors:
+        if not ctx.is_dot:
             return _differentiable_sum(tangents[0], *given)
-        pairs = zip(tangents, reversed(factors))
+        pairs = zip(tangents, reversed(ctx.saved_tensors))
         parts = [_differentiable_sum(tangent, other, *given) for tangent, other in pairs if tangent is not None]
         return sum(parts[1:], parts[0])
 

@@ -130,8 +130,8 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     scaled by powers of two first. The error is at most a few 2^-(n p) of the largest entry of each column of x; four
     float64 components have no further one for the residual: there it is a few 2^-(n p) times the condition.
 
-    A matrix that float64 takes for singular is eliminated in integers of 1,024 bits instead, with exact residuals: the
-    error is the same for conditions up to about 1e58, N up to 128.
+    A matrix that float64 takes for singular is eliminated in integers of up to 1,024 bits instead, with exact
+    residuals: the error is the same for conditions up to about 1e58, N up to 128.
 
     Args:
         a: (..., N, N), 1 to 4 components of one dtype.

@@ -154,7 +154,13 @@ class Integers:
 
     @classmethod
     def of(cls, parts: Parts) -> Integers:
-        """Return the exact sum of finite float64 components."""
+        """Return the exact sum of finite float64 components.
+
+        Raises:
+            torch.linalg.LinAlgError: an infinity, or a NaN.
+        """
+        if not all(bool(part.isfinite().all()) for part in parts):
+            raise torch.linalg.LinAlgError("a solution is beyond float64's largest number: scale both sides")
         fractions, exponents = zip(*(np.frexp(part.detach().cpu().numpy()) for part in parts), strict=True)
         power = min(int(np.min(e, where=f != 0, initial=0)) for f, e in zip(fractions, exponents, strict=True)) - 53
         values: np.ndarray = np.zeros(parts[0].shape, dtype=object)
@@ -188,12 +194,13 @@ class Integers:
 def _floats(value: int, power: int, components: int) -> list[float]:
     """Return components of value 2^power, each the nearest float64 to what is left; behind an infinity follow zeros."""
     out: list[float] = []
+    value, behind = value << max(0, power), max(0, -power)
     for _ in range(components):
-        shift = max(0, value.bit_length() - 53)
-        head = value / (1 << shift)  # Python divides integers with one rounding
         try:
-            out.append(math.ldexp(head, shift + power))
+            head = value / (1 << behind)  # Python divides integers with one rounding, of subnormals too
         except OverflowError:
-            return [math.copysign(math.inf, head), *[0.0] * (components - 1)]
-        value -= int(head) << shift
+            return [math.inf if value > 0 else -math.inf, *[0.0] * (components - 1)]
+        out.append(head)
+        above, below = head.as_integer_ratio()
+        value -= (above << behind) // below
     return out

@@ -75,12 +75,12 @@ class Emulation:
         refuse_recording()
         if isinstance(self.target, nn.Module):
             self._check_parameters(self.target)
-        args, kwargs = tree_map_only(
-            Tensor, lambda x: x if _needs_gradient(x) else self.rounder.rounded(x, "an argument"), (args, kwargs)
+        args, kwargs = _map_arguments(
+            lambda x: x if _needs_gradient(x) else self.rounder.rounded(x, "an argument"), (args, kwargs)
         )
         with Region(self.rounder):
             # A clone is an operator, so that an argument with a gradient is rounded, and its gradient as well.
-            args, kwargs = tree_map_only(Tensor, lambda x: x.clone() if _needs_gradient(x) else x, (args, kwargs))
+            args, kwargs = _map_arguments(lambda x: x.clone() if _needs_gradient(x) else x, (args, kwargs))
             return self._original(*args, **kwargs)
 
     def region(self) -> Region:
@@ -214,6 +214,11 @@ def emulate(
 
 
 emulate.region = region  # type: ignore[attr-defined]  # hu.emulate is this function and hides the package that holds region
+
+
+def _map_arguments(change: Callable[[Tensor], Tensor], arguments: tuple[Any, ...]) -> Any:
+    """Change the tensors among arguments, also in lists, tuples and dicts; other objects, such as a cache, are kept."""
+    return tree_map_only(Tensor, change, arguments, is_leaf=lambda x: not isinstance(x, list | tuple | dict))
 
 
 def _needs_gradient(tensor: Tensor) -> bool:

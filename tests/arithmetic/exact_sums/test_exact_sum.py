@@ -264,6 +264,14 @@ def test_gradients(seed):
     assert not exact_partial(wide).requires_grad
 
 
+def test_the_graph_of_a_sum_may_be_gone_through_again(seed):
+    x = torch.randn(5, requires_grad=True)
+    total = exact_sum(x)
+    total.backward()
+    total.backward()
+    assert torch.equal(x.grad, torch.full((5,), 2.0))
+
+
 def test_compiled_graphs_and_operator_rules(seed):
     x, y = (torch.randn(6, 50, requires_grad=True) for _ in range(2))
 

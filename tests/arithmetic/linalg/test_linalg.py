@@ -260,6 +260,35 @@ def test_a_determinant_beyond_float64_is_exact(seed):
         linalg.det((big,), 2, F64)
 
 
+def test_a_determinant_below_the_normal_numbers_is_rounded_once():
+    a = torch.tensor([[2.0**-500, 2.0**-500, 0.0], [2.0**-500, 2.0**-500, 0.0], [0.0, 0.0, 64.0]], dtype=F64)
+    rest, more = torch.zeros(2, 3, 3, dtype=F64)
+    # 2.5 + 2^-60 of the smallest number.
+    rest[1, 1], more[1, 1] = 2.5 * 2.0**-580, 2.0**-640
+    found = linalg.det((a, rest, more), 1, F64)
+    assert float(found[0]) == 3 * 2.0**-1074
+
+
+@pytest.mark.parametrize("tiny", [2.0**-300, 2.0**-700, 2.0**-900, 2.0**-1000, 2.0**-1015, 2.0**-1022])
+def test_a_factor_has_all_its_digits_or_there_is_none(tiny):
+    a = torch.ones(2, 2, dtype=F64), torch.tensor([[0.0, 0.0], [0.0, 1.234 * tiny]], dtype=F64)
+    try:
+        (found,) = linalg.cholesky(a, 1, F64)
+    except torch.linalg.LinAlgError:
+        assert tiny < 2.0**-900
+    else:
+        wanted = mpmath.sqrt(mpmath.mpf(1.234 * tiny))
+        assert abs(mpmath.mpf(float(found[1, 1])) / wanted - 1) < 2.0**-52
+
+
+def test_a_solution_beyond_float64_is_an_error():
+    near = torch.ones(2, 2, dtype=F64), torch.tensor([[0.0, 0.0], [0.0, 2.0**-80]], dtype=F64)
+    small = (torch.tensor([[1e-300, 0.0], [0.0, 1.0]], dtype=F64),)
+    for a in (near, small):
+        with pytest.raises(torch.linalg.LinAlgError, match="beyond float64's largest"):
+            linalg.solve(a, (torch.tensor([[1e300], [-1e300]], dtype=F64),), 2, F64)
+
+
 def test_inside_compile(seed):
     a = torch.randn(5, 5, dtype=F64)
 
