@@ -45,5 +45,5 @@ def test_rules_of_others_keep_a_graph_in_its_process(monkeypatch):
 def test_other_code_is_another_key(monkeypatch):
     x = ScaledTensor.encode(torch.ones(2))
     key = x._stable_hash_for_caching()
-    monkeypatch.setattr(graph_cache, "_sources", lambda: "edited")
+    monkeypatch.setattr(graph_cache, "_source_digest", lambda: "edited")
     assert x._stable_hash_for_caching() != key

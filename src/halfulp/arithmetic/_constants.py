@@ -121,7 +121,7 @@ def error_function(x: Fraction) -> int:
     return gauss(x) * total >> BITS
 
 
-def columns(values: list[int], count: int) -> list[tuple[float, ...]]:
+def to_components(values: list[int], count: int) -> list[tuple[float, ...]]:
     """Convert a table of fixed-point values to `count` tables of float64 components."""
     return [tuple(column) for column in zip(*(components(value, count) for value in values))]
 
@@ -130,13 +130,13 @@ def columns(values: list[int], count: int) -> list[tuple[float, ...]]:
 def reciprocals() -> tuple[tuple[float, ...], list[tuple[float, ...]]]:
     """Return c about 64 / j and -log c as components, for j = 45 to 91."""
     c = [64 / j for j in range(45, 92)]
-    return tuple(c), columns([-log(Fraction(x)) for x in c], 6)
+    return tuple(c), to_components([-log(Fraction(x)) for x in c], 6)
 
 
 @functools.cache
 def fractional_powers() -> list[tuple[float, ...]]:
     """2^(j/128) - 1 for j = -64 to 64."""
-    return columns([exp(ln2() * j // 128) - ONE if j else 0 for j in range(-64, 65)], 5)
+    return to_components([exp(ln2() * j // 128) - ONE if j else 0 for j in range(-64, 65)], 5)
 
 
 @functools.cache
@@ -144,7 +144,7 @@ def circle() -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """sin and cos of j pi / 32 for j = 0 to 63."""
     quarter = [sine_cosine(pi() * j // 32)[0] if j else 0 for j in range(16)] + [ONE]
     sines = [_sine_of(quarter, j) for j in range(80)]
-    return columns(sines[:64], 5), columns(sines[16:80], 5)
+    return to_components(sines[:64], 5), to_components(sines[16:80], 5)
 
 
 def _sine_of(quarter: list[int], j: int) -> int:
@@ -157,14 +157,14 @@ def _sine_of(quarter: list[int], j: int) -> int:
 @functools.cache
 def arcs() -> list[tuple[float, ...]]:
     """atan(j / 32) for j = 0 to 32."""
-    return columns([arctan(Fraction(j, 32)) for j in range(33)], 5)
+    return to_components([arctan(Fraction(j, 32)) for j in range(33)], 5)
 
 
 @functools.cache
 def bells(count: int) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
     """erf(j / 16) and 2/sqrt(pi) e^(-(j/16)^2) for j = 0 to count - 1."""
     points = [Fraction(j, 16) for j in range(count)]
-    return columns([error_function(x) for x in points], 5), columns([gauss(x) for x in points], 5)
+    return to_components([error_function(x) for x in points], 5), to_components([gauss(x) for x in points], 5)
 
 
 @functools.cache
@@ -174,7 +174,7 @@ def tails(count: int) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]],
     shifts = [int(float(x * x) * math.log2(math.e)) for x in points]
     bell = [(exp(k * ln2() - fixed(x * x)) << BITS) * 2 // math.isqrt(pi() << BITS) for x, k in zip(points, shifts)]
     tail = [_tail(x, k, b) for x, k, b in zip(points, shifts, bell)]
-    return columns(tail, 5), columns(bell, 5), tuple(map(float, shifts))
+    return to_components(tail, 5), to_components(bell, 5), tuple(map(float, shifts))
 
 
 def _tail(x: Fraction, shift: int, bell: int) -> int:

@@ -397,7 +397,7 @@ def tails_error(slices: int, inner: int) -> float:
     return 1.01 * ((slices + 1) * inner + 8) * inner * (slices + 1) * 2.0 ** (-covered(slices) - 1 - 53)
 
 
-def first_slices(inner: int, bits: int) -> int:
+def initial_slice_count(inner: int, bits: int) -> int:
     """Return the slices that suffice where |A||B| is not much below its largest possible."""
     for slices in range(1, MOST_SLICES):
         if least_sum(slices, inner, bits) <= inner / 64:
@@ -586,7 +586,7 @@ def _multiply_block(
     task: _Task, known: Parts, last: bool, error: bool
 ) -> tuple[Parts, torch.Tensor | None, torch.Tensor | None]:
     """`known` plus a block's product, the entries that must be computed alone, the bound."""
-    slices = first_slices(task.inner, task.bits)
+    slices = initial_slice_count(task.inner, task.bits)
     with workspace(_layout(task, slices), task.a[0].device) as (cut, sizes, results):
         left, right = _cut_slices(task, slices, cut, sizes)
         wanted, missed, bound = _choose_slices(task, slices, sizes, error)

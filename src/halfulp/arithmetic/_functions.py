@@ -62,14 +62,14 @@ def series(x: Terms, coefficients: list[Fraction], n: int, bits: float) -> Terms
         return max(1, min(n, math.ceil((53 * n + _GUARD - bits * k) / 53)))
 
     last = len(coefficients) - 1
-    total = _exact(x[0], coefficients[last], width(last))
+    total = _rational_constant(x[0], coefficients[last], width(last))
     for k in range(last - 1, -1, -1):
         w = width(k)
-        total = added(multiplied(total, x[: width(k + 1)], w), _exact(x[0], coefficients[k], w), w)
+        total = added(multiplied(total, x[: width(k + 1)], w), _rational_constant(x[0], coefficients[k], w), w)
     return total
 
 
-def _exact(like, value: Fraction, n: int) -> Terms:
+def _rational_constant(like, value: Fraction, n: int) -> Terms:
     return constants(like, known.components(known.fixed(value), n))
 
 

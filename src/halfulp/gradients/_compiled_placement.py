@@ -283,7 +283,7 @@ class Placement:
         self._preferred: dict[Node, str | None] = {}
         self._leads: dict[Node, bool] = {}
         for node in reversed(self.gradients):
-            self._set_preferred(node)
+            self._set_preferred_site(node)
         self.sites: dict[Node, str] = {}
         for node in self.gradients:
             self.sites[node] = self._site(node)
@@ -404,7 +404,7 @@ class Placement:
         path = self._path(node) if self._plan.apart else None
         return max((one for one in self._plan.apart if path and path.startswith(f"{one}/")), key=len, default="")
 
-    def _set_preferred(self, node: Node) -> None:
+    def _set_preferred_site(self, node: Node) -> None:
         """Set the site at which a gradient's readers want it: the global one where it enters another body."""
         body = self._find_body(node) if self._plan.apart else ""
         wanted = []

@@ -90,7 +90,7 @@ def run_on_tensors(
     for (address, bits, per_block), number in trace.stores.items():
         run.store(run.arrays[address], bits, per_block, values[number], trace.kinds[number])
     for address, place, word, _ in trace.deposits:
-        run.deposit(run.arrays[address], *(run.whole(values[k], trace.kinds[k]) for k in (place, word)))
+        run.add_to_counters(run.arrays[address], *(run.whole(values[k], trace.kinds[k]) for k in (place, word)))
     found = [run.whole(values[number], trace.kinds[number]) for number in results]
     return found, run.sums(values)
 
@@ -270,8 +270,8 @@ class _Run:
             words = words[::2] | words[1::2] << 4
         array.detach().view(_CODES[bits]).copy_(words.reshape(array.shape))
 
-    def deposit(self, counters: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
-        """Add words to counters; where these are rows, equally many elements belong to each."""
+    def add_to_counters(self, counters: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
+        """Add each element's word to its counter; row r of the counters takes the r-th equal part of the elements."""
         rows = counters.reshape(-1, counters.shape[-1])
         first = torch.arange(len(rows), dtype=torch.int64, device=self.device).mul_(rows.shape[1])
         places = places.reshape(len(rows), -1).to(torch.int64) + first[:, None]

@@ -208,7 +208,7 @@ def align_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Pa
     return [divide_by_scale(some, scale, form.components, form.dtype) for some in wide], scale
 
 
-def without_rounding(x: MCTensor) -> MCTensor:
+def with_component_gradients(x: MCTensor) -> MCTensor:
     """Return x with gradients="components", so that an operator's inner steps are not rounded in a backward pass."""
     return wrap(x._parts, x._scale, COMPONENTS)
 

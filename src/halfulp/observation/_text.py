@@ -160,12 +160,12 @@ def is_wide(dtype: torch.dtype) -> bool:
     return bits is not None and bits >= WIDE
 
 
-def cannot_decay(rate: float, dtype: torch.dtype | None) -> bool:
+def loses_state_decay(rate: float, dtype: torch.dtype | None) -> bool:
     """Return whether a state of a dtype, rounded to nearest, loses every decay by a share of itself.
 
     That is where rate * v is under half the spacing below every number v of p bits, 2^-(p + 1) v at least.
 
-    >>> cannot_decay(1 - 0.999, torch.bfloat16), cannot_decay(1 - 0.99, torch.bfloat16)
+    >>> loses_state_decay(1 - 0.999, torch.bfloat16), loses_state_decay(1 - 0.99, torch.bfloat16)
     (True, False)
     """
     bits = precision(dtype)

@@ -47,8 +47,8 @@ _KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval", "r
 # States that an option of a group may switch off in training; they stay, as in torch.optim.
 SWITCHED = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
 # What torch's schedulers write into groups, and names.
-_OF_OTHERS = {f"{bound}_{name}" for bound in ("initial", "base", "min", "max") for name in ("lr", "momentum")}
-_OF_OTHERS |= {"swa_lr", "last_lr", "name", "param_names"}
+_SCHEDULER_KEYS = {f"{bound}_{name}" for bound in ("initial", "base", "min", "max") for name in ("lr", "momentum")}
+_SCHEDULER_KEYS |= {"swa_lr", "last_lr", "name", "param_names"}
 
 
 def check_groups(
@@ -72,7 +72,7 @@ def check_groups(
     if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     for number, (mine, theirs) in enumerate(zip(groups, saved)):
-        unknown = theirs.keys() - mine.keys() - _OURS - _LATER.keys() - _OF_RULES - _OF_OTHERS - set(_KEPT)
+        unknown = theirs.keys() - mine.keys() - _OURS - _LATER.keys() - _OF_RULES - _SCHEDULER_KEYS - set(_KEPT)
         refuse_newer_keys("param group", number, sorted(unknown), saved)
         _check_names(mine, theirs, defaults)
         _check_updates(mine, theirs)

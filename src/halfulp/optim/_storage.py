@@ -279,13 +279,13 @@ def format_store(given: Format | str | None) -> Store | None:
     if fmt.exponent_bits == 8 and fmt.emin == -126:
         if fmt.mantissa_bits >= 23:
             raise ValueError(f"format={fmt.name} has more bits than the float32 parameters that are to hold it")
-        return _grid_store(fmt)
+        return _float32_range_store(fmt)
     if fmt.emax - fmt.mantissa_bits + 24 > 127 or fmt.emin - fmt.mantissa_bits < -100 or fmt.mantissa_bits > 20:
         raise ValueError(f"format={fmt.name} does not fit into float32 parameters: its range or precision is too large")
-    return _spaced_store(fmt)
+    return _narrow_range_store(fmt)
 
 
-def _grid_store(fmt: Format) -> Store:
+def _float32_range_store(fmt: Format) -> Store:
     lost = 23 - fmt.mantissa_bits
     constants = {
         "KEEP": 0xFFFFFFFF << lost & 0xFFFFFFFF,
@@ -296,7 +296,7 @@ def _grid_store(fmt: Format) -> Store:
     return _store(fmt, (grid_nearest, grid_stochastic), constants)
 
 
-def _spaced_store(fmt: Format) -> Store:
+def _narrow_range_store(fmt: Format) -> Store:
     constants = {
         "LEAST_BINADE": fmt.emin + 127 << 23,
         "RAISE": 23 - fmt.mantissa_bits << 23,

@@ -306,14 +306,14 @@ class Wrapped(ExplicitGradientOptimizer):
         if closure is None:
             raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
         plans, nowhere = list(self._all_plans()), Float32Buffer(0)
-        own = [part.detach() for plan in plans if not _is_own_shadow(plan) for part in own_parts(plan.parameter)]
+        own = [part.detach() for plan in plans if not _needs_no_shadow(plan) for part in own_parts(plan.parameter)]
         before = [(part, part.clone()) for part in own]
 
         def evaluate() -> Loss:
             with torch.no_grad():
                 for plan in plans:
                     part, shadow = plan.parts[0], local(self._shadows[plan.parameter])
-                    if not _is_own_shadow(plan):
+                    if not _needs_no_shadow(plan):
                         part.copy_(plan.spec.store.encode(shadow, None))
                         for other in own_parts(plan.parameter)[1:]:
                             other.detach().zero_()
@@ -344,8 +344,8 @@ class Wrapped(ExplicitGradientOptimizer):
             or self.base._optimizer_step_post_hooks
         ):
             return [plans]
-        whole = [plan for plan in plans if _is_own_shadow(plan)]
-        apart = [plan for plan in plans if not _is_own_shadow(plan)]
+        whole = [plan for plan in plans if _needs_no_shadow(plan)]
+        apart = [plan for plan in plans if not _needs_no_shadow(plan)]
         return [*([whole] if whole else []), *split_into_runs(apart, MOST_ELEMENTS)]
 
     def _all_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
@@ -359,7 +359,7 @@ class Wrapped(ExplicitGradientOptimizer):
     def _load(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Fill the shadows and their gradients."""
         buffer.clear()
-        apart = [plan for plan in plans if not _is_own_shadow(plan)]
+        apart = [plan for plan in plans if not _needs_no_shadow(plan)]
         values = dict(zip(map(id, apart), read_weights(apart, buffer)))
         for plan in plans:
             parameter = plan.parameter
@@ -387,8 +387,8 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _write(self, plans: list[ParameterPlan]) -> None:
         # A float32 parameter's shadow has its memory, but a version counter of its own.
-        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _is_own_shadow(plan)])
-        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _is_own_shadow(s)})
+        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _needs_no_shadow(plan)])
+        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _needs_no_shadow(s)})
 
     def _release(self, plans: list[ParameterPlan]) -> None:
         for plan in plans:
@@ -481,7 +481,7 @@ class Wrapped(ExplicitGradientOptimizer):
         return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
 
 
-def _is_own_shadow(plan: ParameterPlan) -> bool:
+def _needs_no_shadow(plan: ParameterPlan) -> bool:
     """Return whether a parameter is plain float32: its own shadow."""
     return plan.spec.store is F32
 

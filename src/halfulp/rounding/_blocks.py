@@ -325,7 +325,7 @@ def rounding_table(dtype: torch.dtype, kind: Kind) -> Table:
 
 
 @cache
-def largest_table(dtype: torch.dtype, kind: Kind) -> Table:
+def amax_table(dtype: torch.dtype, kind: Kind) -> Table:
     """Return the table that finds the largest of the finite blocks' largest magnitudes."""
     return _table(dtype, kind, rounds=False)
 
@@ -498,7 +498,7 @@ def triton_kernel(dtype: torch.dtype, kind: Kind) -> TensorKernel:
 @cache
 def triton_measure(dtype: torch.dtype, kind: Kind) -> TensorKernel:
     """Return the kernel that finds the largest of the finite blocks' largest magnitudes."""
-    return TensorKernel(largest_table(dtype, kind))
+    return TensorKernel(amax_table(dtype, kind))
 
 
 def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
@@ -564,7 +564,7 @@ def _run(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: to
 def _compile_kernels(dtype: torch.dtype, kind: Kind) -> tuple[Callable[..., None], Callable[..., None] | None]:
     """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
     kernel = compile_table("quantize_blocks", rounding_table(dtype, kind))
-    return kernel, None if kind.powers else compile_table("largest_blocks", largest_table(dtype, kind))
+    return kernel, None if kind.powers else compile_table("largest_blocks", amax_table(dtype, kind))
 
 
 def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:

@@ -98,8 +98,8 @@ def under(scale: Any, other: Any, top: float = INFINITE) -> Any:
     return factor if top == INFINITE else least(factor, top)
 
 
-def deviation(scales, number):
-    """Device function: the smaller of 1 / scale and a number."""
+def reciprocal_deviation_scale(scales, number):
+    """Device function: the scale min(1 / scale, number) of a reciprocal deviation, and its payload's factor."""
     scale = least(clamp_scale(1.0 / scales[0]), number)
     return scale, larger_of(1.0 / scale, SMALLEST)
 
@@ -110,7 +110,7 @@ MODES: dict[str, Callable[..., tuple[Any, ...]]] = {
     "values": lambda s, number, factor: (s[0], larger_of(1.0 / s[0], SMALLEST)),
     "ratio": lambda s, number, factor: (s[1], under(*s)),
     "factor": lambda s, number, factor: (clamp_scale(product(s, number)),),
-    "deviation": lambda s, number, factor: deviation(s, number),
+    "deviation": lambda s, number, factor: reciprocal_deviation_scale(s, number),
     "paired": lambda s, number, factor: (*scale_and_rest(s[:-1], number), 1.0 / clamp_scale(s[-2] * s[-1])),
     "levelled": lambda s, number, factor: (*scale_and_rest(s, number), 1.0 / s[1]),
     "brought": lambda s, number, factor: (s[1], under(s[0], s[1], HUGE)),
@@ -519,7 +519,7 @@ def _run(
 
     def trial(run: Callable[..., list[Tensor]], device: torch.device) -> list[Tensor]:
         with on_device(device):
-            return [x.cpu() for x in run(*(x.to(device) for x in _fixed_payloads(payloads, len(scales))))]
+            return [x.cpu() for x in run(*(x.to(device) for x in _make_self_test_inputs(payloads, len(scales))))]
 
     module = ready(
         key,
@@ -535,7 +535,7 @@ def _run(
         return launch(module, *payloads, *scales)
 
 
-def _fixed_payloads(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
+def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
     """Return fixed payloads of the same dtypes, the second repeating if it does, and scales."""
     generator = torch.Generator().manual_seed(0)
     found: list[Tensor] = []

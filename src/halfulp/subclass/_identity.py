@@ -147,7 +147,7 @@ def graph_key(x: Flattens, rules: Iterable[Callable[..., Any]]) -> str:
     """
     names, context = x.__tensor_flatten__()
     foreign = any(rule.__module__.partition(".")[0] != _PACKAGE for rule in rules)
-    kind = (type(x).__name__, _sources(), _PROCESS if foreign else "", bool(_fallback._strict), context)
+    kind = (type(x).__name__, _source_digest(), _PROCESS if foreign else "", bool(_fallback._strict), context)
     return repr((kind, _properties(x), [(name, _properties(getattr(x, name))) for name in names]))
 
 
@@ -157,7 +157,7 @@ def _properties(x: Any) -> tuple[object, ...]:
 
 
 @functools.cache
-def _sources() -> str:
+def _source_digest() -> str:
     """Return a digest of this library's code."""
     found = hashlib.blake2b(digest_size=16)
     folder = Path(__file__).parents[1]

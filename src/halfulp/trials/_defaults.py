@@ -15,11 +15,11 @@ DEFAULT_RECIPES: tuple[str, ...] = (
 )
 
 # Verdicts on a recipe that keeps float32's loss, and on one that does not.
-KEPT: tuple[str, ...] = ("no difference", "better")
-LOST: tuple[str, ...] = ("worse", "diverged")
+PASSING_VERDICTS: tuple[str, ...] = ("no difference", "better")
+FAILING_VERDICTS: tuple[str, ...] = ("worse", "diverged")
 # How tables and pages colour a verdict; others are neutral.
 TONES: dict[str, str] = {
-    **dict.fromkeys(KEPT, "good"),
-    **dict.fromkeys((*LOST, "crashed"), "bad"),
+    **dict.fromkeys(PASSING_VERDICTS, "good"),
+    **dict.fromkeys((*FAILING_VERDICTS, "crashed"), "bad"),
     **dict.fromkeys(("unclear", "no verdict", "cannot"), "open"),
 }

@@ -20,7 +20,7 @@ from ..observation import Finding
 from ..observation._finding import SEVERITIES
 from ..recipes import Recipe
 from ..recipes._plan import assign
-from ._defaults import KEPT, REFERENCE, TWIN
+from ._defaults import PASSING_VERDICTS, REFERENCE, TWIN
 from .evidence._evidence import Evidence
 from .evidence._row import Row, interval, verdict
 from .evidence._table import number, percent
@@ -336,7 +336,7 @@ class Search:
         assert row.interval is not None
         if self.tolerance is None:
             alone = verdict(row.gap, row.interval, self._allowed)
-            outcome = "holds" if alone in KEPT else str(alone)
+            outcome = "holds" if alone in PASSING_VERDICTS else str(alone)
         elif row.gap + row.interval <= self._allowed:
             outcome = "holds"
         else:

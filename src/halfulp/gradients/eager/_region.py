@@ -605,12 +605,12 @@ def _watch_custom_functions(change: int) -> None:
     with _lock:
         _watching += change
         if _watching:
-            _BASE.apply = classmethod(_apply)
+            _BASE.apply = classmethod(_intercept_function)
         else:
             del _BASE.apply
 
 
-def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = super(_BASE, cls).apply
     region = get_region()
     if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, CopyWithStrides):

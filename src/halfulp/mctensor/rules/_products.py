@@ -25,7 +25,7 @@ from .._result_type import (
     make_result,
     parts_of,
     result_type,
-    without_rounding,
+    with_component_gradients,
 )
 
 aten = torch_operators("aten")
@@ -355,7 +355,7 @@ def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> An
     return tuple(make_result(result, form) for result in results)
 
 
-def _factors(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
+def _lu_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
     """Return LU factors and pivots for the backward pass, or placeholders if there is none.
 
     turned: of the transpose, which a determinant's backward pass expects of a contiguous matrix.
@@ -363,7 +363,7 @@ def _factors(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
     if not a.requires_grad:
         return a.new_empty((0,)), torch.empty((0,), dtype=torch.int32, device=a.device)
     form, a = result_type((a,)), a.mT if turned and a.is_contiguous() else a
-    return refined_lu(without_rounding(a) if isinstance(a, MCTensor) else a, form.components)
+    return refined_lu(with_component_gradients(a) if isinstance(a, MCTensor) else a, form.components)
 
 
 def refined_lu(a: Any, components: int) -> tuple[Tensor, Tensor]:
@@ -425,7 +425,7 @@ def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -
     columns = b.unsqueeze(-1) if vector else b
     x, information = _run_each_with_info(lambda a, b: _solve(a, b, left, form), a, columns)
     _check_information(information, "torch.linalg.solve_ex", check_errors)
-    return (x.squeeze(-1) if vector else x), *_factors(a, solves_by_transpose()), information
+    return (x.squeeze(-1) if vector else x), *_lu_for_backward(a, solves_by_transpose()), information
 
 
 @implements(aten.linalg_lu_solve.default)
@@ -441,7 +441,7 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     upper = factors.triu()
     if adjoint:
         x: Any = _solve(lower.mT, _solve(upper.mT, b, True, whole), True, whole)
-        return make_result(parts_of(permutation @ without_rounding(x), form.device), form)
+        return make_result(parts_of(permutation @ with_component_gradients(x), form.device), form)
     return _solve(upper, _solve(lower, permutation.mT @ b, True, whole), True, form)
 
 
@@ -456,14 +456,14 @@ def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
 @implements(aten._linalg_det.default)
 def linalg_det(a: MCTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the determinant."""
-    return _run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_factors(a, turned=True)
+    return _run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_lu_for_backward(a, turned=True)
 
 
 @implements(aten._linalg_slogdet.default)
 def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
     """Return the determinant's sign and the logarithm of its magnitude."""
     determinant = _run_arithmetic(arithmetic.det, (a,), result_type((a,)))
-    return determinant.sign(), determinant.abs().log(), *_factors(a, turned=True)
+    return determinant.sign(), determinant.abs().log(), *_lu_for_backward(a, turned=True)
 
 
 @implements(aten.linalg_cholesky_ex.default)

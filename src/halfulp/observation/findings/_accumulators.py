@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...optim import OPTIMIZERS
 from .._finding import Finding, Severity
 from .._record import ParameterRecord, Realised, Record
-from .._text import cannot_decay, confidence_of, dtype_name, is_narrow, is_wide, optimizer_code, percent, precision
+from .._text import confidence_of, dtype_name, is_narrow, is_wide, loses_state_decay, optimizer_code, percent, precision
 from ..auditing._audit import SECOND_MOMENTS, Audit, StateAudit
 from ._kind import FindingKind, register_finding
 from ._updates import is_maybe_chance, measured
@@ -228,7 +228,7 @@ class SecondMomentStuck(FindingKind):
             if rate is None or state.weight_update is not None:
                 continue
             for moment, (_, dtype) in state.dtypes.items():
-                if moment not in SECOND_MOMENTS or not cannot_decay(rate, dtype):
+                if moment not in SECOND_MOMENTS or not loses_state_decay(rate, dtype):
                     continue
                 said = f"{moment} in {dtype_name(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
                 unchanged = state.unchanged.get(moment)
@@ -244,7 +244,7 @@ class SecondMomentStuck(FindingKind):
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         found = [(layer, layer.beta2) for layer in forecast.layers if layer.beta2 is not None]
-        stuck = [(layer, beta2) for layer, beta2 in found if cannot_decay(1 - beta2, layer.denominator)]
+        stuck = [(layer, beta2) for layer, beta2 in found if loses_state_decay(1 - beta2, layer.denominator)]
         if stuck:
             first, beta2 = stuck[0]
             names, dtype = [layer.name for layer, _ in stuck], dtype_name(first.denominator)

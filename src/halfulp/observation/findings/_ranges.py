@@ -345,7 +345,9 @@ VANISHED_ERROR = 0.2
 # float32's and bfloat16's numbers begin below this power of two: gradients that are all 0 in these are no underflow.
 NARROW = -100
 VANISHED_STEPS = 3
-UNSCALED = "scale the loss: torch.amp.GradScaler, or hu.AdaptiveGradScaler, which gives each layer its own scale"
+UNSCALED_LOSS_REMEDY = (
+    "scale the loss: torch.amp.GradScaler, or hu.AdaptiveGradScaler, which gives each layer its own scale"
+)
 SCALER = (
     "import halfulp as hu\n"
     "scaler = hu.AdaptiveGradScaler(model)\n"
@@ -354,8 +356,8 @@ SCALER = (
     "scaler.update()"
 )
 SUBNORMALS = "gradients of {place} are too small for {format}: {subnormal:share} have lost digits"
-SCALED = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
-SCALED_WIDE = "hu.AdaptiveGradScaler, which gives each layer its own scale"
+SCALED_LOSS_REMEDY = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
+WIDE_RANGE_REMEDY = "hu.AdaptiveGradScaler, which gives each layer its own scale"
 
 
 @register_finding
@@ -363,14 +365,14 @@ class GradientUnderflow(FindingKind):
     """Gradients lie in the subnormal range of their format or below it, and become zero."""
 
     code = "gradient-underflow"
-    cure = UNSCALED
+    cure = UNSCALED_LOSS_REMEDY
     says = "gradients of {place} are too small for {format}: {vanished:share} became zero"
     write = SCALER
     worst = "vanished"
     explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
-        cure = SCALED if has_scaled_loss(record) else UNSCALED
+        cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
         found = tensors(record, *GRADIENTS)
         if min((one.steps for one in found), default=0) >= VANISHED_STEPS and all(map(_is_zero, found)):
             yield from self._first_of_zeros(found, cure)
@@ -392,7 +394,7 @@ class GradientUnderflow(FindingKind):
                 severity = _grade_underflow(subnormal, vanished)
                 said = f"{percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, about "
                 said += f"{percent(vanished)} became zero"
-                own = SCALED_WIDE if cure == SCALED and has_wide_range(held_in) else cure
+                own = WIDE_RANGE_REMEDY if cure == SCALED_LOSS_REMEDY and has_wide_range(held_in) else cure
                 says = self.says if vanished >= VANISHED_WARNING else SUBNORMALS
                 if severity is not None:
                     sure, told = confidence_of(count, FEWEST_GRADIENTS), {"says": says, "format": held_in.name}

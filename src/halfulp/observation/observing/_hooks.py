@@ -316,10 +316,10 @@ class Positions:
                 continue
             expected = _find_repeats(len(rows), dtype, rows.device)
             end = start + WINDOW
-            columns = _find_columns_like(rows[start : end + 1], expected[start:end])
+            columns = _find_columns_repeating_at(rows[start : end + 1], expected[start:end])
             if not bool(columns.any()) or int(expected.sum()) < FEWEST:
                 continue
-            if bool(_find_columns_like(rows[:, columns], expected).any()):
+            if bool(_find_columns_repeating_at(rows[:, columns], expected).any()):
                 self.book.record.positions[name] = PositionsRecord(name, dtype, len(rows))
                 return
 
@@ -330,7 +330,7 @@ def _find_repeats(count: int, dtype: torch.dtype, device: torch.device) -> torch
     return positions[1:] == positions[:-1]
 
 
-def _find_columns_like(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _find_columns_repeating_at(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the columns whose elements repeat wherever they are expected to, and hardly anywhere else."""
     repeats = rows[1:] == rows[:-1]
     return repeats[expected].all(0) & (repeats[~expected].double().mean(0) < CHANCE)

@@ -41,7 +41,7 @@ from ...rounding import Nearest, mix64, mix64_all, quantize
 from ...rounding._blocks import (
     BlockTarget,
     Kind,
-    largest_table,
+    amax_table,
     layout_of,
     make_block_target,
     scales_of_blocks,
@@ -426,7 +426,7 @@ class Counter:
         table = d.blocks_table(kind._replace(under_amax=target.tensor_scale))
         # The last two constants are the largest magnitude of a tensor's finite blocks, a float64.
         blocks = RowsKernel(table, self._samples, [*find_thresholds(format.element)[:2], *words, 0, 0])
-        largest = RowsKernel(largest_table(torch.float32, kind), self._samples, words) if target.tensor_scale else None
+        largest = RowsKernel(amax_table(torch.float32, kind), self._samples, words) if target.tensor_scale else None
 
         def count(samples: Sequence[torch.Tensor]) -> np.ndarray:
             if largest is not None:

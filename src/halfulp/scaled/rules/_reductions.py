@@ -221,10 +221,10 @@ homogeneous(
     grad_output=1,
     self=0,
 )
-_KINDS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
-_EXACT = ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
+_UPSAMPLE_MODES = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+_UPSAMPLE_NEAREST_EXACT = ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
 _SMOOTH = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")
-for _name in (*(f"upsample_{kind}" for kind in _KINDS), *_EXACT, *_SMOOTH):
+for _name in (*(f"upsample_{kind}" for kind in _UPSAMPLE_MODES), *_UPSAMPLE_NEAREST_EXACT, *_SMOOTH):
     homogeneous(getattr(aten, _name).default, family="pass-through")
     homogeneous(getattr(aten, f"{_name}_backward").default, family="pooling", grad_output=1)
 

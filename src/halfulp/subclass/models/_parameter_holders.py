@@ -255,7 +255,7 @@ def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> N
 TensorClass = TypeVar("TensorClass", bound=type[Tensor])
 # The name, on a parameter, of the format that `halfulp.emulate` keeps it in.
 EMULATED = "_halfulp_emulated"
-Named = Iterable[tuple[str, Tensor]]
+NamedTensors = Iterable[tuple[str, Tensor]]
 
 
 @dataclass
@@ -277,7 +277,7 @@ class Wrappers:
         return Wrappers(list(dict.fromkeys(self.sharded + other.sharded)))
 
 
-def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
+def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> Wrappers:
     """Refuse to change parameters that other objects hold, before anything is changed.
 
     What follows a change of dtype in place: modules, tied modules, optimizers, hooks on the tensor, parametrizations,
@@ -354,7 +354,7 @@ def check_hooks(name: str, tensor: Tensor) -> None:
             )
 
 
-def check_overlaps(named: Named, what: str) -> None:
+def check_overlaps(named: NamedTensors, what: str) -> None:
     """Raise for two parameters whose memory overlaps, from each one's first byte to its last."""
     lying = defaultdict(list)
     for name, tensor in named:
@@ -417,7 +417,7 @@ def named_beside(key: int) -> list[tuple[str, Tensor]]:
     return []
 
 
-def holding_optimizers(named: Named) -> list[tuple[str, str]]:
+def holding_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
     """Return the parameters that living optimizers hold, by name, with each optimizer's class."""
     names = {id(tensor): name for name, tensor in named}
 

@@ -2,7 +2,7 @@
 
 from ... import formats
 from ...pages import DASH
-from .._defaults import KEPT, REFERENCE
+from .._defaults import PASSING_VERDICTS, REFERENCE
 from ..tasks import kind_of
 from ._row import MARGIN, FinishedTrials, Row, read_judged_loss
 
@@ -227,7 +227,7 @@ def _is_kept(evidence: FinishedTrials, row: Row) -> bool:
     if row.verdict in ("reference", "control", "diverged"):
         return False
     if row.verdict is not None:
-        return row.verdict in KEPT
+        return row.verdict in PASSING_VERDICTS
     reference = evidence.row(row.task, REFERENCE).loss
     return row.gap is not None and reference is not None and row.gap <= 5 * MARGIN * reference
 

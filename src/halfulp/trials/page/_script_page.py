@@ -10,7 +10,7 @@ import torch
 
 from ... import __version__, recipes
 from ...pages import DASH, number, render, require
-from .._defaults import KEPT, LOST, REFERENCE, TONES
+from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, REFERENCE, TONES
 from ._curves import choose_line_styles, draw_curves
 
 _WIDE, _NARROW = (820, 480), (340, 480)
@@ -64,8 +64,8 @@ def write_headline(rows: Sequence[Mapping[str, Any]]) -> str:
     'bf16-kahan keeps float32’s loss; bf16 does not.'
     """
     of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in TONES}
-    kept = [name for verdict in reversed(KEPT) for name in of[verdict]]
-    lost = [name for verdict in LOST for name in of[verdict]]
+    kept = [name for verdict in reversed(PASSING_VERDICTS) for name in of[verdict]]
+    lost = [name for verdict in FAILING_VERDICTS for name in of[verdict]]
     if of["no verdict"]:
         return "Float32 itself did not learn: no verdict on any recipe."
     if kept:

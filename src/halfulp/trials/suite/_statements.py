@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ...recipes import Recipe
-from .._defaults import KEPT, LOST, TWIN
+from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, TWIN
 from ..evidence._row import FinishedTrials, Row, half_interval, interval, read_judged_loss
 from ..evidence._table import number, percent
 
@@ -182,7 +182,7 @@ def _nearest_loses(evidence: FinishedTrials) -> Judged:
         if _is_classification(evidence, row.task) and not row.diverged:
             points = f", {_format_points(evidence, row)}"
         said.append(f"{row.task} {_format_gap(row)}{points} ({row.verdict or 'too few seeds'})")
-    lost, kept = (sum(row.verdict in verdicts for row in rows) for verdicts in (LOST, KEPT))
+    lost, kept = (sum(row.verdict in verdicts for row in rows) for verdicts in (FAILING_VERDICTS, PASSING_VERDICTS))
     return _decide_by_counts(lost, kept), "; ".join(said)
 
 
@@ -206,9 +206,11 @@ def _more_at_low_rates(evidence: FinishedTrials) -> Judged:
 def _update_not_arithmetic(evidence: FinishedTrials) -> Judged:
     update, arithmetic = _find_rows(evidence, "bf16-update"), _find_rows(evidence, "bf16-split")
     pairs = [(one, other) for one in update for other in arithmetic if one.task == other.task]
-    told = [(one, other) for one, other in pairs if one.verdict in LOST or other.verdict in LOST]
-    for_it = sum(other.verdict not in LOST for _, other in told)
-    against = sum(one.verdict not in LOST for one, _ in told)
+    told = [
+        (one, other) for one, other in pairs if one.verdict in FAILING_VERDICTS or other.verdict in FAILING_VERDICTS
+    ]
+    for_it = sum(other.verdict not in FAILING_VERDICTS for _, other in told)
+    against = sum(one.verdict not in FAILING_VERDICTS for one, _ in told)
     said = "; ".join(f"{one.task}: update {_format_gap(one)}, arithmetic {_format_gap(other)}" for one, other in pairs)
     return _decide_by_counts(for_it, against), said
 
@@ -245,7 +247,7 @@ def _no_loss_scale(evidence: FinishedTrials) -> Judged:
     plain = [row for row in plain if row.task in scaled]
     without = {row.task: row.verdict for row in _find_rows(evidence, "fp16-constant-1")}
     # Float16 weights lose to rounding too, which no scale repairs; float32 weights lose by the gradients' range alone.
-    told = [row for row in plain if row.verdict in LOST and without.get(row.task) in LOST]
+    told = [row for row in plain if row.verdict in FAILING_VERDICTS and without.get(row.task) in FAILING_VERDICTS]
     if plain and not told:
         tasks = ", ".join(row.task for row in plain)
         return OPEN, f"float16 gradients without a scale are sure to lose on none of {tasks}"
