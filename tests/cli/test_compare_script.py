@@ -1,5 +1,6 @@
 """halfulp compare SCRIPT.py: a user's script under recipes, and what it says where it cannot."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -214,6 +215,17 @@ def test_classes_are_put_back_and_subclasses_stay_themselves():
             pass
     assert before == {name: vars(getattr(torch.optim, name)).get("__init__") for name in ("SGD", "Adam", "AdamW")}
     assert type(torch.optim.AdamW([torch.zeros(1, requires_grad=True)])) is torch.optim.AdamW
+
+
+def test_in_float32_an_optimizer_is_of_torchs_own_class_and_so_is_a_copy():
+    own, model = torch.optim.AdamW, torch.nn.Linear(2, 2)
+    with substitute_optimizers(recipes.get("fp32-twin")) as done:
+        optimizer = own(model.parameters())  # by a name that was bound before
+        assert torch.optim.AdamW is type(optimizer) is own
+        assert isinstance(optimizer, torch.optim.Adam) == issubclass(own, torch.optim.Adam)
+        copy.deepcopy(optimizer).step()
+        assert done.made == 1
+        assert not done.notes()
 
 
 @pytest.mark.parametrize("recipe", ["scaled-fp16", "e8m3", "fp16-none"])

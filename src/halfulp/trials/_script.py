@@ -52,6 +52,7 @@ class Substitution:
         optimizers: that were made for them, ``made`` in all.
         others: names of the classes of other optimizers that stepped.
         steps: how often any optimizer stepped.
+        kinds: torch's classes whose optimizers, and copies of these, are the recipe's.
     """
 
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
@@ -59,6 +60,7 @@ class Substitution:
     made: int = 0
     others: list[str] = field(default_factory=list)
     steps: int = 0
+    kinds: frozenset[type] = frozenset()
 
     def add(self, optimizer: Any) -> None:
         """Add an optimizer of the recipe's."""
@@ -68,9 +70,9 @@ class Substitution:
     def count(self, optimizer: Optimizer, *_: Any) -> None:
         """Count a step of an optimizer (a step hook)."""
         self.steps += 1
-        name = type(optimizer).__name__
-        if optimizer not in self.optimizers and not _is_own(optimizer) and name not in self.others:
-            self.others.append(name)
+        kind = type(optimizer)
+        if kind not in self.kinds and not _is_own(optimizer) and kind.__name__ not in self.others:
+            self.others.append(kind.__name__)
 
     def bytes_per_parameter(self) -> float | None:
         """Return the mean over parameters of halfulp's optimizers that live; None without any."""
@@ -101,15 +103,22 @@ def substitute_optimizers(recipe: Recipe) -> Iterator[Substitution]:
     A Refusal is raised where the recipe needs more than that.
     """
     check_supported(recipe)
-    done = Substitution()
     kinds = {name: getattr(torch.optim, name) for name in RULES}
-    _put_classes({name: _make_class(kind, recipe, done) for name, kind in kinds.items()}, kinds)
+    inits = {kind: kind.__init__ for kind in kinds.values()}
+    done = Substitution(kinds=frozenset() if recipe.narrow else frozenset(inits))
+    if recipe.narrow:
+        _put_classes({name: _make_class(kind, recipe, done) for name, kind in kinds.items()}, kinds)
+    else:
+        for kind in inits:
+            kind.__init__ = _make_converting_init(kind, recipe, done)
     counting = register_optimizer_step_post_hook(done.count)
     try:
         yield done
     finally:
         counting.remove()
         _put_classes(kinds, kinds)
+        for kind, init in inits.items():
+            kind.__init__ = init
 
 
 def _put_classes(classes: dict[str, Any], kinds: dict[str, Any]) -> None:
@@ -140,9 +149,9 @@ def check_supported(recipe: Recipe) -> None:
 
 
 def _make_class(own: Any, recipe: Recipe, done: Substitution) -> type:
-    """Return the class that stands in the place of one of torch's; a subclass of it is an optimizer of its own.
+    """Return a subclass of an optimizer whose call returns the recipe's; a subclass of it is an optimizer of its own.
 
-    Under a narrow recipe its call returns the recipe's optimizer; else it is torch's, of a model converted before.
+    Not `__new__` of torch's own class: one that was set and deleted leaves a class that takes no arguments any more.
     """
 
     def make(cls: type, *args: Any, **options: Any) -> Any:
@@ -150,18 +159,7 @@ def _make_class(own: Any, recipe: Recipe, done: Substitution) -> type:
             return object.__new__(cls)
         return _make_recipe_optimizer(own, recipe, done, args, options)
 
-    @functools.wraps(own.__init__)
-    def convert_and_init(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
-        if type(optimizer) is not kind:
-            own.__init__(optimizer, params, *args, **options)
-            return
-        groups = _list_groups(params)
-        _convert(groups, recipe, done)
-        own.__init__(optimizer, groups, *args, **options)
-        done.add(optimizer)
-
-    changed: dict[str, Any] = {"__new__": make} if recipe.narrow else {"__init__": convert_and_init}
-    kind = type(own.__name__, (own,), {**changed, "__module__": own.__module__, "__doc__": own.__doc__})
+    kind = type(own.__name__, (own,), {"__new__": make, "__module__": own.__module__, "__doc__": own.__doc__})
     return kind
 
 
@@ -181,6 +179,23 @@ def _make_recipe_optimizer(own: Any, recipe: Recipe, done: Substitution, args: t
         made = kind(split, state_dtype=recipe_state(recipe, kind, given), **given)
     done.add(made)
     return made
+
+
+def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
+    """Return a constructor that converts the model first; the optimizer stays torch's, and a subclass what it is."""
+    init = kind.__init__
+
+    @functools.wraps(init)
+    def convert_and_init(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
+        if type(optimizer) is not kind:
+            init(optimizer, params, *args, **options)
+            return
+        groups = _list_groups(params)
+        _convert(groups, recipe, done)
+        init(optimizer, groups, *args, **options)
+        done.add(optimizer)
+
+    return convert_and_init
 
 
 def _convert(groups: list[dict[str, Any]], recipe: Recipe, done: Substitution) -> nn.Module:

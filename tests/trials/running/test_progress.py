@@ -77,3 +77,26 @@ def test_what_is_known_is_told_though_a_kind_of_trial_was_not_timed(
     said = progress.console.file.getvalue()
     assert said.startswith(first)
     assert ("; 2 of 4 trials were not timed." in said) == timed
+
+
+def test_nothing_is_left_after_the_last_trial(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    clock = Clock()
+    progress = Progress(clock)
+    trials = plan(tiny.Tiny(), ["fp32"], 7, 100, None)
+    done = {"float32": {"validation": {"loss": 1.5}}, "diverged_at": None}
+    with progress:
+        progress("plan", None, trials)
+        # Seconds whose parts add up to less than the whole.
+        progress("estimate", None, estimate(trials, {name_cost_class(trials[0]): 4.7}, 1, 2, 3.0, "a processor"))
+        for trial in trials:
+            progress("start", trial, None)
+            for step in range(3, 100, 3):
+                clock.now += 0.1
+                progress("progress", trial, (step, 2.0))
+            progress("done", trial, done)
+    assert progress.bars.tasks[0].completed < progress.bars.tasks[0].total
+    *_, before, last = progress.console.file.getvalue().splitlines()
+    assert "left" in before
+    assert "left" not in last

@@ -260,16 +260,16 @@ class Progress:
 
     def _end(self, trial: Trial) -> float:
         """Take away the bar of a trial, whose remaining steps count as done; return the seconds that it took."""
-        self._advance(trial, trial.steps)
         self.ended.add(trial.key)
+        self._advance(trial, trial.steps)
         bar = self._find_bar(self.running.pop(trial.key))
         self.bars.remove_task(bar.id)
         return float(bar.elapsed or 0.0)
 
     def _describe_left(self) -> str:
         """Return about how long the rest takes, by the speed so far; nothing before there is one, and at the end."""
-        left = self._find_bar(self.overall).time_remaining
-        return f"about {describe_duration(left)} left" if left else ""
+        left = self._find_bar(self.overall).time_remaining  # of a sum that rounding may leave just below the total
+        return f"about {describe_duration(left)} left" if left and len(self.ended) < self.total else ""
 
     def _find_bar(self, task: Any) -> Any:
         """Return the bar that rich knows by a number."""
