@@ -67,6 +67,12 @@ def test_a_weight_that_comes_back_quantized_has_no_digits_to_count():
     assert finding.summary == "fp32 in A, int8 in B"
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")  # torch 2.13
+def test_quantized_tensors_beside_the_weights_are_compared():
+    beside = {"codes": torch.quantize_per_tensor(W, 0.1, 0, torch.qint8)}
+    assert hu.audit({"w": W} | beside, {"w": W + 1} | beside).tensors["codes"].status == "unchanged"
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch before 2.12
 def test_tensors_without_plain_numbers_are_named(tmp_path):
     sparse, meta = torch.eye(4).to_sparse(), torch.empty(2, device="meta")
@@ -97,6 +103,13 @@ def test_steps_and_moments_that_are_nan_are_found():
     found = hu.audit({"model": {"w": W}, "optimizer": optimizer}, {"model": {"w": W + 1}, "optimizer": optimizer})
     assert ("first-nonfinite", "w") in codes(found)
     assert "have no step" in " ".join(found.unseen)
+
+
+def test_betas_that_momentum_does_not_need_are_not_read():
+    groups = [{"params": [0], "param_names": ["w"], "lr": 1e-3, "betas": (None, 0.99)}]
+    optimizer = {"state": {0: {"momentum_buffer": W}}, "param_groups": groups}
+    found = hu.audit({"model": {"w": W}, "optimizer": optimizer}, {"model": {"w": W + 1}, "optimizer": optimizer})
+    assert found.states["w"].update.wanted == 64
 
 
 def loop():

@@ -1,6 +1,7 @@
 """Checkpoints of every layout give the tensors and states that were saved; what is none is refused in words."""
 
 import json
+import os
 import pickle
 
 import pytest
@@ -126,6 +127,21 @@ def test_distributed_checkpoints(tmp_path, needs_torch):
         file.write_bytes(file.read_bytes()[:-400])
     with pytest.raises(ValueError, match="truncated"):
         open_checkpoint(tmp_path / "flat")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="this system does not list open files")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_files_of_a_distributed_checkpoint_are_not_held_open(tmp_path, needs_torch):
+    needs_torch("distributed.checkpoint.save(no_dist=)")
+    needs_torch("distributed.checkpoint that writes without torch's own warning")
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    content = {f"layers.{k}": torch.full((3,), float(k)) for k in range(20)}
+    save(content, storage_writer=FileSystemWriter(str(tmp_path), single_file_per_rank=False), no_dist=True)
+    before = len(os.listdir("/proc/self/fd"))
+    found = open_checkpoint(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(same_bits(found.tensors[name].read(None), value) for name, value in content.items())
 
 
 class Evil:

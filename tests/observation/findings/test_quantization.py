@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from halfulp.observation._record import FormatCounts
+
 from .records import BRAIN, SINGLE, severity, tensor
 
 
@@ -51,6 +53,9 @@ def test_block_hidden(fields, expected):
         ({"largest": 14, "elements": 32}, None),
         ({"largest": 400, "dtype": BRAIN}, None),
         ({"largest": 0, "elements": 0}, None),
+        # A user's own format, which is known to nobody by its name.
+        ({"dtype": SINGLE, "asked_format": "mine", "formats": {"mine": FormatCounts(1000)}}, None),
+        ({"dtype": SINGLE, "asked_format": "mine", "formats": {"mine": FormatCounts(1000, overflow=400)}}, "error"),
     ],
 )
 def test_payload_saturated(fields, expected):

@@ -193,12 +193,12 @@ def _find_rule(
     if not options.get("lr") or any(name in states for name in coded):
         return None
     lr, betas = float(options["lr"]), options.get("betas")
-    pair = tuple(map(float, betas[:2])) if isinstance(betas, list | tuple) and len(betas) >= 2 else None
+    pair = betas[:2] if isinstance(betas, list | tuple) and len(betas) >= 2 else None
     if pair is not None and {"exp_avg", "exp_avg_sq"} <= states.keys():
         second = "max_exp_avg_sq" if options.get("amsgrad") else "exp_avg_sq"
         if not step or second not in states:
             return None
-        (beta1, beta2), eps = pair, float(options.get("eps", 0.0))
+        (beta1, beta2), eps = map(float, pair), float(options.get("eps", 0.0))
 
         def adam(m: Tensor, v: Tensor) -> Tensor:
             return lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)

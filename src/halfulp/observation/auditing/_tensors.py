@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -361,8 +362,8 @@ def _split_companions(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored],
 
 
 def _check_names(a: Checkpoint, b: Checkpoint, ours: dict[str, Stored], theirs: dict[str, Stored]) -> None:
-    missing = [name for name in ours if name not in theirs and not _is_tied(a, name)]
-    foreign = [name for name in theirs if name not in ours and not _is_tied(b, name)]
+    missing = _leave_out_tied(a, [name for name in ours if name not in theirs])
+    foreign = _leave_out_tied(b, [name for name in theirs if name not in ours])
     # Averages are kept from some step on, by some runs.
     for which, names in (("A", missing), ("B", foreign)):
         averages = [name for name in names if name.startswith("ema.")]
@@ -390,10 +391,11 @@ def find_tied_names(checkpoint: Checkpoint, held: set[str]) -> dict[str, str]:
     return {name: other for name, other in found.items() if other is not None}
 
 
-def _is_tied(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether another name of the checkpoint leads to the same memory, as files without tied names leave out."""
-    place = checkpoint.place(name)
-    return place is not None and any(checkpoint.place(key) == place for key in checkpoint.tensors if key != name)
+def _leave_out_tied(checkpoint: Checkpoint, names: list[str]) -> list[str]:
+    """Return those of some names to whose memory no other name leads, as files without tied names leave out."""
+    places = {name: checkpoint.place(name) for name in checkpoint.tensors} if names else {}
+    times = Counter(places.values())
+    return [name for name in names if places[name] is None or times[places[name]] == 1]
 
 
 def _compare(

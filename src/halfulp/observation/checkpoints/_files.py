@@ -105,7 +105,10 @@ class Checkpoint:
         stored = self.tensors[name]
         if not self.ordered or not stored.mapped or not stored.numel:
             return None
-        return address(plain(stored.read(None))), stored.shape
+        try:
+            return address(plain(stored.read(None))), stored.shape
+        except TypeError:  # a quantized tensor, or another kind without plain memory
+            return None
 
     @property
     def stepped(self) -> int:
@@ -289,9 +292,12 @@ def _map_file(folder: Path, name: str) -> memoryview:
     if not (folder / name).is_file():
         raise ValueError(f"{folder} lacks {name}, which its index names: copy the whole checkpoint")
     with (folder / name).open("rb") as file:
-        # Private and writable, as torch wants memory to be: nothing is written.
-        empty = not (folder / name).stat().st_size
-        return memoryview(b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        size = file.seek(0, io.SEEK_END)
+    if not size:
+        return memoryview(b"")
+    # Private: nothing is written. Python's mmap would hold a descriptor of each file, of which some folders have one
+    # per tensor.
+    return memoryview(torch.from_file(str(folder / name), shared=False, size=size, dtype=torch.uint8).numpy())
 
 
 def _read_index(folder: Path) -> Any:

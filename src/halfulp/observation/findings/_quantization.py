@@ -111,7 +111,7 @@ class PayloadSaturated(FindingKind):
             counts = tensor.formats.get(asked)
             # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
             if counts is not None and asked not in tensor.block_hidden:
-                said = f"beyond {asked}'s largest number, {formats.get(asked).max:.6g}, and reach {tensor.amax:.4g}"
+                said = f"beyond {asked}'s largest number{_largest_of(asked)} and reach {tensor.amax:.4g}"
                 yield from self._cut_off(tensor, counts.overflow, counts.elements, asked, said, SCALE_FIRST)
             if held_in is not None and not has_wide_range(held_in):
                 said = f"at {held_in.name}'s largest number, {held_in.max:.6g}"
@@ -154,6 +154,14 @@ class PayloadSaturated(FindingKind):
                 before=row.a.saturated / max(1, row.numel),
                 elements=row.numel,
             )
+
+
+def _largest_of(name: str) -> str:
+    """Return the largest number of a format between commas; a user's own need not be known by its name."""
+    try:
+        return f", {formats.get(name).max:.6g},"
+    except ValueError:
+        return ""
 
 
 @register_finding

@@ -188,7 +188,7 @@ def names_in_script(models: Sequence[Iterable[nn.Module]]) -> list[str | None]:
     """
     wanted = {id(one): place for place, same in enumerate(models) for one in same}
     found: dict[int, str] = {}
-    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
     frames = [one for one in frames if str(one.f_globals.get("__name__", "")).split(".")[0] not in _SKIPPED_PACKAGES]
     for frame in reversed(frames):
         variables = dict(frame.f_locals)
