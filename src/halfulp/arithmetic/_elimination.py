@@ -1,6 +1,6 @@
 """Systems that float64 cannot start: elimination in integers of many bits, proved and refined with exact residuals.
 
-Gauss and Jordan's elimination with many bits behind the point makes an approximate inverse Z. That |Z a - 1| < 1/8 in
+Gauss and Jordan's elimination with many bits behind the point makes an approximate inverse Z. That |Z a - 1| < 2^-8 in
 the maximum norm, computed exactly, proves that a is regular. Then x += Z (b - a x) with exact residuals converges to
 all digits that x has.
 """
@@ -100,7 +100,7 @@ def _inverse(a: Integers, task: str) -> Integers:
     refuse(_BEYOND, task)
 
 
-def _is_near_one(a: Integers, bits: int = 3) -> bool:
+def _is_near_one(a: Integers, bits: int = 8) -> bool:
     """Return whether |a - 1| < 2^-bits in the maximum norm."""
     off = a - Integers(np.eye(len(a.values), dtype=object), 0)
     return bool(abs(off.values).sum(1).max() << bits < 1 << -off.power)

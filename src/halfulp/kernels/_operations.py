@@ -104,8 +104,14 @@ def divide(a: np.float32, b: np.float32) -> np.float32:
         return a / b
 
 
+def _numbered(x: Any) -> Any:
+    """Return a number of Python as a float32, and anything else as it is."""
+    return np.float32(x) if type(x) in (int, float) else x
+
+
 def sqrt(a: np.float32) -> np.float32:
     """Return the square root, correctly rounded."""
+    a = _numbered(a)
     with np.errstate(all="ignore"):
         root: np.float32 = np.sqrt(a) if isinstance(a, np.generic) else _trace.square_root(a)
         return root
@@ -113,6 +119,7 @@ def sqrt(a: np.float32) -> np.float32:
 
 def floor(x: Any) -> Any:
     """Return a real rounded down to an integer; of tensors too."""
+    x = _numbered(x)
     return np.floor(x) if isinstance(x, np.generic) else _trace.floor(x)
 
 

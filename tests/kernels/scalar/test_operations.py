@@ -102,3 +102,8 @@ def test_an_operation_is_part_of_a_device_function():
     with pytest.raises(TypeError, match="got int, int: call it inside of one"):
         o.add(1, 2)
     assert o.sub(np.uint32(1), np.uint32(2)) == np.uint32(2**32 - 1), "a constant"
+
+
+def test_a_number_of_python_is_a_float32():
+    assert o.sqrt(2.0) == np.sqrt(np.float32(2.0))
+    assert o.floor(2.5) == o.floor(2) == 2.0
