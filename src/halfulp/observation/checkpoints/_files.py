@@ -297,7 +297,7 @@ def _map_file(folder: Path, name: str) -> memoryview:
         return memoryview(b"")
     # Private: nothing is written. Python's mmap would hold a descriptor of each file, of which some folders have one
     # per tensor.
-    return memoryview(torch.from_file(str(folder / name), shared=False, size=size, dtype=torch.uint8).numpy())
+    return torch.from_file(str(folder / name), shared=False, size=size, dtype=torch.uint8).numpy().data
 
 
 def _read_index(folder: Path) -> Any:
