@@ -275,9 +275,9 @@ def run_in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Results
 
     None where both raise, or draw other random numbers than the plain run.
     """
-    wide = tree_map(lambda x: x.double() if _floating(x) else x, batch)
-    for in_float64, given in ((True, wide), (False, batch)):
+    for in_float64 in (True, False):
         try:
+            given = tree_map(lambda x: x.double() if _floating(x) else x, batch) if in_float64 else batch
             other = copy_model(model).double() if in_float64 else copy_model(model)
             for _ in range(step):
                 found = run_one_step(other, given, loss_of, watch=None if in_float64 else Jitter())
