@@ -522,22 +522,6 @@ def _check_memory(named: list[tuple[str, Tensor]], what: str) -> None:
         raise ValueError(message)
 
 
-def named_beside(key: int) -> list[tuple[str, Tensor]]:
-    """Return the named parameters of the outermost living module that holds a parameter, by its id; else none."""
-    modules = living_modules()
-    holders = [module for module in modules if any(id(value) == key for value in module._parameters.values())]
-    parents = {id(child): module for module in modules for child in module._modules.values()}
-    for module in holders:
-        passed = set()
-        while id(module) in parents and id(module) not in passed:
-            passed.add(id(module))
-            module = parents[id(module)]
-        named: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
-        if any(id(value) == key for _, value in named):
-            return named
-    return []
-
-
 def _name_of(parameter: Tensor) -> str:
     """Return the name that a module has for a parameter."""
     for module in living_modules():
