@@ -352,8 +352,11 @@ class CheckpointMixin(torch.optim.Optimizer):
                     own[name].scale.fill_(scale)
                     value = value / scale
                 set_weight(plan, value)
-            if extra:
-                model.load_state_dict(extra, strict=False)
+            # Not by model.load_state_dict, whose hooks may ask for all that a model saves.
+            for path, module in model.named_modules() if extra else ():
+                name = f"{path}.{_EXTRA_STATE_KEY_SUFFIX}".lstrip(".")
+                if name in extra:
+                    module.set_extra_state(extra[name])
 
     def _copied_plans(self, held: Mapping[str, tuple]) -> dict[str, ParameterPlan | None]:
         """Return the plans of the parameters that those of another model are copies of, by name."""

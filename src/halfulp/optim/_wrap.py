@@ -176,7 +176,7 @@ class Wrapped(ExplicitGradientOptimizer):
     base: torch.optim.Optimizer
     _steps_one_alone = False
     _rule = ASSIGNMENT
-    # Groups here and in the wrapped optimizer, once both are complete.
+    # Groups here and in the wrapped optimizer.
     _pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
 
     def __init__(
@@ -195,12 +195,13 @@ class Wrapped(ExplicitGradientOptimizer):
             raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
         self.base = base
         self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
+        self._base_aside: TensorMap[dict[str, Any]] = TensorMap()
         super().__init__(groups, dict(base.defaults), **narrow)
         self._pair_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers; what either refuses is added to none."""
-        if not self._pairs:
+        if not self._is_built:
             super().add_param_group(param_group)
             return
         shadows: dict[torch.Tensor, torch.Tensor] = {}
@@ -220,7 +221,7 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _follow_groups(self) -> None:
         super()._follow_groups()
-        if self._pairs:
+        if self._is_built:
             self._follow_parameters()
 
     def _follow_parameters(self) -> None:
@@ -235,10 +236,13 @@ class Wrapped(ExplicitGradientOptimizer):
                     self._shadows[parameter] = make_shadow(parameter)
             # The list itself stays: LBFGS holds it.
             inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
-        if len(self.base.state) > len(self._shadows):  # some parameters are gone
-            living = set(map(id, self._shadows.values()))
-            for key in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in living]:
-                del self.base.state[key]
+        # The states of parameters that are in no group are kept aside, as long as these live.
+        members = {id(shadow): shadow for _, inner in self._pairs for shadow in inner["params"]}
+        for key in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in members]:
+            self._base_aside[key] = self.base.state.pop(key)
+        for shadow in members.values() if len(self._base_aside) else ():
+            if shadow in self._base_aside:
+                self.base.state[shadow] = self._base_aside.pop(shadow)
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
@@ -369,8 +373,13 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
-        step: Any = self.base.step if closure is None else functools.partial(self.base.step, closure)
-        with without_global_hooks():
+        with global_hooks([{}, {}]) as held:  # which run around the outer step
+
+            def evaluate() -> Any:
+                with global_hooks(held):  # other optimizers may step in a closure
+                    return closure() if closure is not None else None
+
+            step: Any = self.base.step if closure is None else functools.partial(self.base.step, evaluate)
             return self._call_with_options(step)
 
     def _call_with_options(self, change: Callable[[], Any]) -> Any:
@@ -471,7 +480,7 @@ class Wrapped(ExplicitGradientOptimizer):
         """Restore from `__getstate__`."""
         (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
         super().__setstate__(state)
-        self._shadows = TensorMap(shadows)
+        self._shadows, self._base_aside = TensorMap(shadows), TensorMap()
         self.base = object.__new__(kind)
         self.base.__setstate__(fields)
         self._pair_groups()
@@ -581,17 +590,21 @@ def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def without_global_hooks() -> Iterator[None]:
-    """Return a context in which hooks of every optimizer's step see none: they run around the outer step."""
+def global_hooks(wanted: list[dict[int, Any]]) -> Iterator[list[dict[int, Any]]]:
+    """Return a context with other hooks before and after every optimizer's step, less what is removed in it."""
     hooks: list[dict[int, Any]] = [
         _torch_optimizer._global_optimizer_pre_hooks,
         _torch_optimizer._global_optimizer_post_hooks,
     ]
     held = [dict(one) for one in hooks]
     try:
-        for one in hooks:
+        for one, given in zip(hooks, wanted):
             one.clear()
-        yield
+            one.update(given)
+        yield held
     finally:
-        for one, before in zip(hooks, held):
+        for one, given, before in zip(hooks, wanted, held):
+            for key in [*given]:
+                if one.pop(key, None) is None:
+                    del given[key]
             one.update(before)

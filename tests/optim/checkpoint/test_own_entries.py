@@ -47,6 +47,16 @@ def test_extra_states_go_out_and_come_back():
     assert torch.equal(target.float32_state_dict(other)["0.weight"], file["0.weight"])
 
 
+def test_extra_states_come_back_beside_hooks_that_ask_for_weights():
+    model = torch.nn.Sequential(Counting(3, 2).bfloat16())
+    model.register_load_state_dict_pre_hook(lambda module, given, *_: given.update({"0.bias": given["0.bias"]}))
+    optimizer = hu.optim.SGD(model.parameters(), lr=0.1)
+    file = optimizer.float32_state_dict(model)
+    file["0._extra_state"]["seen"] = 3
+    optimizer.load_float32_state_dict(model, file)
+    assert model[0].seen == 3
+
+
 def test_looks_allocate_nothing_for_frozen_parameters():
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2)).bfloat16()
     model[0].requires_grad_(False)

@@ -1,11 +1,14 @@
 """Whatever a wrapped optimizer keeps, and wherever, a saved run goes on with the bits of one that was not saved."""
 
 import copy
+import gc
 import io
 import random
+import weakref
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfulp as hu
 from halfulp.kernels import same_bits
@@ -248,3 +251,71 @@ def test_own_hooks_of_the_wrapped_optimizer_run_and_may_change_arguments():
     optimizer.base.register_step_pre_hook(lambda *_: 3)
     with pytest.raises(RuntimeError, match="None or a tuple"):
         _steps(optimizer, parameters, 1, 1)
+
+
+class _SavesMore(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "saved": 1}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "saved"})
+
+
+def test_states_of_parameters_that_left_a_group_are_kept_aside_while_these_live():
+    parameters, stayed = _parameters(), _parameters()
+    optimizer = hu.optim.wrap(_SavesMore, parameters, lr=0.1, momentum=0.9)
+    twin = hu.optim.wrap(_SavesMore, stayed, lr=0.1, momentum=0.9)
+    _steps(optimizer, parameters, 0, 2)
+    _steps(twin, stayed, 0, 2)
+    left = optimizer.param_groups[0]["params"].pop(0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(optimizer.base.state) == len(parameters) - 1
+    optimizer.param_groups[0]["params"].insert(0, left)
+    _steps(optimizer, parameters, 2, 3)
+    _steps(twin, stayed, 2, 3)
+    assert all(same_bits(one, other) for one, other in zip(parameters, stayed, strict=True))
+
+
+def test_states_go_with_their_parameters():
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(torch.optim.SGD, parameters, lr=0.1, momentum=0.9)
+    parameters[0].grad = torch.ones_like(parameters[0])
+    optimizer.step()
+    state = weakref.ref(next(iter(optimizer.base.state.values()))["momentum_buffer"])
+    del optimizer.param_groups[0]["params"][0], parameters[0]
+    optimizer.state_dict()
+    gc.collect()
+    assert state() is None
+
+
+def test_groups_may_all_be_replaced_between_steps():
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(torch.optim.SGD, parameters, lr=0.1)
+    optimizer.param_groups.clear()
+    optimizer.step()
+    optimizer.add_param_group({"params": parameters})
+    before = [parameter.detach().clone() for parameter in parameters]
+    _steps(optimizer, parameters, 0, 1)
+    assert not any(same_bits(one, other) for one, other in zip(parameters, before, strict=True))
+
+
+def test_hooks_of_every_optimizer_see_those_that_step_in_a_closure():
+    parameters, seen = _parameters(), []
+    optimizer = hu.optim.wrap(torch.optim.LBFGS, parameters)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+
+    def closure():
+        other.step()
+        optimizer.zero_grad()
+        loss = sum((parameter.float() ** 2).sum() for parameter in parameters)
+        loss.backward()
+        return loss
+
+    handle = register_optimizer_step_post_hook(lambda stepped, args, kwargs: seen.append(stepped))
+    try:
+        optimizer.step(closure)
+        optimizer.step(closure)
+    finally:
+        handle.remove()
+    assert set(seen) == {other, optimizer}
+    assert seen.count(optimizer) == 2

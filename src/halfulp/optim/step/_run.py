@@ -383,7 +383,9 @@ def prepare_batch(batch: Batch) -> None:
         return
     for row, (group, age) in enumerate(batch.ages):
         made, late = prepare(WholeTensors(batch, row), group, age)
-        batch.prepared.append(shard_of(made, batch.plans[row].index_map).to(torch.float32).contiguous())
+        own = shard_of(made, batch.plans[row].index_map)
+        # A copy of a shard, so that nothing keeps the whole.
+        batch.prepared.append(own.to(torch.float32, copy=own.numel() < made.numel()).contiguous())
         batch.constants[row] = (*batch.constants[row], *late)
 
 

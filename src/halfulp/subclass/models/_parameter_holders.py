@@ -77,9 +77,13 @@ def _load(
     """
     for name, parameter in _own_parameters(model):
         suffix = known_layout(parameter).suffix
-        for short in names_without_prefixes(model, name) - {name}:
+        # Without those of checkpoint wrappers, whose own hooks put them before every entry.
+        long = names_without_prefixes(model, name, skip_ddp_prefix=False, skip_compiler_prefix=False)
+        for short, full in zip(names_without_prefixes(model, name), long):
+            if short == full:
+                continue
             for entry in [entry for entry in state_dict if suffix.sub("", entry) == short != entry]:
-                state_dict[name + entry.removeprefix(short)] = state_dict.pop(entry)
+                state_dict[full + entry.removeprefix(short)] = state_dict.pop(entry)
     return plain(model, state_dict, *given, **options)
 
 
@@ -399,22 +403,6 @@ def _extent(tensor: Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
     return (last + 1) * tensor.element_size()
-
-
-def named_beside(key: int) -> list[tuple[str, Tensor]]:
-    """Return the named parameters of the outermost living module that holds a parameter, by its id; else none."""
-    modules = living_modules()
-    holders = [module for module in modules if any(id(value) == key for value in module._parameters.values())]
-    parents = {id(child): module for module in modules for child in module._modules.values()}
-    for module in holders:
-        passed = set()
-        while id(module) in parents and id(module) not in passed:
-            passed.add(id(module))
-            module = parents[id(module)]
-        named: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
-        if any(id(value) == key for _, value in named):
-            return named
-    return []
 
 
 def holding_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
