@@ -77,9 +77,13 @@ def _load(
     """
     for name, parameter in _own_parameters(model):
         suffix = known_layout(parameter).suffix
-        for short in names_without_prefixes(model, name) - {name}:
+        # Without those of checkpoint wrappers, whose own hooks put them before every entry.
+        long = names_without_prefixes(model, name, skip_ddp_prefix=False, skip_compiler_prefix=False)
+        for short, full in zip(names_without_prefixes(model, name), long):
+            if short == full:
+                continue
             for entry in [entry for entry in state_dict if suffix.sub("", entry) == short != entry]:
-                state_dict[name + entry.removeprefix(short)] = state_dict.pop(entry)
+                state_dict[full + entry.removeprefix(short)] = state_dict.pop(entry)
     return plain(model, state_dict, *given, **options)
 
 
