@@ -341,6 +341,16 @@ def test_distributed_checkpoints_of_torch_find_every_entry(convert, seed):
         assert torch.equal(other.state_dict()[name], entry)
 
 
+@pytest.mark.parametrize("convert", [hu.scalify, lambda m: hu.multicomponent(m, 3, torch.float16)])
+def test_a_parameter_is_tied_to_no_other_by_an_identity_that_is_used_again(convert, seed):
+    first, second = convert(torch.nn.Linear(3, 3)), convert(torch.nn.Linear(3, 3))
+    state = first.state_dict(prefix="0.")
+    stale = "0.weight", id(state), id(state["0.weight"]), state["0.weight"]._version, second.weight._version
+    second.weight.__dict__["_halfulp_saved"] = stale
+    second.state_dict(destination=state, prefix="1.")
+    assert torch.equal(state["1.weight"], second.state_dict()["weight"])
+
+
 @pytest.mark.parametrize("function", [plain_state_dict, plain_components])
 def test_a_model_for_its_state_dict_is_refused(function):
     with pytest.raises(TypeError, match=r"takes a state_dict, got a Linear: give it model.state_dict\(\)"):

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -85,6 +86,17 @@ def test_a_checkpoint_goes_through_a_wrapper(change, wrap, seed):
         assert not names
         set_state_dict(*second, model_state_dict=saved[0], optim_state_dict=saved[1])
         assert all(same_bits(a, b) for a, b in zip(all_bits(*first), all_bits(*second), strict=True))
+
+
+@pytest.mark.parametrize("change", ["float16", "two components"])
+@pytest.mark.parametrize("inner", [lambda model: model, compiled])
+def test_a_checkpoint_goes_through_checkpoint_wrappers(change, inner, seed):
+    first, second = (
+        made(change, lambda model: nn.Sequential(nn.Tanh(), checkpoint_wrapper(inner(model)))) for _ in range(2)
+    )
+    model_state, optimizer_state = get_state_dict(*first)
+    set_state_dict(*second, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert all(same_bits(a, b) for a, b in zip(all_bits(*first), all_bits(*second), strict=True))
 
 
 def test_a_wrapper_that_stands_already_is_named(seed):

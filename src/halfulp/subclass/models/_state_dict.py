@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ..._messages import a_kind, listed
@@ -142,12 +143,22 @@ def _share_memory(
     """
     first, *noted = parameter.__dict__.get(SAVED, ("",))
     known = state_dict.get(first, entries[name])
-    if first != name and noted == [id(state_dict), id(known), known._version, parameter._version]:
+    is_noted = noted == [id(state_dict), id(known), known._version, parameter._version]
+    if first != name and is_noted and _share_auxiliary(entries, name, state_dict, first):
         return {**entries, name: known}
     value = entries[name]
     # Identities, as torch.utils.swap_tensors takes no tensor that is weakly referenced.
     parameter.__dict__[SAVED] = name, id(state_dict), id(value), value._version, parameter._version
     return entries
+
+
+def _share_auxiliary(entries: Mapping[str, Tensor], name: str, state_dict: Mapping[str, Any], first: str) -> bool:
+    """Return whether auxiliary entries are those of another name: identities alone may be of what is gone."""
+    pairs = [(x, state_dict.get(first + entry.removeprefix(name))) for entry, x in entries.items() if entry != name]
+    return all(
+        isinstance(y, Tensor) and torch._C._is_alias_of(x, y) and x.storage_offset() == y.storage_offset()
+        for x, y in pairs
+    )
 
 
 def _check_all(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:
