@@ -277,8 +277,8 @@ def choose_codecs(
     if not is_scaled and any(isinstance(codec, Scaled) for codec in codecs):
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
-            f"give torch.float32 or {PAIR!r}, which any state takes, or torch.bfloat16, '8bit' or '4bit', which all "
-            "but running maxima and what they are of take, or scale the model by hu.scalify"
+            f"allowed are torch.float32, torch.bfloat16, {PAIR!r}, '8bit' and '4bit' there (for amsgrad's running "
+            f"maximum and the moment below it torch.float32 and {PAIR!r}), or scale the model by hu.scalify"
         )
     _refuse_many_scales(rule, codecs, name)
     refuse_coarse(rule, codecs, group["state_dtype"])
