@@ -277,8 +277,7 @@ def choose_codecs(
     if not is_scaled and any(isinstance(codec, Scaled) for codec in codecs):
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
-            f"allowed are torch.float32, torch.bfloat16, {PAIR!r}, '8bit' and '4bit' there (for amsgrad's running "
-            f"maximum and the moment below it torch.float32 and {PAIR!r}), or scale the model by hu.scalify"
+            f"allowed are {_allowed_states(rule)} there, or scale the model by hu.scalify"
         )
     _refuse_many_scales(rule, codecs, name)
     refuse_coarse(rule, codecs, group["state_dtype"])
@@ -297,6 +296,16 @@ def _refuse_many_scales(rule: UpdateRule, codecs: tuple[Codec, ...], name: str) 
             f"{rule.name} keeps {len(held)} states beside the scaled parameter {name}, but at most "
             f"{MOST_SCALED_STATES} can be stored under scales: give state_dtype={{{others}}}, or torch.bfloat16 there"
         )
+
+
+def _allowed_states(rule: UpdateRule) -> str:
+    """Return the words for the storages that plain parameters' states may have under a rule."""
+    exact = {name for slot in rule.states if slot.maximum_of for name in (slot.name, slot.maximum_of)}
+    if not exact:
+        return f"torch.float32, torch.bfloat16, {PAIR!r}, '8bit' and '4bit'"
+    others = " and ".join(f"{{{slot.name!r}: ...}}" for slot in rule.states if slot.name not in exact)
+    alone = f", and torch.bfloat16, '8bit' and '4bit' for {others} alone" if others else ""
+    return f"torch.float32 and {PAIR!r}{alone}"
 
 
 def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
