@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..._messages import a_kind, listed
 
+_C: Any = torch._C
 _LOADED = "_halfulp_loaded"
 # On a parameter: its first name in the newest state_dict, and that one's identity, that of the values, and versions.
 SAVED = "_halfulp_saved"
@@ -156,8 +157,7 @@ def _share_auxiliary(entries: Mapping[str, Tensor], name: str, state_dict: Mappi
     """Return whether auxiliary entries are those of another name: identities alone may be of what is gone."""
     pairs = [(x, state_dict.get(first + entry.removeprefix(name))) for entry, x in entries.items() if entry != name]
     return all(
-        isinstance(y, Tensor) and torch._C._is_alias_of(x, y) and x.storage_offset() == y.storage_offset()
-        for x, y in pairs
+        isinstance(y, Tensor) and _C._is_alias_of(x, y) and x.storage_offset() == y.storage_offset() for x, y in pairs
     )
 
 
