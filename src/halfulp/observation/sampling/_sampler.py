@@ -23,6 +23,7 @@ import torch
 
 from ...formats import BlockFormat, Format, block_names, get, get_block
 from ...kernels import (
+    address,
     address_of,
     check_bits,
     keeping_subnormals,
@@ -448,7 +449,7 @@ class Counter:
         factor, found = 2.0**112 if dtype == torch.float16 else 1.0, []
         for k in range(0, len(flats), ROWS):
             part = flats[k : k + ROWS]
-            self._tensors.set([flat.numel() for flat in part], [(flat.data_ptr(),) for flat in part])
+            self._tensors.set([flat.numel() for flat in part], [(address(flat),) for flat in part])
             for smallest, zeros, top, _ in kernel.run(len(part)).tolist():
                 found.append((int(zeros), top * factor, _decode_smallest(smallest) * factor if top < math.inf else 0.0))
         return found
@@ -457,7 +458,7 @@ class Counter:
         """Add the counts of at most `ROWS` float32 samples."""
         samples = [sample for sample, _ in counted]
         lengths = [sample.numel() for sample in samples]
-        self._samples.set(lengths, [(one.data_ptr(), address_of(totals.counters)) for one, totals in counted])
+        self._samples.set(lengths, [(address(one), address_of(totals.counters)) for one, totals in counted])
         sums = np.concatenate([self._single.run(len(samples)), *(count(samples) for count in self._blocks)], 1)
         for length, (_, totals), found in zip(lengths, counted, sums):
             totals.record.sampled += length
