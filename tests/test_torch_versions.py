@@ -20,7 +20,7 @@ EXCEPTIONS = {
     "_torch_import.py": "registers nothing with a torch below the floor",
     "environment/_describe.py": "describes a torch below the floor too, which _torch_versions.py refuses",
     "observation/_text.py": "which optimizers are torch's own",
-    "scaled/rules/_data_movement.py": "which single operator a foreach operator repeats",
+    "subclass/_foreach.py": "which single operator a foreach operator repeats",
     "subclass/_rule_table.py": "which operator an in-place one repeats",
 }
 
