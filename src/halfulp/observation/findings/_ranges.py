@@ -220,7 +220,8 @@ def _find_denominator(parameter: ParameterRecord) -> torch.dtype | None:
 NONFINITE_STEPS = 3
 FORWARD = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
 FORWARD_WIDE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
-BACKWARD = "see what this backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
+BACKWARD = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
+LOSS = "see what the loss divides by in its backward pass (sqrt, norm or log at 0), and add an eps inside"
 STORED_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
 GO_BACK_ADVICE = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
 GO_FURTHER_BACK_ADVICE = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
@@ -329,6 +330,8 @@ def _name_maker(tensor: TensorRecord) -> str:
 def _choose_cure(tensor: TensorRecord) -> str:
     if tensor.role == "activation":
         return FORWARD_WIDE if has_wide_range(storage_format(tensor)) else FORWARD
+    if tensor.role == "activation gradient" and not tensor.sources:
+        return LOSS
     return BACKWARD if tensor.role in GRADIENTS else STORED_ADVICE
 
 
