@@ -48,14 +48,6 @@ class SourceTree:
         """Lines of every file."""
         return {path: len(path.read_text(encoding="utf-8").splitlines()) for path in self.files}
 
-    def crowded(self, most: int) -> dict[str, int]:
-        """Folders of more flat modules than that, `__init__` not counted; the package's own folder is left out."""
-        counts: dict[Path, int] = {}
-        for path in self.files:
-            if path.name != "__init__.py" and path.parent != self.root:
-                counts[path.parent] = counts.get(path.parent, 0) + 1
-        return {str(folder.relative_to(self.root)): count for folder, count in counts.items() if count > most}
-
     def imports(self) -> dict[str, set[str]]:
         """The modules that each module imports anywhere in it, but for the packages that it lies in."""
         found = {}
