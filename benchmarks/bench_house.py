@@ -30,7 +30,7 @@ EXAMPLES = ROOT / "examples" / "extending"
 # What each example registers, as the laws' cases are named; the spirals are trained by AdaBelief.
 ENTRIES = {
     "adabelief": ("AdaBelief", "adabelief"),
-    "adopt": ("ADOPT", "adopt"),
+    "adopt": ("ADOPT",),
     "coarse_policy": ("coarse", "e5m2-coarse"),
     "format_e4m3b11fnuz": ("e4m3b11fnuz",),
     "half_away_rounding": ("half_away",),
