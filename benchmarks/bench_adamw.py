@@ -8,18 +8,13 @@ from pathlib import Path
 from . import _workload, peers
 from ._harness import Contender, in_processes, measure, over_processes, set_threads
 from ._results import Result, Table, save
+from .bench_processors import SETTINGS
 
 # Times torch's fused float32 step, on processors with vectors of 512 bits and on others; the same on two threads.
 BARS = {
     "halfulp nearest": (0.60, 0.80), "halfulp stochastic": (0.60, 0.80), "halfulp split": (0.65, 0.85),
     "halfulp split8": (0.68, 0.90), "halfulp kahan": (0.75, 1.0), "halfulp split8, 8-bit states": (1.3, 2.0),
 }  # fmt: skip
-# What keeps halfulp and torch to vectors of 256 bits on a processor with wider ones.
-AVX2 = {
-    "HALFULP_CPU_NAME": "x86-64-v3",
-    "HALFULP_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+sse4.2",
-    "ATEN_CPU_CAPABILITY": "avx2",
-}
 BOUND = "the bytes of nearest alone"
 SLOW = ("torch foreach float32", "torchao stochastic", "heavyball stochastic")
 TEXT = f"""One AdamW step on 20.8M parameters in 60 tensors (10 layers of {{3d x d, d x d, 4d x d, d x 4d, d, d}}, \
@@ -152,7 +147,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     if chosen.avx2:
-        os.environ |= AVX2
+        os.environ |= SETTINGS["no AVX-512"]
     if chosen.one:
         found = one(chosen.one, chosen.threads or 1, chosen.rounds)
         if chosen.json:
