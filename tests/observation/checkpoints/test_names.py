@@ -72,7 +72,7 @@ def read(folder, wanted):
     states = name_states(open_checkpoint(folder), unseen)
     for name, state in states.items():
         moment = state.tensors["exp_avg"]
-        moment = moment if isinstance(moment, torch.Tensor) else moment.read(None)
+        moment = moment if isinstance(moment, torch.Tensor) else moment.read()
         assert same_bits(moment, wanted[name])
     return set(states), " ".join(unseen)
 
@@ -122,39 +122,13 @@ def test_states_under_names_with_a_prefix_of_their_own(tmp_path, seed, weights, 
     assert "no tensor of the checkpoint has such a name" in " ".join(unseen)
 
 
-def test_an_alphabet_leaves_the_layers_of_a_shape_that_no_other_has(tmp_path, seed):
-    model = Model()
-    wanted = save(tmp_path, model, by_rule(model, RULES["trainer"]))
-    found, said = read(tmp_path, wanted)
-    downs = {f"blocks.{k}.down.{part}" for k in range(12) for part in ("weight", "bias")}
-    assert found == {"tokens.weight", *downs}
-    assert f"{len(wanted) - 25} of {len(wanted)} optimizer states" in said
-
-
-def test_shapes_that_two_groups_share_are_told_apart_by_who_decays(tmp_path, seed):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gains = nn.ParameterList([nn.Parameter(torch.ones(5)) for _ in range(11)])
-            self.bias = nn.Parameter(torch.ones(5))
-
-    model = Tied()
-    wanted = save(tmp_path, model, by_rule(model, lambda name, parameter: "bias" not in name))
-    assert read(tmp_path, wanted) == (set(wanted), "")
-    # One group of both has no order between them.
-    wanted = save(tmp_path / "one", model, list(model.parameters()))
-    found, said = read(tmp_path / "one", wanted)
-    assert not found
-    assert "12 of 12" in said
-
-
 def test_a_frozen_parameter_leaves_no_order(tmp_path, seed):
     model = Model()
     model.blocks[3].requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     wanted = save(tmp_path, model, trained, alphabetical=False)
     found, said = read(tmp_path, wanted)
-    assert found == {"tokens.weight"}
+    assert not found
     assert "have no names and no order" in said
 
 

@@ -30,7 +30,7 @@ def check(path, model, optimizer=None):
     wanted = model.state_dict()
     assert found.tensors.keys() == wanted.keys()
     for name, stored in found.tensors.items():
-        assert same_bits(stored.read(None), wanted[name])
+        assert same_bits(stored.read(), wanted[name])
         assert (stored.dtype, stored.shape) == (wanted[name].dtype, tuple(wanted[name].shape))
     if optimizer is not None:
         unseen: list[str] = []
@@ -38,7 +38,7 @@ def check(path, model, optimizer=None):
         assert not unseen
         for name, parameter in model.named_parameters():
             moment = states[name].tensors["exp_avg"]
-            moment = moment if isinstance(moment, torch.Tensor) else moment.read(None)
+            moment = moment if isinstance(moment, torch.Tensor) else moment.read()
             assert same_bits(moment, optimizer.state[parameter]["exp_avg"])
             assert states[name].options["lr"] == 1e-3
     return found
@@ -98,14 +98,14 @@ def test_sharded_folders_of_a_trainer(tmp_path, kind):
         open_checkpoint(tmp_path)
 
 
-def test_states_without_names_beside_safetensors_are_matched_by_shape_or_said(tmp_path):
+def test_states_without_names_beside_safetensors_are_said(tmp_path):
     model, optimizer = trained(named=False)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     unseen: list[str] = []
     states = name_states(open_checkpoint(tmp_path), unseen)
-    assert set(states) == {"0.weight", "2.weight", "2.bias"}
-    assert "3 of 6 optimizer states" in unseen[0]
+    assert not states
+    assert "the 6 optimizer states" in unseen[0]
     assert "named_parameters" in unseen[0]
 
 
@@ -141,7 +141,7 @@ def test_files_of_a_distributed_checkpoint_are_not_held_open(tmp_path, needs_tor
     before = len(os.listdir("/proc/self/fd"))
     found = open_checkpoint(tmp_path)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert all(same_bits(found.tensors[name].read(None), value) for name, value in content.items())
+    assert all(same_bits(found.tensors[name].read(), value) for name, value in content.items())
 
 
 class Evil:
@@ -256,9 +256,8 @@ def test_chunks_of_several_ranks_are_one_tensor(tmp_path, in_two_processes):
     whole = torch.arange(35, dtype=torch.float32).reshape(7, 5)
     for name in ("rows", "columns"):
         assert not found[name].mapped
-        assert same_bits(found[name].read(None), whole)
-        assert same_bits(found[name].read(slice(2, 6)), whole[2:6])
-    assert same_bits(found["whole"].read(None), whole.bfloat16())
+        assert same_bits(found[name].read(), whole)
+    assert same_bits(found["whole"].read(), whole.bfloat16())
     next((tmp_path / "dcp").glob("__1_*.distcp")).unlink()
     with pytest.raises(ValueError, match=r"lacks __1_0\.distcp"):
         open_checkpoint(tmp_path / "dcp")

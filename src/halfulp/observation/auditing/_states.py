@@ -14,7 +14,7 @@ from ..._messages import listed
 from ...formats import Format
 from ...rounding import quantize
 from .._text import WIDE, is_narrow, precision
-from ..checkpoints._files import Checkpoint, Stored
+from ..checkpoints._files import Checkpoint, Stored, split_tensors
 from ..checkpoints._names import NamedState
 from ._audit import SECOND_MOMENTS, Lost, StateAudit
 from ._tensors import AT_ONCE, count_same_elements
@@ -115,7 +115,7 @@ def _is_code(key: str, stored: Stored) -> bool:
 def _step(state: NamedState) -> int | None:
     step = state.values.get("step")
     if "step" in state.tensors and state.tensors["step"].numel == 1:
-        step = state.tensors["step"].read(None).item()
+        step = state.tensors["step"].read().item()
     return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
 
 
@@ -137,17 +137,14 @@ def _weight_update(group: Mapping[str, Any], states: Mapping[str, Stored]) -> st
 
 
 def _count(stored: Stored, is_counted: Callable[[Tensor], Tensor]) -> int:
-    parts = (stored.read(rows) for rows in stored.rows(AT_ONCE // 4))
-    return sum(int(is_counted(part.float() if part.itemsize == 1 else part).sum()) for part in parts)
+    parts = split_tensors([stored], AT_ONCE)
+    return sum(int(is_counted(part.float() if part.itemsize == 1 else part).sum()) for (part,) in parts)
 
 
 def _count_nonfinite(stored: Stored | None) -> int:
     if stored is None or not stored.dtype.is_floating_point:
         return 0
     return _count(stored, lambda part: ~part.isfinite())
-
-
-_AT_ONCE = 1 << 18
 
 
 def replay(
@@ -172,9 +169,9 @@ def replay(
     rate = float(options["lr"]) * float(options.get("weight_decay") or 0) if apart and len(parts) == 2 else 0.0
     form = formats.get(weight.dtype)
     update, decay = _RoundedChanges(form), _RoundedChanges(form)
-    for rows in weight.rows(_AT_ONCE):
-        w = weight.read(rows).double()
-        wanted = compute_update(*(part.read(rows).double() for part in parts))
+    for elements in split_tensors([weight, *parts], AT_ONCE // 8):
+        w, *moments = (part.double() for part in elements)
+        wanted = compute_update(*moments)
         update.add(w, -wanted if options.get("maximize") else wanted)
         if rate:
             decay.add(w, rate * w)

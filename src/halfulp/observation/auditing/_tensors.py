@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ... import formats
 from ..._messages import listed
-from ...formats import Format
 from ...kernels import (
     CHUNK,
     IndexMap,
@@ -33,10 +32,10 @@ from ...kernels import _operations as o
 from ...kernels._device_function import Recording, Table
 from ...kernels._tensor_writer import as_signed
 from ...kernels._trace import COPIES
-from ...kernels.vector._table_loop import compile_table
 from .._text import holds_numbers
-from ..checkpoints._files import Checkpoint, Stored, map_pages
+from ..checkpoints._files import Checkpoint, Stored, split_tensors
 from ..checkpoints._names import COUNTERS
+from ..sampling._sampler import compile_once
 from ._audit import Role, Side, Status, TensorAudit
 
 # What is counted; from A_NAN on first of A, then of B.
@@ -45,11 +44,6 @@ COUNTS = 12
 # Changes in ulps by binade, from 2^LOWEST on, and by the first FINE bits of their fraction.
 FINE, LOWEST, BINADES = 5, -192, 512
 SLOTS = BINADES << FINE
-# Sums of `codes_table`: elements of equal codes and such that are no finite numbers, then per tensor.
-EQUAL, SPECIAL, SIDES = 0, 1, (A_ZEROS, A_TOP, A_VARIES, B_ZEROS, B_TOP, B_VARIES)
-# Sums of `record_changes_table`, then the sum of changes in ulps and the largest.
-CHANGED = SAME, FINITE, A_NAN, A_INFINITE, B_NAN, B_INFINITE
-
 # By the dtype of memory: the first code that is no finite number, and that of infinity.
 NATIVE = {
     torch.float8_e4m3fn: (0x7F, None),
@@ -81,32 +75,14 @@ class _Code:
 
 
 @functools.cache
-def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
-    """Return the kernel that counts equal and unequal elements of two tensors by their codes alone.
-
-    Columns: A and B. Constants: the codes of their first elements, and of their largest numbers.
-    """
-    element = Recording(2, 4, "w64")
-    count = functools.partial(element.trace.gather_sum, "count")
-    x, y = (_Code.read(element, which, dtype) for which, dtype in enumerate((a, b)))
-    count(x.code == y.code if a == b else x.code != x.code)
-    count(x.special | y.special)
-    for which, (one, dtype) in enumerate(((x, a), (y, b))):
-        words = element.constants[which::2]
-        first, top = words if dtype.itemsize == 8 else map(o.low_word, words)
-        for mask in (one.size == 0, one.size == top, one.code != first):
-            count(mask)
-    return Table(element.trace, 2, constants=4)
-
-
-@functools.cache
 def record_changes_table(a: torch.dtype, b: torch.dtype) -> Table:
     """Return the kernel that measures changes in spacings of the coarser of two formats, at the element of A.
 
-    Columns: A, B, and int64 (SLOTS,), what changed by the size of its change. Constants: of each format the biased
-    exponent of its smallest normal number and the bits of its mantissa.
+    Columns: A, B, and int64 (SLOTS,), what changed by the size of its change. Constants: the codes of the first
+    elements, and of the largest numbers; then of each format the biased exponent of its smallest normal number and the
+    bits of its mantissa. Sums: the counts, then the sum of changes in ulps and the largest.
     """
-    element = Recording(3, 4, "w64")
+    element = Recording(3, 8, "w64")
     count = functools.partial(element.trace.gather_sum, "count")
     x, y = (_Code.read(element, which, dtype) for which, dtype in enumerate((a, b)))
     finite = ~(x.special | y.special)
@@ -116,9 +92,11 @@ def record_changes_table(a: torch.dtype, b: torch.dtype) -> Table:
     same_signs = (plus[0] & plus[1]) | ~(plus[0] | plus[1])
     count((finite & (u == v)) | both_nan | (x.infinite & y.infinite & same_signs))
     count(finite)
-    for one in (x, y):
-        count(one.special & ~one.infinite)
-        count(one.infinite)
+    for which, (one, dtype) in enumerate(((x, a), (y, b))):
+        words = element.constants[which:4:2]
+        first, top = words if dtype.itemsize == 8 else map(o.low_word, words)
+        for mask in (one.special & ~one.infinite, one.infinite, one.size == 0, one.size == top, one.code != first):
+            count(mask)
     field, fraction = _change(element, u, v, wide=8 in (a.itemsize, b.itemsize))
     changed, zero = finite & (u != v), np.uint64(0)
     # Fields are biased: that of a size in ulps by 1023 and 4096.
@@ -130,7 +108,7 @@ def record_changes_table(a: torch.dtype, b: torch.dtype) -> Table:
     ulps: Any = o.real(select(changed, o.bit_or(fraction, o.shl(o.widen(exponent), 52)), zero))
     element.trace.gather_sum("sum", ulps)
     element.trace.gather_sum("max", ulps)
-    return Table(element.trace, 3, constants=4)
+    return Table(element.trace, 3, constants=8)
 
 
 def _between(word: Any, most: int) -> Any:
@@ -179,7 +157,7 @@ def _change(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
         bits = select(small, o.word(o.real(bits) * np.float64(2.0**54)), bits)
     binade = o.add(o.shr(o.high_word(o.word(abs(u))), 20), halved)
     spacings = []
-    for lowest, mantissa in zip(*[map(o.low_word, element.constants)] * 2):
+    for lowest, mantissa in zip(*[map(o.low_word, element.constants[4:])] * 2):
         spacings.append(o.sub(select(binade > lowest, binade, lowest), mantissa))
     # Fields below 0 are compared as if 64 higher.
     higher = [o.add(spacing, 64) for spacing in spacings]
@@ -243,24 +221,17 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
     a, b = (plain(x.detach()).reshape(-1) for x in (a, b))
     if found.first is None:
         found.first = float(a[0].double()), float(b[0].double())
-    count = _count_by_kernel if select_engine("cpu") == "llvm" else _count_tensors
+    kinds = [x.dtype if x.dtype in NATIVE else torch.float32 for x in (a, b)]
+    constants = [_word(kind, value) for kind, value in zip(kinds * 2, (*found.first, *(form.max for form in forms)))]
+    constants += [word for form in forms for word in (form.emin + 1023, form.mantissa_bits)]
+    measure = _run_kernel if select_engine("cpu") == "llvm" else _run_reference
     for parts in zip(a.split(AT_ONCE), b.split(AT_ONCE), strict=True):
-        count(found, [_native(part) for part in parts], forms)
-
-
-def _native(x: Tensor) -> Tensor:
-    """Return the elements in a row, in a dtype that has them all and whose codes are read."""
-    wide = x if x.dtype in NATIVE else x.to(torch.float32)
-    return wide.contiguous().cpu()
-
-
-def _constants(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> tuple[list[int], list[int]]:
-    """Return the constants of the kernels of codes and of changes, as words."""
-    assert found.first is not None
-    firsts, tops = (
-        [_word(x.dtype, value) for x, value in zip(parts, pair)] for pair in (found.first, [form.max for form in forms])
-    )
-    return [*firsts, *tops], [word for form in forms for word in (form.emin + 1023, form.mantissa_bits)]
+        natives = [part.to("cpu", kind).contiguous() for part, kind in zip(parts, kinds)]
+        sums, table = measure(record_changes_table(*kinds), natives, constants)
+        found.counts += sums[:, :COUNTS].sum(0).astype(np.int64)
+        found.table += table
+        found.total += float(sums[:, -2].sum())
+        found.largest = max(found.largest, float(sums[:, -1].max()))
 
 
 @functools.cache
@@ -270,31 +241,17 @@ def _word(dtype: torch.dtype, value: float) -> int:
     return int(code.view(getattr(torch, f"int{8 * dtype.itemsize}"))) & ((1 << 8 * dtype.itemsize) - 1)
 
 
-def _count_by_kernel(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
-    kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
+def _run_kernel(table: Table, parts: list[Tensor], constants: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sums of each chunk, and the changes by size; each thread counts those in a table of its own."""
     cut = chunks(IndexMap.whole((parts[0].numel(),)), 0)
-    counted = _run(codes_table(*kinds), cut, parts, of_codes)
-    whole = (counted[:, EQUAL] == cut[:, 2]) & (counted[:, SPECIAL] == 0) & (kinds[0] == kinds[1])
-    found.counts[list(SIDES)] += counted[:, 2:].sum(0).astype(np.int64)
-    found.counts[[SAME, FINITE]] += int(cut[whole, 2].sum())
-    if (rest := cut[~whole]).size:
-        table = np.zeros((torch.get_num_threads(), COPIES, SLOTS), np.int64)
-        changed = _run(record_changes_table(*kinds), rest, parts, of_changes, table)
-        _add_changes(found, table.sum((0, 1)), changed[:, :-1].sum(0), float(changed[:, -1].max()))
-
-
-def _run(table: Table, cut: np.ndarray, parts: list[Tensor], constants: list[int], *counters: np.ndarray) -> np.ndarray:
-    """Run a device function on chunks, those of each thread with counters of its own; return the chunks' sums."""
-    groups = len(counters[0]) if counters else len(cut)
+    groups = torch.get_num_threads()
+    counters = np.zeros((groups, COPIES, SLOTS), np.int64)
     edges = np.linspace(0, len(cut), groups + 1).astype(np.int64)
-    lengths, cut = np.diff(edges), cut.copy()
+    lengths = np.diff(edges)
     cut[:, 0] = np.repeat(np.arange(groups), lengths)
-    pointers = np.empty((groups, table.columns), np.int64)
-    pointers[:, :2] = [address(x) for x in parts]
-    for own in counters:
-        pointers[:, 2] = [address_of(one) for one in own]
+    pointers = np.array([[*map(address, parts), address_of(own)] for own in counters], np.int64)
     words, sums = np.array([constants], np.uint64), np.empty((len(cut), table.sums))
-    kernel = _kernel(table)
+    kernel = compile_once(table)
     given = cut, pointers, np.zeros(groups, np.int64), words, np.zeros(0, np.int64), sums
     run_chunks(
         lambda first, last, *places: kernel(int(edges[first]), int(edges[last]), *places),
@@ -302,31 +259,13 @@ def _run(table: Table, cut: np.ndarray, parts: list[Tensor], constants: list[int
         *map(address_of, given),
         0,
     )
-    return sums
+    return sums, counters.sum((0, 1))
 
 
-@functools.cache
-def _kernel(table: Table) -> Callable[..., None]:
-    return compile_table("compare", table)
-
-
-def _count_tensors(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
-    kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
-    table = torch.zeros(1, SLOTS, dtype=torch.int64, device="cpu")
-    sums = []
-    for one, words in ((codes_table(*kinds), of_codes), (record_changes_table(*kinds), of_changes)):
-        inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(words)}
-        sums.append(np.array(run_on_tensors(one.trace, [*parts, table], inputs)[1]))
-    found.counts[list(SIDES)] += sums[0][2:].astype(np.int64)
-    _add_changes(found, table[0].numpy(), sums[1][:-1], sums[1][-1])
-
-
-def _add_changes(found: Differences, table: np.ndarray, sums: np.ndarray, largest: float) -> None:
-    *counted, total = sums.tolist()
-    found.counts[list(CHANGED)] += np.array(counted, np.int64)
-    found.table += table
-    found.total += total
-    found.largest = max(found.largest, largest)
+def _run_reference(table: Table, parts: list[Tensor], constants: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    slots = torch.zeros(1, SLOTS, dtype=torch.int64, device="cpu")
+    inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(constants)}
+    return np.array([run_on_tensors(table.trace, [*parts, slots], inputs)[1]]), slots[0].numpy()
 
 
 _COMPANION = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
@@ -410,7 +349,9 @@ def _compare(
     else:
         a, b = pair
     numbers = all(holds_numbers(one.dtype) for one in (a, b))
-    found = measure_differences(a, b) if numbers else Differences()
+    found = Differences()
+    if numbers:
+        add_differences(found, a.read(), b.read())
     unchanged = int(found.counts[SAME]) if numbers else count_same_elements(a, b)
     moved = None if not beside[0] and not beside[1] else _has_moved(*beside)
     before = _side(pair[0].dtype, a, found, A_NAN, 0, _storage(beside[0]), numbers)
@@ -447,11 +388,12 @@ def _status(a: Side, b: Side, still: bool, little: bool) -> Status:
 
 def _real_parts(stored: Stored) -> Stored:
     """Return a complex tensor as its real and imaginary parts, in one more dimension."""
-
-    def read(rows: slice | None) -> Tensor:
-        return torch.view_as_real(stored.read(rows).resolve_conj())
-
-    return Stored(stored.dtype.to_real(), (*stored.shape, 2), read, stored.mapped)
+    return Stored(
+        stored.dtype.to_real(),
+        (*stored.shape, 2),
+        lambda: torch.view_as_real(stored.read().resolve_conj()),
+        stored.mapped,
+    )
 
 
 def _role(name: str, numbers: bool, parameters: set[str]) -> Role:
@@ -487,23 +429,11 @@ def _has_moved(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> bool:
     return any(count_same_elements(a[key], b[key]) < a[key].numel for key in a)
 
 
-def measure_differences(a: Stored, b: Stored) -> Differences:
-    """Return how two stored tensors of floating-point numbers and one shape differ, read in parts where they must."""
-    found = Differences()
-    for rows in a.rows(AT_ONCE):
-        parts = a.read(rows), b.read(rows)
-        for part in parts:
-            if part.is_contiguous():
-                map_pages(part)
-        add_differences(found, *parts)
-    return found
-
-
 def count_same_elements(a: Stored, b: Stored) -> int:
     """Return how many elements of two stored tensors of one shape are equal, NaN being equal to none."""
     if a.shape != b.shape:
         return 0
-    return sum(int((_comparable(a.read(rows)) == _comparable(b.read(rows))).sum()) for rows in a.rows(AT_ONCE))
+    return sum(int((_comparable(x) == _comparable(y)).sum()) for x, y in split_tensors((a, b), AT_ONCE))
 
 
 def _comparable(x: Tensor) -> Tensor:

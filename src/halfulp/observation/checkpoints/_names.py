@@ -9,8 +9,7 @@ import json
 import logging
 import re
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ..._messages import a_kind, listed
-from ..._qualified_names import pattern_of
 from ...mctensor import MCTensor
 from ...optim.parameters._random_identity import plain_names
 from ...scaled import ScaledTensor
@@ -97,15 +95,13 @@ def name_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSta
         if names is None:
             names = _names_by_order(checkpoint, optimizer, len(groups))
         if names is None:
-            names = _names_by_shape(checkpoint, optimizer)
-            lost = len(groups) - len(names)
             order = ", or install the transformers that saved it, which has the model's order"
-            if lost:
-                unseen.append(
-                    f"{lost} of {len(groups)} optimizer states of the checkpoint have no names and no order: they "
-                    "were not compared; make the optimizer from model.named_parameters(), which saves names"
-                    + (order if checkpoint.config else "")
-                )
+            unseen.append(
+                f"the {len(groups)} optimizer states of the checkpoint have no names and no order: they were not "
+                "compared; make the optimizer from model.named_parameters(), which saves names"
+                + (order if checkpoint.config else "")
+            )
+            continue
         names = _strip_prefix(names, checkpoint.tensors)
         strange = [name for name in names.values() if name not in checkpoint.tensors]
         if strange:
@@ -162,42 +158,23 @@ def _names_by_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: i
     candidates = dict(_parameters(checkpoint))
     if len(candidates) != count:
         return None
-    if checkpoint.ordered:
-        found = _names_by_groups(candidates, optimizer, list_decay_rules(candidates))
-        return found if found is not None else _names_by_fit(candidates, optimizer)
-    known = None if checkpoint.config is None else order_by_config(checkpoint.config, candidates)
-    if known is None or len(known[0]) != len(candidates):
-        return None
-    ordered = {name: candidates[name] for name in known[0]}
-    return _names_by_groups(ordered, optimizer, [known[1], *list_decay_rules(ordered)])
-
-
-def _names_by_groups(
-    ordered: Mapping[str, Stored], optimizer: OptimizerStates, rules: Sequence[Decays]
-) -> dict[Any, str] | None:
-    """Return names where one way alone to give them to one group, or to one that decays and one that does not, fits."""
+    rules = list_decay_rules(candidates)
+    if not checkpoint.ordered:
+        known = None if checkpoint.config is None else order_by_config(checkpoint.config, candidates)
+        if known is None or len(known[0]) != len(candidates):
+            return None
+        candidates = {name: candidates[name] for name in known[0]}
+        rules.insert(0, known[1])
     found: list[dict[Any, str]] = []
-    for parts in _partitions(ordered, len(optimizer.groups), rules):
-        pairs = {key: name for keys, names in zip(optimizer.keys, parts) for key, name in zip(keys, names)}
-        same_lengths = list(map(len, parts)) == list(map(len, optimizer.keys))
-        fits = all(_fits(optimizer.state.get(key), ordered[name].shape) for key, name in pairs.items())
-        if same_lengths and fits and pairs not in found:
-            found.append(pairs)
+    for decays in rules:
+        names = _assign_names(candidates, optimizer, decays)
+        if names is not None and names not in found:
+            found.append(names)
     return found[0] if len(found) == 1 else None
 
 
-def _partitions(ordered: Mapping[str, Stored], groups: int, rules: Sequence[Decays]) -> Iterator[list[list[str]]]:
-    """Yield the names of each group: those that decay come first, or second, in as many groups as there are."""
-    if groups == 1:
-        yield [list(ordered)]
-    for decays in rules if groups == 2 else ():
-        parts = [[name for name in ordered if decays(name, ordered[name]) == wanted] for wanted in (True, False)]
-        yield parts
-        yield parts[::-1]
-
-
-def _names_by_fit(ordered: Mapping[str, Stored], optimizer: OptimizerStates) -> dict[Any, str] | None:
-    """Return names in order, each given to the only group whose next state fits."""
+def _assign_names(ordered: Mapping[str, Stored], optimizer: OptimizerStates, decays: Decays) -> dict[Any, str] | None:
+    """Return names in order, each given to the group whose next state fits, of several the one that decays or not."""
     waiting = optimizer.keys
     found = {}
     for name, stored in ordered.items():
@@ -205,44 +182,12 @@ def _names_by_fit(ordered: Mapping[str, Stored], optimizer: OptimizerStates) -> 
             number for number, keys in enumerate(waiting) if keys and _fits(optimizer.state.get(keys[0]), stored.shape)
         ]
         if len(fitting) > 1:
-            # The usual split: matrices decay, vectors do not.
-            decays = len(stored.shape) >= 2
-            fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == decays]
+            decaying = decays(name, stored)
+            fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == decaying]
         if len(fitting) != 1:
             return None
         found[waiting[fitting[0]].pop(0)] = name
     return found
-
-
-def _names_by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[Any, str]:
-    """Return the names of parameters whose shape only they have in their group, they and the same of other layers.
-
-    Layers of a list are in the order of their numbers, whatever the order of what is inside one.
-    """
-    tensors = dict(_parameters(checkpoint))
-    shapes = [[_shape(optimizer.state.get(key)) for key in keys] for keys in optimizer.keys]
-    possible: list[list[list[str]]] = []
-    for parts in _partitions(tensors, len(shapes), list_decay_rules(tensors)):
-        agree = all(Counter(own) == Counter(tensors[n].shape for n in names) for own, names in zip(shapes, parts))
-        if agree and parts not in possible:
-            possible.append(parts)
-    found: dict[Any, str] = {}
-    for number, members in enumerate(optimizer.keys):
-        elsewhere = {shape for k, own in enumerate(shapes) if k != number for shape in own}
-        for shape in dict.fromkeys(shapes[number]):
-            if shape is None or (len(possible) != 1 and shape in elsewhere):
-                continue
-            names = possible[0][number] if len(possible) == 1 else list(tensors)
-            fitting = [name for name in names if tensors[name].shape == shape]
-            keys = [key for key, own in zip(members, shapes[number]) if own == shape]
-            if len(keys) == len(fitting) and len(set(map(pattern_of, fitting))) == 1:
-                found |= dict(zip(keys, sorted(fitting, key=_layer_sort_key)))
-    return found
-
-
-def _layer_sort_key(name: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key for names that orders layers by their numbers."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
 
 
 def _parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, Stored]]:
@@ -261,14 +206,10 @@ def _parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, Stored]]:
             seen.add(place)
 
 
-def _shape(state: dict[str, Any] | None) -> tuple[int, ...] | None:
-    """Return the shape of the parameter that a state belongs to: that of its largest tensor."""
-    shapes = [value.shape for value in (state or {}).values() if isinstance(value, Stored)]
-    return max(shapes, key=lambda shape: (len(shape), shape), default=None)
-
-
 def _fits(state: dict[str, Any] | None, shape: tuple[int, ...]) -> bool:
-    return not state or _shape(state) == shape
+    """Return whether a state may be that of a parameter of a shape: its largest tensor has it."""
+    shapes = [value.shape for value in (state or {}).values() if isinstance(value, Stored)]
+    return not shapes or max(shapes, key=lambda one: (len(one), one)) == shape
 
 
 CONTRACT = "precision_contract"

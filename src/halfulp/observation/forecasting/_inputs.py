@@ -276,10 +276,9 @@ def from_checkpoint(
     if left and kept:
         why = "in no optimizer of the checkpoint" if complete else "averages of the weights"
         notes.append(f"{listed([name for name in opened.tensors if name in left])} are {why}: left out")
-    weights = [(name, opened.tensors[name].read(None)) for name in kept or opened.tensors]
+    weights = [(name, opened.tensors[name].read()) for name in kept or opened.tensors]
     values = {
-        name: state.values | {key: one.read(None) for key, one in state.tensors.items()}
-        for name, state in states.items()
+        name: state.values | {key: one.read() for key, one in state.tensors.items()} for name, state in states.items()
     }
     return from_rate(weights, values, lr, rule, options, dtype, saved, tuple(notes))
 
