@@ -168,7 +168,7 @@ def _print_audit(found: Any) -> None:
     columns = ["tensors", "dtypes", "elements", "unchanged", "median ulps", "verdict"]
     table = make_plain_table(columns, right=columns[2:5], fold=("tensors", "verdict"))
     for group in found.groups():
-        low, high = (f"{value:.3g}" if not math.isnan(value) else "–" for value in group.median)
+        low, high = (f"{value:.3g}" if not math.isnan(value) else "–" for value in group.median_change_ulps)
         table.add_row(
             group.pattern,
             group.dtypes,

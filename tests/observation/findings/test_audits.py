@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from halfulp.observation.auditing._audit import Audit, Lost, Side, StateAudit, TensorAudit
+from halfulp.observation._record import Realised
+from halfulp.observation.auditing._audit import Audit, Side, StateAudit, TensorAudit
 from halfulp.observation.findings import findings_of
 
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -35,7 +36,7 @@ def codes(measured):
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_a_healthy_pair_has_no_findings(dtype):
-    kept = Lost(1000, 10, 0.999, {"kahan": 0})
+    kept = Realised(1000, 10, 1000, 999)
     rows = [row(name, dtype) for name in NAMES]
     states = [state(name, dtype, update=kept, decay=kept) for name in NAMES]
     assert codes(audit(*rows, states=states)) == []
@@ -67,13 +68,13 @@ def test_without_an_optimizer_a_frozen_weight_is_judged_by_its_digits_and_its_si
 
 
 def test_lost_updates_and_decay_say_which_cure_keeps_them():
-    lost = Lost(1000, 990, 0.1, {"kahan": 0, "split8": 0})
-    found = findings_of("audit", audit(row(), states=[state(update=lost, decay=Lost(1000, 1000, 0.0))]))
+    lost = Realised(1000, 990, 1000, 100)
+    found = findings_of("audit", audit(row(), states=[state(update=lost, decay=Realised(1000, 1000, 1000, 0))]))
     assert [one.code for one in found] == ["updates-lost", "weight-decay-lost"]
     assert "99% of updates lost in bf16 at lr 0.0001" in found[0].summary
     assert "kahan" in found[0].cure
-    too_small = Lost(1000, 1000, 0.0, {"kahan": 900})
-    (found,) = findings_of("audit", audit(row(), states=[state(update=too_small)]))
+    too_small = Realised(1000, 1000, 1000, 0)
+    (found,) = findings_of("audit", audit(row(), states=[state(update=too_small, lost_by={"kahan": 0.9})]))
     assert "'split'" in found.cure
     for own in ({"compensated": True}, {"weight_update": "stochastic"}):
         assert codes(audit(row(), states=[state(update=lost, **own)])) == []

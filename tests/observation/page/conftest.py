@@ -23,7 +23,7 @@ from halfulp.observation._record import (
     TensorRecord,
     plain_record,
 )
-from halfulp.observation.auditing._audit import Audit, Lost, Side, StateAudit, TensorAudit
+from halfulp.observation.auditing._audit import Audit, Side, StateAudit, TensorAudit
 from halfulp.observation.page import audit_html, forecast_html, observation_html
 
 FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3")
@@ -115,10 +115,16 @@ def make_audit() -> Audit:
         TensorAudit("head", (2,), 2, "unknown", bf16, broken, 0, {}, math.nan, math.nan, math.nan, None, "nonfinite"),
         TensorAudit("none", (0,), 0, "buffer", fp32, fp32, 0, {}, math.nan, math.nan, math.nan, None, "changed"),
     ]
-    lost = Lost(100, 90, 0.1, {"kahan": 0, "split8": 1, "stochastic": 40})
+    lost = Realised(100, 90, 100, 10)
     pairs = {"exp_avg": (torch.bfloat16, torch.float32), "step": (None, torch.float32)}
     state = StateAudit(
-        "norm.weight", {"lr": 1e-4, "betas": [0.9, 0.99]}, (10, 70), pairs, update=lost, decay=Lost(5, 5)
+        "norm.weight",
+        {"lr": 1e-4, "betas": [0.9, 0.99]},
+        (10, 70),
+        pairs,
+        update=lost,
+        lost_by={"kahan": 0, "split8": 0.01, "stochastic": 0.4},
+        decay=Realised(5, 5, 5, 0),
     )
     found = [Finding("weight-frozen", ("norm.weight",), "error", 1.0, {"steps": 60}, "<i>cure</i>", "did not move")]
     tensors = {row.name: row for row in rows}

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from ..._qualified_names import pattern_of
 from .._finding import Finding, Severity, in_words, listing, plain_causes, worst_severity
+from .._record import Realised, plain
 from ..page import write_page
 
 Status = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
 Role = Literal["parameter", "average", "buffer", "unknown"]
 # As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
-WORDS: dict[Status, str] = {
+STATUS_WORDS: dict[Status, str] = {
     "nonfinite": "has NaN or infinity",
     "dtype-changed": "another dtype",
     "unchanged": "did not move",
@@ -97,42 +98,15 @@ class TensorAudit:
         both = ("nan", "infinite", "zeros", "saturated", "constant", "storage")
         return {
             "name": self.name,
-            "dtypes": _plain([self.a.dtype, self.b.dtype]),
+            "dtypes": plain([self.a.dtype, self.b.dtype]),
             "shape": list(self.shape),
             "role": self.role,
             "status": self.status,
             "share_unchanged": self.share_unchanged,
             "histogram": {str(key): count for key, count in sorted(self.histogram.items())},
-            **{f"{key}_change_ulps": _plain(getattr(self, key)) for key in ("largest", "median", "mean")},
-            **{key: _plain([getattr(self.a, key), getattr(self.b, key)]) for key in both},
+            **{f"{key}_change_ulps": plain(getattr(self, key)) for key in ("largest", "median", "mean")},
+            **{key: plain([getattr(self.a, key), getattr(self.b, key)]) for key in both},
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The counts of wanted changes of elements that round away, by how the element is stored.
-
-    Attributes:
-        wanted: elements whose wanted change is not zero and finite.
-        lost: those of them that nearest rounding to the stored dtype leaves as they are.
-        realised: sum of wanted times realised change over the sum of squares of the wanted ones; 1 where all moved.
-        lost_by: weight update -> those that it would lose.
-    """
-
-    wanted: int
-    lost: int
-    realised: float = 1.0
-    lost_by: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def share(self) -> float:
-        """Lost over wanted; 0 where nothing was wanted."""
-        return self.lost / self.wanted if self.wanted else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return shares as plain data."""
-        by = {name: count / max(1, self.wanted) for name, count in self.lost_by.items()}
-        return {"wanted": self.wanted, "lost": self.share, "realised": self.realised, "lost_by": by}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +126,8 @@ class StateAudit:
         unchanged: share of unchanged elements of its second moment and of averages.
         nonfinite: NaN and infinities of each state, in A and B; states without any are left out.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
-        decay: decoupled weight decay alone, likewise.
+        lost_by: weight update -> share of that update's elements that it would lose.
+        decay: decoupled weight decay alone, under nearest rounding.
         reduced: names of the states that have another shape than the parameter.
         coded: whether a state is codes, or a scale or table that codes need.
     """
@@ -168,8 +143,9 @@ class StateAudit:
     all_zero: bool = False
     unchanged: Mapping[str, float] = field(default_factory=dict)
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    update: Lost | None = None
-    decay: Lost | None = None
+    update: Realised | None = None
+    lost_by: Mapping[str, float] = field(default_factory=dict)
+    decay: Realised | None = None
     reduced: tuple[str, ...] = ()
     coded: bool = False
 
@@ -178,23 +154,6 @@ class StateAudit:
         """Steps made from A to B, None where not known."""
         before, after = self.steps
         return None if before is None or after is None else after - before
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data that JSON can hold."""
-        return {
-            "name": self.name,
-            "options": {key: _plain(value) for key, value in self.options.items()},
-            "steps": list(self.steps),
-            "dtypes": {key: _plain(pair) for key, pair in self.dtypes.items()},
-            "weight_update": self.weight_update,
-            "compensated": self.compensated,
-            "coded": self.coded,
-            "compensation_moved": self.compensation_moved,
-            "unchanged": dict(self.unchanged),
-            "nonfinite": {key: list(pair) for key, pair in self.nonfinite.items()},
-            "update": None if self.update is None else self.update.to_dict(),
-            "decay": None if self.decay is None else self.decay.to_dict(),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +166,7 @@ class LayerGroup:
         dtypes: of A and B, in words.
         numel: elements of all.
         share_unchanged: of their elements.
-        median: smallest and largest median change in ulps.
+        median_change_ulps: the smallest and the largest of their medians.
         verdict: in words.
         severity: of the worst finding that names one of them.
     """
@@ -217,15 +176,9 @@ class LayerGroup:
     dtypes: str
     numel: int
     share_unchanged: float
-    median: tuple[float, float]
+    median_change_ulps: tuple[float, float]
     verdict: str
     severity: Severity | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data that JSON can hold."""
-        found = asdict(self) | {"names": list(self.names), "median_change_ulps": _plain(self.median)}
-        del found["median"]
-        return found
 
 
 @dataclass(frozen=True)
@@ -279,8 +232,8 @@ class Audit:
             "findings": [finding.to_dict() for finding in self.findings],
             "causes": plain_causes(self.findings),
             "tensors": [row.to_dict() for row in self.tensors.values()],
-            "states": [state.to_dict() for state in self.states.values()],
-            "groups": [group.to_dict() for group in self.groups()],
+            "states": [plain(state) for state in self.states.values()],
+            "groups": [plain(group) for group in self.groups()],
             "contract": [{"name": name, "difference": said} for name, said in self.contract],
             "share": self.share,
             "steps": self.advanced,
@@ -307,7 +260,7 @@ def _group(rows: list[TensorAudit], found: Finding | None, share: float) -> Laye
     unchanged = sum(row.unchanged for row in rows) / numel if numel else 1.0
     medians = [row.median for row in rows if not math.isnan(row.median)]
     ends = (min(medians), max(medians)) if medians else (math.nan, math.nan)
-    dtypes = " -> ".join(dict.fromkeys(_plain([first.a.dtype, first.b.dtype])))
+    dtypes = " -> ".join(dict.fromkeys(plain([first.a.dtype, first.b.dtype])))
     verdict = found.summary if found is not None else _verdict(first, unchanged, ends, share)
     severity = found.severity if found is not None else None
     return LayerGroup(in_words(names), names, dtypes, numel, unchanged, ends, verdict, severity)
@@ -319,19 +272,8 @@ def _verdict(row: TensorAudit, unchanged: float, median: tuple[float, float], sh
     if row.status == "barely-moved":
         return f"hardly moved: less than {share:g} ulp on average"
     if row.status != "changed":
-        return WORDS[row.status]
+        return STATUS_WORDS[row.status]
     if math.isnan(median[0]) or row.role == "buffer":
         return f"moved in {1 - unchanged:.3g} of its elements"
     ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in median))
     return f"moved: {100 * unchanged:.3g}% unchanged, median {ends} ulps"
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: dtypes by their names, None for NaN and words for infinities."""
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return None if math.isnan(value) else str(value)

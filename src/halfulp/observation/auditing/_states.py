@@ -13,10 +13,11 @@ from ... import formats
 from ..._messages import listed
 from ...formats import Format
 from ...rounding import quantize
+from .._record import Realised
 from .._text import WIDE, is_narrow, precision
 from ..checkpoints._files import Checkpoint, Stored, split_tensors
 from ..checkpoints._names import NamedState
-from ._audit import SECOND_MOMENTS, Lost, StateAudit
+from ._audit import SECOND_MOMENTS, StateAudit
 from ._tensors import AT_ONCE, count_same_elements
 
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
@@ -77,7 +78,7 @@ def _compare_states(
     weight_update = _weight_update(after.options, theirs)
     to_nearest = not compensation and weight_update in (None, "nearest")
     numbers = weight.dtype.is_floating_point and precision(weight.dtype) is not None
-    update, decay = replay(weight, theirs, options, steps[1]) if to_nearest and numbers else (None, None)
+    replayed = replay(weight, theirs, options, steps[1]) if to_nearest and numbers else (None, {}, None)
     return StateAudit(
         name,
         {key: value for key, value in options.items() if key not in _OWN},
@@ -94,8 +95,7 @@ def _compare_states(
             for key, one in theirs.items()
             if (found := _count_nonfinite(one))
         },
-        update,
-        decay,
+        *replayed,
         tuple(key for key, stored in theirs.items() if stored.shape != weight.shape),
         any(_is_code(key, stored) for key, stored in theirs.items()),
     )
@@ -149,21 +149,18 @@ def _count_nonfinite(stored: Stored | None) -> int:
 
 def replay(
     weight: Stored, states: Mapping[str, Stored], options: Mapping[str, Any], step: int | None
-) -> tuple[Lost | None, Lost | None]:
-    """Count the losses of the last update, and of weight decay alone, where nearest rounding stores the weight.
+) -> tuple[Realised | None, Mapping[str, float], Realised | None]:
+    """Return what nearest rounding left of the last update, which share others would lose, what was left of decay.
 
-    The weight is that after the step: an update that was lost left it as it was.
-
-    Returns:
-        None where the rule is not known from the names of its states, and for decay where the optimizer does not
-        round it on its own.
+    The weight is that after the step: an update that was lost left it as it was. The update is None where the rule is
+    not known from the names of its states, and the decay where the optimizer does not round it on its own.
     """
     rule = _find_rule(states, options, step)
     if rule is None or weight.numel == 0:
-        return None, None
+        return None, {}, None
     parts, compute_update = rule
     if any(part.shape != weight.shape or not part.dtype.is_floating_point for part in parts):
-        return None, None
+        return None, {}, None
     # torch's AdamW rounds the decay by itself, before the update.
     apart = options.get("decoupled_weight_decay") and not options.get("fused") and "weight_update" not in options
     rate = float(options["lr"]) * float(options.get("weight_decay") or 0) if apart and len(parts) == 2 else 0.0
@@ -175,7 +172,7 @@ def replay(
         update.add(w, -wanted if options.get("maximize") else wanted)
         if rate:
             decay.add(w, rate * w)
-    return update.lost(), decay.lost() if rate else None
+    return update.realised(), update.lost_by(), decay.realised() if rate else None
 
 
 def _find_rule(
@@ -235,6 +232,11 @@ class _RoundedChanges:
             self._lost_by["kahan"] += int((halves < 2.0 ** -(self._form.precision + 2)).sum())
             self._lost_by["float32"] += int((quantize(w - u, "fp32") == w).sum())
 
-    def lost(self) -> Lost:
-        realised = self._products / self._squares if self._squares else 1.0
-        return Lost(self._wanted, self._lost, realised if math.isfinite(realised) else 1.0, self._lost_by)
+    def lost_by(self) -> dict[str, float]:
+        """Return the share of the changes that each weight update would lose."""
+        return {name: count / max(1, self._wanted) for name, count in self._lost_by.items()}
+
+    def realised(self) -> Realised:
+        """Return what nearest rounding leaves of the changes."""
+        share = self._products / self._squares if self._squares else 1.0
+        return Realised(self._wanted, self._lost, self._wanted, self._wanted * (share if math.isfinite(share) else 1.0))

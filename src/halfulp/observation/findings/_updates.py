@@ -22,7 +22,7 @@ from .._text import (
     percent,
     precision,
 )
-from ..auditing._audit import Audit, Lost, StateAudit, TensorAudit
+from ..auditing._audit import Audit, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
@@ -274,19 +274,22 @@ class UpdatesLost(FindingKind):
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state, row in _rounded_to_nearest(audit):
             update = state.update
-            if update is None or update.wanted < FEWEST:
+            if update is None or update.seen < FEWEST:
                 continue
-            severity = grade_lost_movement(row.b.dtype, update.realised, update.share)
+            realised = update.realised_share
+            severity = grade_lost_movement(row.b.dtype, realised, update.lost_share)
             if severity is None:
                 continue
-            said, confidence = _describe_lost_updates(update.share, update.realised, row.b.dtype, state.options), 1.0
+            said, confidence = _describe_lost_updates(update.lost_share, realised, row.b.dtype, state.options), 1.0
             if _is_kept_elsewhere(update, row, state):
                 severity, confidence = "warning", 0.5
                 said += ", unless wider weights are kept elsewhere"
-            too_small = not is_wide(row.b.dtype) and update.lost_by.get("kahan", 0) > update.wanted / 2
+            too_small = not is_wide(row.b.dtype) and state.lost_by.get("kahan", 0) > 0.5
             cure = TOO_SMALL if too_small else self.cure_in(row.b.dtype)
             code = optimizer_code(None, state.options, 'weight_update="split"' if too_small else KAHAN)
-            yield self.found(name, severity, confidence, said, cure=cure, write=code, **_evidence(update, state, row))
+            yield self.found(
+                name, severity, confidence, said, cure=cure, write=code, **_lost_evidence(update, state, row)
+            )
 
 
 def _describe_lost_updates(lost: float, realised: float | None, dtype: torch.dtype, options: Mapping[str, Any]) -> str:
@@ -350,10 +353,11 @@ class WeightDecayLost(FindingKind):
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state, row in _rounded_to_nearest(audit):
             decay = state.decay
-            if decay is not None and decay.wanted >= FEWEST and decay.realised < HALF_LOST:
-                told = _evidence(decay, state, row)
+            realised = None if decay is None else decay.realised_share
+            if decay is not None and realised is not None and decay.seen >= FEWEST and realised < HALF_LOST:
+                told = measured(decay, row.b.dtype)
                 code = optimizer_code(None, state.options, KAHAN)
-                yield self._lost([name], row.b.dtype, decay.share, state.options, 1.0, code, told)
+                yield self._lost([name], row.b.dtype, decay.lost_share, state.options, 1.0, code, told)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
@@ -502,9 +506,11 @@ def _rounded_to_nearest(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorA
             yield name, state, row
 
 
-def _is_kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> bool:
+def _is_kept_elsewhere(update: Realised, row: TensorAudit, state: StateAudit) -> bool:
     """Return whether the weights seem to be copies of wider ones, which a step changes first."""
-    if update.share > 0.99 and row.share_unchanged < 0.5:  # they move although their format loses nearly every update
+    if (
+        update.lost_share > 0.99 and row.share_unchanged < 0.5
+    ):  # they move although their format loses nearly every update
         return True
     if state.weight_update is not None:  # an optimizer of halfulp holds the states that it was asked for
         return False
@@ -512,10 +518,9 @@ def _is_kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> boo
     return bool(kept) and min(kept) > (precision(row.b.dtype) or 0)
 
 
-def _evidence(lost: Lost, state: StateAudit, row: TensorAudit) -> dict[str, Any]:
-    by = {f"lost_by_{name}": count / max(1, lost.wanted) for name, count in lost.lost_by.items()}
-    told = {"lost": lost.share, "realised": lost.realised, "seen": lost.wanted}
-    return {**told, "dtype": dtype_name(row.b.dtype), "lr": state.options.get("lr"), **by}
+def _lost_evidence(update: Realised, state: StateAudit, row: TensorAudit) -> dict[str, Any]:
+    by = {f"lost_by_{name}": share for name, share in state.lost_by.items()}
+    return {**measured(update, row.b.dtype), "lr": state.options.get("lr"), **by}
 
 
 def _is_due(record: Record, parameter: ParameterRecord) -> bool:

@@ -162,3 +162,22 @@ def lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
         return UNSEEN
     tone = "bad" if part >= 0.5 else "open" if part >= 0.1 else ""
     return Cell(share(part), sort=part, bar=part if bar else None, tone=tone if bar else "", title=title)
+
+
+def change_cell(realised: Plain | None, bar: bool = False) -> Cell:
+    """Return the cell of the share that rounding lost of some changes, a `Realised` as plain data."""
+    if realised is None or not realised["seen"]:
+        return UNSEEN
+    said = f"{count(realised['cancelled'])} of {count(realised['seen'])} sampled"
+    said += "" if realised["known"] else "; counted where the gradient is not zero"
+    return lost_cell(realised["lost_share"], bar, said)
+
+
+def kept_cell(realised: Plain | None) -> Cell:
+    """Return the cell of the share of a wanted movement that took place, of a `Realised` as plain data."""
+    if realised is None:
+        return UNSEEN
+    part = realised["realised_share"]
+    if not isinstance(part, int | float):
+        return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")
+    return share_cell(part, bar=True)

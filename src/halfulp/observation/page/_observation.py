@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from ... import formats
-from ...pages import Cell, Table, count, make_table, share
+from ...pages import Cell, Table, make_table, share
 from .._finding import SEVERITIES, counted, headline
 from .._record import Role
 from .._text import KEPT, LOST, LOST_AND_KEPT, plural, times
@@ -18,9 +18,10 @@ from ._findings import (
     Columns,
     Plain,
     cause_cards,
+    change_cell,
     count_cell,
     dtype_word,
-    lost_cell,
+    kept_cell,
     number_cell,
     render_page,
     shape_words,
@@ -256,9 +257,9 @@ def updates_table(parameters: Sequence[Plain]) -> Table:
         ("stored in", "minor", lambda one: Cell(dtype_word(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
         ("lr", "number minor", lambda one: number_cell(one["options"].get("lr"))),
-        (LOST, "number", lambda one: _lost(one["update"], bar=True)),
-        (KEPT, "number", lambda one: _format_realised(one["update"])),
-        ("decay lost", "number", lambda one: _lost(one["decay"])),
+        (LOST, "number", lambda one: change_cell(one["update"], bar=True)),
+        (KEPT, "number", lambda one: kept_cell(one["update"])),
+        ("decay lost", "number", lambda one: change_cell(one["decay"])),
         ("states lost", "number minor", lambda one: _states(one["states"])),
         ("moved", "number", lambda one: share_cell(one["moved"])),
     ]
@@ -314,8 +315,8 @@ def extra_tables(data: Plain) -> list[Table]:
         ("average", "", lambda one: Cell(one["name"])),
         ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
         ("kept per step", "number", lambda one: number_cell(one["retention"])),
-        (LOST, "number", lambda one: _lost(one["change"], bar=True)),
-        (KEPT, "number", lambda one: _format_realised(one["change"])),
+        (LOST, "number", lambda one: change_cell(one["change"], bar=True)),
+        (KEPT, "number", lambda one: kept_cell(one["change"])),
     ]
 
     def second(one: Plain) -> Cell:
@@ -348,21 +349,6 @@ def _state_dtypes(one: Plain) -> Cell:
         states.setdefault(dtype_word(dtype), []).append(name)
     said = "; ".join(f"{key}: {', '.join(names)}" for key, names in states.items())
     return Cell(", ".join(states), title=said) if states else UNSEEN
-
-
-def _lost(realised: Plain | None, bar: bool = False) -> Cell:
-    if realised is None or not realised["seen"]:
-        return UNSEEN
-    said = f"{count(realised['cancelled'])} of {count(realised['seen'])} sampled"
-    said += "" if realised["known"] else "; counted where the gradient is not zero"
-    return lost_cell(realised["lost_share"], bar, said)
-
-
-def _format_realised(realised: Plain) -> Cell:
-    part = realised["realised_share"]
-    if not isinstance(part, int | float):
-        return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")
-    return share_cell(part, bar=True)
 
 
 def _states(states: Mapping[str, Plain]) -> Cell:

@@ -18,8 +18,10 @@ from ._findings import (
     Columns,
     Plain,
     cause_cards,
+    change_cell,
     count_cell,
     dtype_word,
+    kept_cell,
     lost_cell,
     number_cell,
     render_page,
@@ -99,31 +101,23 @@ def _states(states: Sequence[Plain]) -> Table:
         found = dict.fromkeys(_both(pair) for pair in one["dtypes"].values())
         return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNSEEN
 
-    def kept(one: Plain) -> Cell:
-        update = one["update"]
-        return UNSEEN if update is None else Cell(f"{100 * update['realised']:.3g}%", sort=update["realised"])
-
     columns: Columns = [
         ("parameter", "", lambda one: Cell(one["name"])),
         ("lr", "number", lambda one: number_cell(one["options"].get("lr"))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"] or "–", sort=one["weight_update"] or "")),
         ("states", "", kinds),
-        (LOST, "number", lambda one: _lost(one["update"], bar=True)),
-        (KEPT, "number", kept),
-        ("decay lost", "number", lambda one: _lost(one["decay"])),
-        ("would keep it", "minor", lambda one: UNSEEN if one["update"] is None else _remedy(one["update"])),
+        (LOST, "number", lambda one: change_cell(one["update"], bar=True)),
+        (KEPT, "number", lambda one: kept_cell(one["update"])),
+        ("decay lost", "number", lambda one: change_cell(one["decay"])),
+        ("would keep it", "minor", lambda one: UNSEEN if one["update"] is None else _remedy(one)),
     ]
     return make_table("states", "What the optimizer's state says", states, columns)
 
 
-def _lost(lost: Plain | None, bar: bool = False) -> Cell:
-    return UNSEEN if lost is None or not lost["wanted"] else lost_cell(lost["lost"], bar)
-
-
-def _remedy(update: Plain) -> Cell:
+def _remedy(state: Plain) -> Cell:
     """Return the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
-    limit = max(0.01, update["lost"] / 10)
-    return Cell(", ".join(name for name, part in update["lost_by"].items() if part <= limit) or "–")
+    limit = max(0.01, state["update"]["lost_share"] / 10)
+    return Cell(", ".join(name for name, part in state["lost_by"].items() if part <= limit) or "–")
 
 
 def _change_shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, Any] | None:
