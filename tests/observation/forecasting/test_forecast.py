@@ -15,7 +15,6 @@ from halfulp.observation.forecasting._layers import (
     compute_noise_size,
     find_freeze_step,
     find_gaps,
-    round_to_format,
     simulate_walk,
 )
 
@@ -28,16 +27,6 @@ def test_gaps_are_those_between_neighbours_of_a_whole_format(dtype):
     up, down = find_gaps(values, format)
     assert torch.equal(up[:-1], values.diff())
     assert torch.equal(down[1:], values.diff())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounding_to_a_format_is_torchs(dtype, seed):
-    draws = torch.randn(20_000).double() * 2.0 ** torch.randint(-24, 8, (20_000,)).double()
-    draws = torch.cat([draws, torch.tensor([0.0, -0.0, 2.0**-133, 1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8]).double()])
-    draws = draws.float().double()  # torch rounds float32 values once
-    rounded = round_to_format(draws, formats.get(dtype))
-    assert torch.equal(rounded, draws.float().to(dtype).double())
-    assert torch.equal(rounded.signbit(), draws.signbit())
 
 
 def normal_sizes(count: int, deviation: float, steps: int) -> UpdateSizes:
@@ -185,7 +174,6 @@ def test_noise_is_a_drift_of_one_spacing():
         weights.weight.fill_(1.0)
     layer = hu.forecast(weights, 2.0**-12, optimizer="lion", steps=10, dtype="bf16").layers[0]
     spacing, update = 2.0**-8, 2.0**-12
-    assert layer.noise_drift == spacing - update
     assert layer.noise_steps == pytest.approx((spacing - update) / update)
 
 
@@ -213,8 +201,8 @@ def test_a_saved_state_is_read_by_name_and_by_position():
         assert [layer.name for layer in found.layers] == ["0.weight", "0.bias", "1.weight", "1.bias"]
         assert {layer.updates for layer in found.layers} == {"the optimizer's state"}
     unnamed = torch.optim.AdamW(model.parameters()).state_dict()
-    with pytest.raises(ValueError, match="holds 4 parameters without names, the weights are 2"):
-        hu.forecast(model[0].state_dict(), 1e-3, states=unnamed)
+    found = hu.forecast(model[0].state_dict(), 1e-3, states=unnamed, steps=10)
+    assert "the 4 optimizer states of the checkpoint have no names" in found.notes[0]
 
 
 def test_zeros_nan_infinities_and_empty_tensors():
@@ -249,8 +237,15 @@ def test_a_rate_of_zero_is_no_update():
     [
         ((3, 0.1), {}, TypeError, "a module, a state dict or a checkpoint's path; got an int"),
         (({"w": torch.ones(2)}, "fast"), {}, TypeError, "an Optimizer or a learning rate|got a str"),
-        (({1: torch.ones(2)}, 0.1), {}, TypeError, "names for keys"),
-        (({}, 0.1), {}, ValueError, "nothing to forecast"),
+        (
+            ({"w": torch.ones(2)}, torch.optim.SGD([torch.ones(2)])),
+            {},
+            TypeError,
+            "goes with its model, not with a dict",
+        ),
+        (({}, 0.1), {}, ValueError, "give a checkpoint with a model's state_dict"),
+        (({"w": torch.eye(4).to_sparse()}, 0.1), {}, ValueError, "w was not compared: it is a tensor of layout"),
+        ((hu.multicomponent(nn.Linear(4, 3), 2).state_dict(), 0.1), {}, NotImplementedError, "before it is converted"),
         (({"w": torch.ones(2)}, 0.1), {"optimizer": "adamx"}, ValueError, "did you mean"),
         (({"w": torch.ones(2)}, 0.1), {"schedule": "cosine"}, ValueError, "give steps="),
         (({"w": torch.ones(2)}, 0.1), {"dtype": "bf61"}, ValueError, "bf61"),
@@ -373,9 +368,8 @@ def test_averages_and_what_no_optimizer_holds_do_not_freeze(tmp_path, seed):
     ):
         found = hu.forecast(given, lr, "cosine", steps=10)
         assert {layer.name for layer in found.layers} == expected
-        assert any("left out" in note for note in found.notes) == (
-            given in (tmp_path / "with.pt", tmp_path / "without.pt")
-        )
+        has_averages = not isinstance(given, nn.Module) and not all(name.startswith("ema.") for name in expected)
+        assert any("left out" in note for note in found.notes) == has_averages
 
 
 W = torch.ones(8, 8, dtype=torch.bfloat16)
@@ -415,7 +409,6 @@ def test_nan_is_said(place):
     [
         (lambda: nn.Linear(3, 3, device="meta"), "weight is on the meta device: give a model with weights"),
         (lambda: nn.LazyLinear(3), "weight is uninitialized: run the model once"),
-        (lambda: {"w": torch.eye(4).to_sparse()}, r"w is a tensor of layout torch.sparse_coo: .*x\.to_dense"),
     ],
 )
 def test_weights_without_numbers_are_refused_by_name(make, said):

@@ -74,7 +74,7 @@ def order_by_config(config: Path, tensors: Mapping[str, Stored]) -> tuple[list[s
 
 
 COUNTERS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
-_COMPANIONS = (".component_1", ".component_2", ".component_3", ".component_scale", ".payload_scale")
+COMPANIONS = (".component_1", ".component_2", ".component_3", ".component_scale", ".payload_scale")
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ def _parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, Stored]]:
     seen: set[object] = set()
     for name, stored in checkpoint.tensors.items():
         last = name.rpartition(".")[2]
-        if last in COUNTERS or name.endswith(_COMPANIONS) or name.startswith("ema."):
+        if last in COUNTERS or name.endswith(COMPANIONS) or name.startswith("ema."):
             continue
         if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
             continue
@@ -245,6 +245,7 @@ def read_parts(content: object, path: str) -> Checkpoint:
     found.tensors = _name_leaves(leaves, found.unseen)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
+        rest += f" ({'; '.join(found.unseen)})" if found.unseen else ""
         raise ValueError(f"{path} holds {rest if content else 'nothing'}: give a checkpoint with a model's state_dict")
     return found
 

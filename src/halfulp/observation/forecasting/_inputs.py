@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from ..._messages import a_kind, listed
 from ..._names import unknown
 from ...optim import Optimizer as HalfulpOptimizer
 from .._text import holds_numbers
-from ..checkpoints._names import COUNTERS, name_states
-from ..checkpoints._open import open_checkpoint
+from ..checkpoints._files import Checkpoint
+from ..checkpoints._names import COMPANIONS, COUNTERS, name_states
 
 Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor | None
 NAMES = ("constant", "linear", "cosine", "wsd")
@@ -258,14 +257,19 @@ def from_optimizer(
 
 
 def from_checkpoint(
-    path: str | Path, lr: float | None, rule: str | None, options: Mapping[str, Any], dtype: torch.dtype | None
+    opened: Checkpoint, lr: float | None, rule: str | None, options: Mapping[str, Any], dtype: torch.dtype | None
 ) -> Inputs:
     """Return the weights of a checkpoint that a training goes on with, with the states and options saved beside them.
 
     Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
     """
-    opened = open_checkpoint(path)
     notes = list(opened.unseen)
+    converted = [name for name in opened.tensors if name.endswith(COMPANIONS)]
+    if converted:
+        raise NotImplementedError(
+            f"{listed(converted)} are parts of tensors of several components or with a scale, whose updates are not "
+            "those of plain floating-point numbers: forecast the model before it is converted"
+        )
     states = name_states(opened, notes)
     saved = {name: state.options for name, state in states.items()}
     if lr is None and not (saved and all("lr" in one for one in saved.values())):
@@ -352,19 +356,11 @@ def _may_be_weight(tensor: Tensor) -> bool:
     return packed and tensor.dim() > 0
 
 
-def named_tensors(given: object) -> list[tuple[str, Tensor]]:
-    """Return the named parameters of a module, or the tensors of a state dict, but those of averages beside them."""
-    if isinstance(given, nn.Module):
-        averages = [one for one in given.modules() if isinstance(one, AveragedModel) and one is not given]
-        apart = {id(p) for one in averages for p in one.parameters()}
-        return [(name, p) for name, p in given.named_parameters() if p.requires_grad and id(p) not in apart]
-    if isinstance(given, Mapping):
-        odd = [key for key in given if not isinstance(key, str)]
-        if odd:
-            raise TypeError(f"a state dict has names for keys; got {listed(odd)}")
-        copies = find_averages(given)
-        return [(name, x) for name, x in given.items() if isinstance(x, Tensor) and name not in copies]
-    raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {a_kind(given)}")
+def list_trained_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the named parameters of a module that train, but those of averages beside them."""
+    averages = [one for one in model.modules() if isinstance(one, AveragedModel) and one is not model]
+    apart = {id(p) for one in averages for p in one.parameters()}
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart]
 
 
 def find_averages(names: Collection[str]) -> set[str]:
@@ -377,22 +373,6 @@ def find_averages(names: Collection[str]) -> set[str]:
     # What is called ema and stands beside no weight of its name is a layer.
     copies = {name for name in names if name.startswith("ema.") and name.removeprefix("ema.") in names}
     return copies | {name for name in names if name.startswith(inside)}
-
-
-def states_by_name(saved: Mapping[str, Any], weights: Sequence[tuple[str, Tensor]]) -> dict[str, Mapping[str, Any]]:
-    """Return a saved optimizer's states by parameter name: by its own names, else by position among the weights."""
-    ids = [identity for group in saved["param_groups"] for identity in group["params"]]
-    names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
-    if len(names) != len(ids):
-        names = [
-            name for name, tensor in weights if tensor.is_floating_point() and name.rpartition(".")[2] not in COUNTERS
-        ]
-        if len(names) != len(ids):
-            raise ValueError(
-                f"the optimizer's state holds {len(ids)} parameters without names, the weights are {len(names)}: "
-                "make the optimizer from model.named_parameters(), or give the module and the optimizer themselves"
-            )
-    return {name: saved["state"].get(identity, {}) for name, identity in zip(names, ids)}
 
 
 def _make_trained(

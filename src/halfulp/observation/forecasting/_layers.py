@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ... import formats, optim
 from ...formats import Format
+from ...rounding import quantize
 from .._record import plain
 from ._inputs import Inputs, Trained, number
 
@@ -245,9 +246,8 @@ class LayerForecast:
         weight_decay: decoupled; 0 without.
         decay_lost: share of the decoupled weight decay that rounding drops; None without one, negative if rounding
             makes more of it.
-        noise_drift: how far a weight drifts by updates of one sign before stochastic rounding's noise is smaller than
-            the drift, in the weights' unit; None where updates are unknown.
-        noise_steps: how many steps that takes at the largest learning rate to come.
+        noise_steps: steps of updates of one sign, at the largest learning rate to come, after which they drift by more
+            than stochastic rounding's noise; None where updates are unknown.
         relative: updates over the median weight, at the schedule's mean learning rate; None where unknown.
         beta2, eps: of the optimizer, None without.
         denominator: dtype in which a denominator of rounded numbers is computed, None where in float32.
@@ -268,7 +268,6 @@ class LayerForecast:
     lost_share: float | None = None
     weight_decay: float = 0.0
     decay_lost: float | None = None
-    noise_drift: float | None = None
     noise_steps: float | None = None
     relative: float | None = None
     beta2: float | None = None
@@ -297,17 +296,6 @@ def find_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     inward = torch.where((significand == 0.5) & (exponent > format.emin), outward / 2, outward)
     negative = values < 0
     return torch.where(negative, inward, outward), torch.where(negative, outward, inward)
-
-
-def round_to_format(values: Tensor, format: Format) -> Tensor:
-    """Return float64 values rounded to the nearest number of a format, ties to even.
-
-    One scaling by a power of two, one rounding to an integer, and the scaling back: exact for formats of up to 24
-    bits, whose numbers float64 holds with room to spare. Numbers beyond the largest stay where they are.
-    """
-    _, exponent = torch.frexp(values.abs())
-    exponent = torch.where(values == 0, format.emin, exponent - 1).clamp_min(format.emin) - format.mantissa_bits
-    return torch.ldexp(torch.round(torch.ldexp(values, -exponent)), exponent)
 
 
 # A layer counts as frozen when fewer than this share of its nonzero updates change their element.
@@ -413,16 +401,19 @@ def _leap(
     drawn = torch.randn(len(weights), generator=generator, dtype=torch.float64, device="cpu")
     walked = weights + steps * mean + drawn * deviation * math.sqrt(2 * run * steps)
     free = torch.maximum(up, down) < 2 * (deviation + mean.abs())
-    return round_to_format(torch.where(free, walked, hopped), format)
+    return quantize(torch.where(free, walked, hopped), format, overflow="saturate")
 
 
 def _decay(weights: Tensor, factor: float, steps: int, format: Format) -> tuple[Tensor, tuple[float, float]]:
     """Return weights after steps of w (1 - lr weight_decay), each rounded; the |change| wanted, and the one made."""
-    once = round_to_format(weights * (1 - factor), format)
+    once = quantize(weights * (1 - factor), format, overflow="saturate")
     wanted = float(weights.abs().sum()) * factor * steps
     made = float((weights.abs() - once.abs()).sum()) * steps
     moves = once != weights
-    return torch.where(moves, round_to_format(weights * (1 - factor) ** steps, format), weights), (wanted, made)
+    return torch.where(moves, quantize(weights * (1 - factor) ** steps, format, overflow="saturate"), weights), (
+        wanted,
+        made,
+    )
 
 
 def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5) -> int | None:
@@ -634,6 +625,5 @@ def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -
     mean_rate = float(rates.square().sum() / rates.sum()) if rates.sum() > 0 else 0.0
     return {
         "relative": sizes.rms * mean_rate / float(weights.abs().median().clamp_min(1e-30)),
-        "noise_drift": max(0.0, spacing - largest),
         "noise_steps": max(0.0, spacing / largest - 1) if largest else math.inf,
     }

@@ -14,6 +14,9 @@ from ... import formats
 from ..._messages import a_kind, listed
 from ...kernels import in_float64
 from ...optim._inner_optimizer import inner_optimizer
+from ..checkpoints._files import Checkpoint
+from ..checkpoints._names import read_parts
+from ..checkpoints._open import open_checkpoint
 from ..findings import findings_of
 from ._forecast import Forecast
 from ._inputs import (
@@ -24,9 +27,8 @@ from ._inputs import (
     from_checkpoint,
     from_optimizer,
     from_rate,
+    list_trained_parameters,
     name_schedule,
-    named_tensors,
-    states_by_name,
 )
 from ._layers import choose_sample, compute_costs, forecast_layer
 
@@ -101,14 +103,22 @@ def forecast(
     given = {"betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
     options = {name: value for name, value in given.items() if value is not None}
     dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
-    if isinstance(model_or_state, str | Path):
-        if states is not None:
-            raise ValueError("states= goes with a state dict; a checkpoint has its own: leave it out")
-        rate = None if optimizer_or_lr is None else _rate(optimizer_or_lr)
-        inputs = from_checkpoint(model_or_state, rate, optimizer, options, dtype)
+    optimizer_or_lr = inner_optimizer(optimizer_or_lr)
+    if isinstance(optimizer_or_lr, torch.optim.Optimizer):
+        if not isinstance(model_or_state, nn.Module):
+            raise TypeError(
+                f"an optimizer goes with its model, not with {a_kind(model_or_state)}: give a learning rate"
+            )
+        if options or states is not None:
+            named = ", ".join([*options, *(["states"] if states is not None else [])])
+            raise ValueError(f"{named}: the optimizer has its own; leave them out, or give a learning rate instead")
+        inputs = from_optimizer(list_trained_parameters(model_or_state), optimizer_or_lr, optimizer, dtype)
+    elif isinstance(model_or_state, nn.Module) and states is None:
+        weights = list_trained_parameters(model_or_state)
+        inputs = from_rate(weights, {}, _check_rate(optimizer_or_lr), optimizer, options, dtype)
     else:
-        weights = named_tensors(model_or_state)
-        inputs = _inputs(weights, optimizer_or_lr, optimizer, states, options, dtype)
+        rate = None if optimizer_or_lr is None else _check_rate(optimizer_or_lr)
+        inputs = from_checkpoint(_open(model_or_state, states), rate, optimizer, options, dtype)
     begin = inputs.start if start is None else start
     rates = compute_learning_rates(
         schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
@@ -116,28 +126,20 @@ def forecast(
     return _follow_layers(inputs, rates, name_schedule(schedule), begin)
 
 
-def _inputs(
-    weights: list[tuple[str, Tensor]],
-    optimizer_or_lr: torch.optim.Optimizer | float | None,
-    rule: str | None,
-    states: Mapping[str, Any] | None,
-    options: dict[str, Any],
-    dtype: torch.dtype | None,
-) -> Inputs:
-    optimizer_or_lr = inner_optimizer(optimizer_or_lr)
-    if isinstance(optimizer_or_lr, torch.optim.Optimizer):
-        if options or states is not None:
-            named = ", ".join([*options, *(["states"] if states is not None else [])])
-            raise ValueError(f"{named}: the optimizer has its own; leave them out, or give a learning rate instead")
-        return from_optimizer(weights, optimizer_or_lr, rule, dtype)
-    rate = _rate(optimizer_or_lr)
-    by_name: Mapping[str, Any] = states or {}
-    if "param_groups" in by_name:
-        by_name = states_by_name(by_name, weights)
-    return from_rate(weights, by_name, rate, rule, options, dtype)
+def _open(model_or_state: object, states: Mapping[str, Any] | None) -> Checkpoint:
+    if isinstance(model_or_state, str | Path):
+        if states is not None:
+            raise ValueError("states= goes with a state dict; a checkpoint has its own: leave it out")
+        return open_checkpoint(model_or_state)
+    if isinstance(model_or_state, nn.Module):
+        model_or_state = dict(list_trained_parameters(model_or_state))
+    if not isinstance(model_or_state, Mapping):
+        raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {a_kind(model_or_state)}")
+    whole = model_or_state if states is None else {"model": model_or_state, "optimizer": states}
+    return read_parts(whole, "the state dict")
 
 
-def _rate(given: object) -> float:
+def _check_rate(given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {a_kind(given)}")
     if not 0 <= given < float("inf"):
