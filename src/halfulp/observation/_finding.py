@@ -12,7 +12,7 @@ from typing import Any, Literal
 from .._names import described
 from .._qualified_names import braced, pattern_of
 from ._record import plain
-from ._text import at_lr, for_groups, percent
+from ._text import at_lr, percent
 
 Severity = Literal["note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
@@ -177,8 +177,7 @@ def _is_within(name: str, others: set[str]) -> bool:
 def _join(one: Finding, other: Finding, measure: str) -> Finding:
     worst = max(one, other, key=lambda finding: (_read_measure(finding, measure), finding.confidence))
     where = tuple(dict.fromkeys([*one.where, *other.where]))
-    write = worst.write if one.write == other.write else for_groups(worst.write)
-    return replace(worst, where=where, confidence=max(one.confidence, other.confidence), write=write)
+    return replace(worst, where=where, confidence=max(one.confidence, other.confidence))
 
 
 def _read_measure(finding: Finding, measure: str) -> float:
@@ -236,12 +235,6 @@ class Cause:
     def meaning(self) -> str:
         """A plain sentence that says what the code stands for; empty for a code that is not known here."""
         return described("finding").get(self.head.code, "")
-
-    @property
-    def write(self) -> str:
-        """Lines of code that are the cure of all its own findings; empty where words alone say it."""
-        codes = dict.fromkeys(one.write for one in self.own)
-        return self.head.write if len(codes) == 1 else for_groups(self.head.write)
 
     @property
     def headline(self) -> str:
@@ -316,7 +309,7 @@ def diagnose(findings: Sequence[Finding]) -> str:
         values = {"place": place or "the model", "at_lr": at_lr(worst.evidence), **worst.evidence}
         others = {percent(_size(one.evidence.get(share))) for one in findings} if share else set()
         try:
-            return _capitalize(_fill(words, values, up_to=len(others) > 1))
+            return _capitalize(_EvidenceFormatter(len(others) > 1).vformat(words, (), values))
         except (KeyError, TypeError, ValueError):
             pass  # evidence of another instrument, which lacks a number
     names = [name for one in findings for name in one.where]
@@ -324,20 +317,18 @@ def diagnose(findings: Sequence[Finding]) -> str:
     return f"{where}: {worst.summary}" if where else worst.summary[:1].upper() + worst.summary[1:]
 
 
-def _fill(template: str, values: dict[str, Any], up_to: bool) -> str:
-    said = []
-    for literal, key, spec, _ in Formatter().parse(template):
-        said.append(literal)
-        if key is None:
-            continue
-        value = values[key]
+class _EvidenceFormatter(Formatter):
+    """Fills a template with evidence: shares in per cent, after "up to" if asked; what is None is missing."""
+
+    def __init__(self, up_to: bool) -> None:
+        self.up_to = up_to
+
+    def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
-            raise KeyError(key)
-        if spec == "share":
-            said.append(f"up to {percent(value)}" if up_to else percent(value))
-        else:
-            said.append(format(value, spec or (".3g" if isinstance(value, float) else "")))
-    return "".join(said)
+            raise KeyError(format_spec)
+        if format_spec == "share":
+            return f"up to {percent(value)}" if self.up_to else percent(value)
+        return format(value, format_spec or (".3g" if isinstance(value, float) else ""))
 
 
 def _size(value: Any) -> float:
@@ -396,7 +387,7 @@ def plain_causes(findings: Sequence[Finding]) -> list[dict[str, Any]]:
             "severity": cause.severity,
             "meaning": cause.meaning,
             "cure": cause.head.cure,
-            "write": cause.write,
+            "write": cause.head.write,
             "findings": [at[id(one)] for one in cause.findings],
         }
         for cause in group_by_cause(findings)
@@ -489,7 +480,7 @@ def _lines(cause: Cause) -> list[str]:
     head, own = cause.head, cause.own
     lines = [f"{cause.severity:<8} {head.code}: {cause.headline}"]
     said = [cause.meaning, f"cure: {head.cure}" if head.cure else ""]
-    first, *more = cause.write.splitlines() or [""]
+    first, *more = head.write.splitlines() or [""]
     said += [f"write: {first}" if first else "", *(f"       {line}" for line in more)]
     if len(own) > 1 or not cause.headline.lower().endswith(head.summary.lower()):
         said += [f"{in_words(one.where)}: {one.summary}" for one in own[:_MOST_LINES]]

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from .._messages import a_kind
 
@@ -178,56 +178,13 @@ def _is_line_ended(path: Path) -> bool:
 
 PREFIX = "halfulp/"
 _WANTED = (
-    "a path that ends in .jsonl or .csv, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a dict, a "
-    "csv.DictWriter, or a function of a dict"
+    "a path that ends in .jsonl or .csv, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a dict, or "
+    "a function of a dict"
 )
 
 
-class ScalarWriter(Protocol):
-    """A sink such as TensorBoard's SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: Any, global_step: Any = ..., /) -> Any:
-        """Write a number under a name."""
-
-
-class DictLogger(Protocol):
-    """A sink such as a wandb run."""
-
-    @property
-    def log(self) -> Callable[..., Any]:
-        """Takes a dict, and `step=` where it can."""
-
-
-class MetricsLogger(Protocol):
-    """A sink such as MLflow's module, or a logger of Lightning."""
-
-    @property
-    def log_metrics(self) -> Callable[..., Any]:
-        """Takes a dict, and `step=` where it can."""
-
-
-class DictWriter(Protocol):
-    """A sink such as csv.DictWriter, whose `fieldnames` choose."""
-
-    @property
-    def fieldnames(self) -> Any:
-        """The columns."""
-
-    @property
-    def writerow(self) -> Callable[[Any], Any]:
-        """Takes a dict of them."""
-
-
-Sink: TypeAlias = (
-    str
-    | os.PathLike[str]
-    | ScalarWriter
-    | DictLogger
-    | MetricsLogger
-    | DictWriter
-    | Callable[[dict[str, Any]], object]
-    | Outlet
-)
+# A path, a function of a dict, an Outlet, or a logger with one of `_METHODS`.
+Sink: TypeAlias = Any
 
 
 def outlet(sink: Sink, columns: Sequence[str], check: bool = True) -> Outlet:
@@ -283,16 +240,11 @@ def _make_metrics_writer(log: Callable[..., Any]) -> Callable[[Row], None]:
     return write
 
 
-def _make_column_writer(writer: Any) -> Callable[[Row], None]:
-    return lambda row: writer.writerow({name: row.get(name) for name in writer.fieldnames})
-
-
 # The first that a sink has counts: a SummaryWriter may have more than one.
 _METHODS: Mapping[str, Callable[[Any], Callable[[Row], None]]] = {
     "add_scalar": _make_scalar_writer,
     "log": lambda run: _make_metrics_writer(run.log),
     "log_metrics": lambda run: _make_metrics_writer(run.log_metrics),
-    "writerow": _make_column_writer,
 }
 
 

@@ -195,7 +195,7 @@ class SecondMomentStuck(FindingKind):
     code = "second-moment-stuck"
     cure = "keep the state in float32 (state_dtype=torch.float32 of hu.optim), or a beta2 of at most 0.99"
     says = "the second moment of {place} cannot fall: {lost:share} of its decreases are lost in {dtype}"
-    write = optimizer_code(None, {}, "state_dtype=torch.float32")
+    write = optimizer_code(None, "state_dtype=torch.float32")
     role = "second moment"
     wide_cure = "nothing, if steps may follow gradients of long ago; else a smaller beta2, or float64"
     worst = "lost"
@@ -209,7 +209,7 @@ class SecondMomentStuck(FindingKind):
                     continue
                 dtype = parameter.state_dtypes.get(state)
                 # Nothing to write for an optimizer that is not here.
-                code = optimizer_code(parameter.optimizer, parameter.options, "state_dtype=torch.float32")
+                code = optimizer_code(parameter.optimizer, "state_dtype=torch.float32")
                 yield self.found(
                     name,
                     "note" if is_wide(dtype or parameter.dtype) else "warning",

@@ -106,7 +106,7 @@ class FreezeAhead(FindingKind):
     code = "freeze-ahead"
     cure = "weight_update='kahan' or 'stochastic' of hu.optim, or keep these in float32"
     says = "{place} [freezes|freeze] from step {freeze_step} on: {dtype} weights at lr {freeze_lr}"
-    write = optimizer_code(None, {}, KAHAN)
+    write = optimizer_code(None, KAHAN)
 
     wide_cure = "nothing, if so little is not missed; else a schedule that ends earlier, or float64"
     worst = "after_freeze"
@@ -124,7 +124,7 @@ class FreezeAhead(FindingKind):
                 1.0 if worst.updates == FROM_STATE else 0.8,
                 _describe_freeze(layers, worst, dtype, forecast.start),
                 says=FROZEN if worst.freeze_step == forecast.start else self.says,
-                write=optimizer_code(forecast.rule, {"lr": worst.lr, "weight_decay": worst.weight_decay}, KAHAN),
+                write=optimizer_code(forecast.rule, KAHAN),
                 cure=self.cure_in(worst.dtype),
                 freeze_step=worst.freeze_step,
                 freeze_lr=worst.freeze_lr,
@@ -244,7 +244,7 @@ class UpdatesLost(FindingKind):
     code = "updates-lost"
     cure = "weight_update='kahan' of hu.optim, or keep these in float32"
     says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
-    write = optimizer_code(None, {}, KAHAN)
+    write = optimizer_code(None, KAHAN)
     role = "update"
     wide_cure = "nothing, if these are at rest; else a larger learning rate, or float64"
     worst = "lost"
@@ -266,7 +266,7 @@ class UpdatesLost(FindingKind):
                 said,
                 cure=self.cure_in(parameter.dtype),
                 says=self.says if update.known else "",
-                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
+                write=optimizer_code(parameter.optimizer, KAHAN),
                 **measured(update, parameter.dtype),
                 lr=number(parameter.options, "lr"),
             )
@@ -286,7 +286,7 @@ class UpdatesLost(FindingKind):
                 said += ", unless wider weights are kept elsewhere"
             too_small = not is_wide(row.b.dtype) and state.lost_by.get("kahan", 0) > 0.5
             cure = TOO_SMALL if too_small else self.cure_in(row.b.dtype)
-            code = optimizer_code(None, state.options, 'weight_update="split"' if too_small else KAHAN)
+            code = optimizer_code(None, 'weight_update="split"') if too_small else None
             yield self.found(
                 name, severity, confidence, said, cure=cure, write=code, **_lost_evidence(update, state, row)
             )
@@ -331,7 +331,7 @@ class WeightDecayLost(FindingKind):
     code = "weight-decay-lost"
     cure = "weight_update='kahan' or 'stochastic' of hu.optim, which round decay and update as one, or float32 weights"
     says = "{place} [does|do] not decay: {lost:share} of weight decay rounds away{at_lr}"
-    write = optimizer_code(None, {}, KAHAN)
+    write = optimizer_code(None, KAHAN)
     role = "weight"
     wide_cure = "nothing, if so small a decay is not missed; else a larger one, or float64"
     worst = "lost"
@@ -347,7 +347,7 @@ class WeightDecayLost(FindingKind):
             if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED:
                 sure = confidence_of(decay.seen, FEWEST)
                 told = {"realised": realised, "seen": decay.seen}
-                code = optimizer_code(parameter.optimizer, parameter.options, KAHAN)
+                code = optimizer_code(parameter.optimizer, KAHAN)
                 yield self._lost([name], parameter.dtype, decay.lost_share, parameter.options, sure, code, told)
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
@@ -356,8 +356,7 @@ class WeightDecayLost(FindingKind):
             realised = None if decay is None else decay.realised_share
             if decay is not None and realised is not None and decay.seen >= FEWEST and realised < HALF_LOST:
                 told = measured(decay, row.b.dtype)
-                code = optimizer_code(None, state.options, KAHAN)
-                yield self._lost([name], row.b.dtype, decay.lost_share, state.options, 1.0, code, told)
+                yield self._lost([name], row.b.dtype, decay.lost_share, state.options, 1.0, None, told)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
@@ -370,7 +369,7 @@ class WeightDecayLost(FindingKind):
         if losing:
             lost, worst = max(losing, key=lambda pair: pair[0])
             options = {"lr": worst.lr, "weight_decay": worst.weight_decay}
-            code = optimizer_code(forecast.rule, options, KAHAN)
+            code = optimizer_code(forecast.rule, KAHAN)
             names = [layer.name for _, layer in losing]
             yield self._lost(names, worst.dtype, lost, options, 1.0, code, {}, ahead=True)
 
@@ -381,7 +380,7 @@ class WeightDecayLost(FindingKind):
         lost: float,
         options: Mapping[str, Any],
         confidence: float,
-        code: str,
+        code: str | None,
         told: dict[str, Any],
         ahead: bool = False,
     ) -> Finding:
@@ -416,7 +415,7 @@ class WeightFrozen(FindingKind):
     code = "weight-frozen"
     cure = ROUNDED
     says = "{place} [has|have] not moved in {sampled_steps} sampled steps: {dtype} weights{at_lr}"
-    write = optimizer_code(None, {}, KAHAN)
+    write = optimizer_code(None, KAHAN)
     role = "update"
     wide_cure = "nothing, if it is at rest; else a larger learning rate, or float64"
     worst = "lost"
@@ -443,7 +442,7 @@ class WeightFrozen(FindingKind):
                 + ("" if rounded else ", though updates changed it"),
                 cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK,
                 says=self.says if rounded else "",
-                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN) if rounded else "",
+                write=optimizer_code(parameter.optimizer, KAHAN) if rounded else "",
                 moved=0.0,
                 sampled_steps=steps,
                 seen=update.seen,
