@@ -5,29 +5,28 @@ from __future__ import annotations
 import functools
 import os
 import platform
-import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
 _CPUINFO = Path("/proc/cpuinfo")
-# What is printed, by the names of Linux, LLVM and macOS, in small letters and digits alone.
+# What is printed, and LLVM's names of it.
 _INSTRUCTIONS = {
-    "AVX2": ("avx2",),
-    "FMA": ("fma", "fma3"),
-    "F16C": ("f16c",),
-    "AVX-512": ("avx512f",),
-    "AVX512_BF16": ("avx512bf16",),
-    "AVX512_FP16": ("avx512fp16",),
-    "AVX_NE_CONVERT": ("avxneconvert",),
-    "AMX_BF16": ("amxbf16",),
-    "AMX_FP16": ("amxfp16",),
-    "NEON": ("asimd", "neon", "advsimd"),
-    "FP16": ("asimdhp", "fullfp16", "featfp16"),
-    "BF16": ("bf16", "featbf16"),
-    "SVE": ("sve",),
-    "SME": ("sme", "featsme"),
+    "AVX2": "avx2",
+    "FMA": "fma",
+    "F16C": "f16c",
+    "AVX-512": "avx512f",
+    "AVX512_BF16": "avx512bf16",
+    "AVX512_FP16": "avx512fp16",
+    "AVX_NE_CONVERT": "avxneconvert",
+    "AMX_BF16": "amx-bf16",
+    "AMX_FP16": "amx-fp16",
+    "NEON": "neon",
+    "FP16": "fullfp16",
+    "BF16": "bf16",
+    "SVE": "sve",
+    "SME": "sme",
 }
 # Instructions that multiply, or widen by one instruction, two numbers of 16 bits.
 BFLOAT16 = ("AVX512_BF16", "AVX_NE_CONVERT", "AMX_BF16", "BF16")
@@ -72,26 +71,13 @@ def processor_name() -> str:
 
 @functools.cache
 def instructions() -> tuple[str, ...]:
-    """Return the names of the instructions that matter here and that the processor has; empty where unknown.
+    """Return the names of the instructions that matter here and that LLVM finds in the processor; empty without it.
 
     >>> set(instructions()) <= {*_INSTRUCTIONS}
     True
     """
-    if sys.platform == "darwin":
-        return known_instructions(_macos_features())
-    rows = _cpuinfo()
-    listed = f"{rows.get('flags', '')} {rows.get('features', '')}".split()
-    return known_instructions(listed or _llvm_features())
-
-
-def known_instructions(listed: Iterable[str]) -> tuple[str, ...]:
-    """Return the known instruction sets among those that a system or LLVM lists.
-
-    >>> known_instructions(["fpu", "avx2", "avx512_bf16"]), known_instructions(["+avx512f", "fullfp16"])
-    (('AVX2', 'AVX512_BF16'), ('AVX-512', 'FP16'))
-    """
-    found = {re.sub(r"[^a-z0-9]", "", name.lower()) for name in listed}
-    return tuple(name for name, names in _INSTRUCTIONS.items() if found & set(names))
+    found = _llvm_features()
+    return tuple(name for name, own in _INSTRUCTIONS.items() if found.get(own))
 
 
 def core_count() -> int:
@@ -130,13 +116,6 @@ def _sysctl(*arguments: str) -> str:
         return ""
 
 
-def _macos_features() -> list[str]:
-    if platform.machine() != "arm64":
-        return f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".split()
-    wanted = ("AdvSIMD", "arm.FEAT_FP16", "arm.FEAT_BF16", "arm.FEAT_SME")
-    return [name.removeprefix("arm.") for name in wanted if _sysctl(f"hw.optional.{name}") == "1"]
-
-
 def _llvm_name() -> str:
     try:
         from llvmlite import binding
@@ -146,10 +125,10 @@ def _llvm_name() -> str:
         return ""
 
 
-def _llvm_features() -> list[str]:
+def _llvm_features() -> Mapping[str, bool]:
     try:
         from llvmlite import binding
 
-        return [name for name, there in binding.get_host_cpu_features().items() if there]
+        return binding.get_host_cpu_features()
     except Exception:  # missing, of a library that does not load, or a processor that LLVM does not know
-        return []
+        return {}

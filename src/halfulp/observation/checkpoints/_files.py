@@ -105,30 +105,6 @@ class Checkpoint:
         return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys)
 
 
-# Files that are no training checkpoint, by first bytes or suffix: what each is, and what to give instead.
-OTHER_KINDS: dict[bytes | str, tuple[str, str]] = {
-    b"GGUF": (
-        "a GGUF file, llama.cpp's weights for inference, rounded anew and without an optimizer's states",
-        "give the checkpoints of safetensors or torch.save that the training wrote, from which it was converted",
-    ),
-    b"\x89HDF\r\n\x1a\n": ("an HDF5 file, as Keras writes weights", "convert it to safetensors"),
-    ".onnx": ("an ONNX model", "give the checkpoints that the training wrote"),
-    b"version https://git-lfs": ("a pointer of git-lfs, in place of the file", "fetch it (git lfs pull)"),
-    **dict.fromkeys((b"<!", b"<h", b"<H"), ("a web page, as a download behind a login leaves", "download it again")),
-}
-_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c")
-OTHER_KINDS |= dict.fromkeys(_PACKED, ("compressed", "unpack it"))
-
-
-def refuse_other_kind(path: Path) -> None:
-    """Raise ValueError for a file of a known other kind, which says what it is and what to give instead."""
-    with path.open("rb") as file:
-        head = file.read(64)
-    for mark, (name, remedy) in OTHER_KINDS.items():
-        if path.suffix == mark if isinstance(mark, str) else head.startswith(mark):
-            raise ValueError(f"{path} is {name}, which is not read: {remedy}")
-
-
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 _UNREADABLE = (
     *(RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, MemoryError),
@@ -138,7 +114,6 @@ _UNREADABLE = (
 
 def load_torch_file(path: Path) -> Any:
     """Load a file of torch.save, memory-mapped if it is a zip archive, as torch has written since 1.6."""
-    refuse_other_kind(path)
     is_zip = zipfile.is_zipfile(path)
     with path.open("rb") as file:
         if file.read(4) == b"PK\x03\x04" and not is_zip:
@@ -170,7 +145,6 @@ def open_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Return a file's tensors by name, in the order of the file, and its metadata."""
     from safetensors import SafetensorError, safe_open
 
-    refuse_other_kind(path)
     try:
         file = safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

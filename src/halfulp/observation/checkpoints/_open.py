@@ -20,7 +20,6 @@ from ._files import (
     open_dcp,
     open_safetensors,
     refuse,
-    refuse_other_kind,
 )
 from ._names import CONTRACT, find_optimizers, read_parts
 
@@ -145,8 +144,6 @@ def _weights(folder: Path, files: list[Path]) -> Checkpoint:
     inner = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
     if inner:
         raise ValueError(f"{folder} is no checkpoint, but holds the folders {listed(inner)}: give one of them")
-    for path in files:
-        refuse_other_kind(path)
     raise ValueError(f"{folder} {'holds no checkpoint' if files else 'is an empty folder'}: {REMEDY}")
 
 

@@ -31,8 +31,6 @@ from ._findings import (
 from ._observation import observation_html
 
 _STATUS = {"nonfinite": "bad", "dtype-changed": "open", "unchanged": "bad", "barely-moved": "open", "constant": "open"}
-# Shares from this power of ten to 30% are told apart by how deep their colour is.
-_FAINTEST = -4
 
 
 _CONTRACT: Columns = [
@@ -44,11 +42,10 @@ _CONTRACT: Columns = [
 def audit_html(data: Plain) -> str:
     """Return the page of what `Audit.to_dict` gives, as text."""
     cards, tensors = cause_cards(data), data["tensors"]
-    shares = _change_shares(data["groups"], {one["name"]: one for one in tensors})
     return render_page(
         "audit.html.j2",
         cards,
-        {"shares": shares} if shares else {},
+        {},
         headline=headline(cards, plural(len(tensors), "tensor")),
         lead=_audit_lead(cards, data),
         groups=_groups(data["groups"]),
@@ -77,6 +74,11 @@ def _groups(groups: Sequence[Plain]) -> Table:
         ("how many", "number", lambda one: count_cell(len(one["names"]))),
         ("elements", "number minor", lambda one: count_cell(one["numel"])),
         ("unchanged", "number", lambda one: share_cell(one["share_unchanged"], bar=True)),
+        (
+            "median, ulps",
+            "number",
+            lambda one: Cell(" to ".join(dict.fromkeys(map(number, one["median_change_ulps"])))),
+        ),
     ]
     return make_table("groups", "Layer by layer", groups, columns, "filter, as norm")
 
@@ -118,67 +120,6 @@ def _remedy(state: Plain) -> Cell:
     """Return the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
     limit = max(0.01, state["update"]["lost_share"] / 10)
     return Cell(", ".join(name for name, part in state["lost_by"].items() if part <= limit) or "–")
-
-
-def _change_shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, Any] | None:
-    """Return one row per group: its changes by power of two of an ulp, unchanged elements in their own column."""
-    rows, bins = [], set()
-    for one in groups:
-        found: Counter[int] = Counter()
-        for name in one["names"]:
-            found.update({int(bin): many for bin, many in tensors[name]["histogram"].items()})
-        if one["numel"]:
-            rows.append((one, found))
-            bins |= set(found)
-    if not rows:
-        return None
-    low, high = min(bins, default=0), max(bins, default=0) + 1
-    stayed = low - 3
-    step = max(1, (high - low) // 12)
-    median = [one["median_change_ulps"] for one, _ in rows]
-    return {
-        "rows": [
-            {
-                "name": one["pattern"],
-                "cells": [
-                    *_unchanged_cell(one["share_unchanged"], stayed),
-                    *([at, at + 1, _depth(many / one["numel"]), "kept"] for at, many in sorted(found.items())),
-                ],
-                "texts": [share(one["share_unchanged"]), _range(ulps)],
-                "bad": one["share_unchanged"] == 1,
-            }
-            for (one, found), ulps in zip(rows, median)
-        ],
-        "low": stayed - 0.5,
-        "high": high + 0.5,
-        "ticks": [[stayed + 1, "stayed"], *([at, _power(at)] for at in range(low, high + 1) if at % step == 0)],
-        "columns": ["unchanged", "median, ulps"],
-        "title": "change, in ulps",
-        "words": "Changes of the elements in ulps, by group of tensors; the table above has the shares that stayed.",
-        "file": "changes.svg",
-    }
-
-
-def _depth(part: float) -> float:
-    return _darken(min(1.0, max(0.0, (math.log10(part) - _FAINTEST) / 3.5))) if part else 0.0
-
-
-def _unchanged_cell(part: float, at: int) -> list[list[Any]]:
-    """Return the cell of the elements that stayed, if any, the darker the more."""
-    return [[at, at + 2, _darken(part), "lost"]] if part else []
-
-
-def _darken(part: float) -> float:
-    return round(0.14 + 0.86 * part, 3)
-
-
-def _power(exponent: int) -> str:
-    return str(2**exponent) if 0 <= exponent <= 10 else f"1/{2**-exponent}" if -6 <= exponent < 0 else f"2^{exponent}"
-
-
-def _range(ends: Sequence[Any]) -> str:
-    low, high = number(ends[0]), number(ends[1])
-    return low if low == high else f"{low} to {high}"
 
 
 def _both(dtypes: Sequence[str | None]) -> str:
