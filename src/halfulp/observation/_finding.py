@@ -194,7 +194,6 @@ def worst_severity(findings: Iterable[Finding]) -> Severity | None:
 
 
 _ONE_OR_SEVERAL = re.compile(r"\[([^|\]]*)\|([^\]]*)\]")
-_MOST_PLACES = 3
 
 
 @dataclass(frozen=True)
@@ -296,15 +295,16 @@ def diagnose(findings: Sequence[Finding]) -> str:
     >>> diagnose(rows[:1])
     'h.4.mlp.up loses 50% of its updates: bf16 weights'
     >>> diagnose(rows)
-    'h.4.mlp loses up to 50% of its updates: bf16 weights'
+    'h.4.mlp.up, h.4.mlp.down lose up to 50% of their updates: bf16 weights'
     """
-    places = places_of(name for one in findings for name in one.where)
-    place = _shorten_places(places)
+    names = [name for one in findings for name in one.where]
+    modules = list(dict.fromkeys(map(_module, names)))
+    place = in_words(modules)
     template = findings[0].says
     share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), None)
     worst = max(findings, key=lambda one: _size(one.evidence.get(share))) if share else findings[0]
     if template:
-        several = len(places) > 1 or any(mark in place for mark in "*{")
+        several = len(modules) > 1
         words = _ONE_OR_SEVERAL.sub(lambda match: match[2] if several else match[1], template)
         values = {"place": place or "the model", "at_lr": at_lr(worst.evidence), **worst.evidence}
         others = {percent(_size(one.evidence.get(share))) for one in findings} if share else set()
@@ -312,8 +312,7 @@ def diagnose(findings: Sequence[Finding]) -> str:
             return _capitalize(_EvidenceFormatter(len(others) > 1).vformat(words, (), values))
         except (KeyError, TypeError, ValueError):
             pass  # evidence of another instrument, which lacks a number
-    names = [name for one in findings for name in one.where]
-    where = in_words(names) if len({pattern_of(name) for name in names}) <= _MOST_PLACES else place
+    where = in_words(names)
     return f"{where}: {worst.summary}" if where else worst.summary[:1].upper() + worst.summary[1:]
 
 
@@ -341,40 +340,9 @@ def _capitalize(words: str) -> str:
     return words[:1].upper() + words[1:] if first.isalpha() and first in ("the", "gradients", "outputs") else words
 
 
-def places_of(names: Iterable[str]) -> list[str]:
-    """Return the few modules that parameters lie in: one that holds all of them, else one for each kind of layer.
-
-    >>> places_of(["h.4.mlp.up.weight", "h.4.mlp.up.bias", "h.4.mlp.down.weight"]), places_of(["norm.weight"])
-    (['h.4.mlp'], ['norm'])
-    >>> places_of(["h.0.ln.weight", "h.1.ln.weight", "head.weight"])
-    ['h.{0,1}.ln', 'head']
-    """
-    modules = list(dict.fromkeys(_module(name) for name in names))
-    if len(modules) < 2:
-        return [one or "the model" for one in modules]
-    parts = [one.split(".") for one in modules]
-    shared = 0
-    while all(len(one) > shared for one in parts) and len({one[shared] for one in parts}) == 1:
-        shared += 1
-    following = {one[shared] if len(one) > shared else "" for one in parts}
-    if shared and not any(one.isdecimal() for one in following):
-        return [".".join(parts[0][:shared])]
-    kinds: dict[str, list[str]] = {}
-    for one in modules:
-        kinds.setdefault(pattern_of(one), []).append(one)
-    return [braced(group) for group in kinds.values()]
-
-
 def _module(name: str) -> str:
     head, _, last = name.rpartition(".")
     return head if last in ("weight", "bias") and head else name
-
-
-def _shorten_places(places: Sequence[str]) -> str:
-    said = list(places)
-    if len(said) > _MOST_PLACES:
-        return f"{said[0]} and {len(said) - 1} other kinds of layers"
-    return " and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said)
 
 
 def plain_causes(findings: Sequence[Finding]) -> list[dict[str, Any]]:

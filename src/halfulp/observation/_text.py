@@ -55,19 +55,6 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def bytes_in_words(count: float) -> str:
-    """Return a number of bytes in decimal units.
-
-    >>> bytes_in_words(512), bytes_in_words(3 * 10**9)
-    ('512 B', '3 GB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
 def at_lr(options: Mapping[str, Any]) -> str:
     """Return " at lr ..." for the options of a param group, nothing where it has no learning rate.
 

@@ -2,7 +2,6 @@
 
 from ._page import DASH as DASH
 from ._page import Cell as Cell
-from ._page import Column as Column
 from ._page import Table as Table
 from ._page import check_writable as check_writable
 from ._page import count as count

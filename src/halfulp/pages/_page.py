@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.resources
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -89,28 +88,20 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Column:
-    """One column of a table: its header, whether it holds numbers, whether a narrow screen goes without it."""
-
-    title: str
-    numeric: bool = False
-    minor: bool = False
-
-
-@dataclass(frozen=True)
 class Table:
     """A table of a page, which readers can sort and filter.
 
     Attributes:
         key: its id on the page.
         caption: what it is, for who does not see the heading.
-        columns, rows: cells by column; the first is the row's header.
+        columns: header; "number", "minor" (a narrow screen goes without it), both or neither.
+        rows: cells by column; the first is the row's header.
         hint: what the filter field suggests to type.
     """
 
     key: str
     caption: str
-    columns: Sequence[Column]
+    columns: Sequence[tuple[str, str]]
     rows: Sequence[Sequence[Cell]] = field(default_factory=list)
     hint: str = "filter"
 
@@ -132,7 +123,7 @@ def make_table(
     >>> make_table("t", "Two", [1, 2], [("half", "number", lambda one: Cell(f"{one / 2}"))]).rows[1][0].text
     '1.0'
     """
-    heads = [Column(title, "number" in marks, "minor" in marks) for title, marks, _ in columns]
+    heads = [(title, marks) for title, marks, _ in columns]
     return Table(key, caption, heads, [[cell(one) for _, _, cell in columns] for one in of], hint)
 
 
@@ -196,7 +187,7 @@ def render(package: str, template: str, **values: Any) -> str:
         package: the package whose folder holds the template.
         template: its file name; it extends "base.html.j2".
         values: what the template names. It may also call ``source(name)`` for a style sheet or script, of its own
-            folder or of the base, and ``embedded(data)`` for plain data as JSON inside a script element.
+            folder or of the base; ``data | tojson`` is plain data as JSON inside a script element.
 
     Raises:
         ValueError: jinja2 is missing.
@@ -212,18 +203,6 @@ def render(package: str, template: str, **values: Any) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(text), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals |= {
-        "source": lambda name: Markup(text(name).rstrip("\n")),
-        "embedded": lambda data: Markup(embedded(data)),
-    }
+    environment.globals["source"] = lambda name: Markup(text(name).rstrip("\n"))
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment.get_template(template).render(**values)
-
-
-def embedded(data: Any) -> str:
-    """Return plain data as JSON that can stand inside a script element: no text in it ends the element.
-
-    >>> embedded({"name": "</script>", "share": 0.5})
-    '{"name":"\\\\u003c/script\\\\u003e","share":0.5}'
-    """
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""Forecasts: layers, findings and costs against trainings, and weights of odd kinds."""
+"""Forecasts: layers and findings against trainings, and weights of odd kinds."""
 
 import copy
 import json
@@ -131,7 +131,6 @@ def test_norms_freeze_and_float32_does_not():
     healthy = hu.forecast(norm, 1e-4, "cosine", steps=100)
     assert not [finding for finding in healthy.findings if finding.severity != "note"]
     assert healthy.layers[0].dtype == torch.float32
-    assert not healthy.costs
 
 
 def test_halfulps_own_weight_updates_do_not_freeze():
@@ -156,25 +155,6 @@ def test_what_is_lost_beside_the_weights():
     assert "eps-zero" in [finding.code for finding in half.findings]
     other = hu.forecast(model, 1e-3, "linear", steps=100, dtype="fp16", eps=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
     assert not [finding for finding in other.findings if finding.severity != "note"]
-
-
-def test_costs_are_what_the_optimizers_say():
-    found = hu.forecast(nn.Linear(64, 64), 1e-5, steps=10, dtype="bf16")
-    costs = {cost.weight_update: cost for cost in found.costs}
-    assert costs["nearest"].bytes_per_parameter == 8
-    assert costs["float32"].bytes_per_parameter == 16
-    assert costs["kahan"].total == 10 * (64 * 64 + 64)
-    assert (costs["nearest"].keeps, costs["kahan"].keeps, costs["stochastic"].keeps) == ("no", "yes", "on average")
-
-
-def test_noise_is_a_drift_of_one_spacing():
-    """At n updates u below the spacing d drift n u and noise sqrt(n u (d - u)) are equal for n u = d - u."""
-    weights = nn.Linear(128, 128)
-    with torch.no_grad():
-        weights.weight.fill_(1.0)
-    layer = hu.forecast(weights, 2.0**-12, optimizer="lion", steps=10, dtype="bf16").layers[0]
-    spacing, update = 2.0**-8, 2.0**-12
-    assert layer.noise_steps == pytest.approx((spacing - update) / update)
 
 
 def test_sgd_needs_gradients_and_says_so():

@@ -218,7 +218,7 @@ def test_the_map_fits_a_phone_and_a_wide_screen(show: Callable, data: dict) -> N
 def test_names_are_whole_on_a_phone(show: Callable, pages: dict, data: dict) -> None:
     """They stand above their rows there, where left of them a third of each would be cut."""
     long = json.loads(json.dumps(data).replace("layers.", "model.decoder.layers."))
-    for text, chart in ((observation_html(long), "map"), (pages["audit"], "shares"), (pages["forecast"], "shares")):
+    for text, chart in ((observation_html(long), "map"), (pages["forecast"], "shares")):
         tab = show(text, 390).tab
         names = tab.eval_on_selector_all(
             f"#{chart} svg g > text[font-family]",
@@ -299,7 +299,6 @@ def test_an_audit_says_what_moved_and_sorts(show: Callable, pages: dict) -> None
     assert column(tab, "states", 7)[0] == "kahan, split8"
     assert column(tab, "contract", 1) == ["was bf16, is float32"]
     assert "step 3 is <b>lost</b>" in tab.locator("main").text_content()
-    assert tab.locator("#shares svg g").count() == 3
 
 
 def test_a_forecast_marks_where_layers_freeze(show: Callable, pages: dict) -> None:
@@ -308,9 +307,6 @@ def test_a_forecast_marks_where_layers_freeze(show: Callable, pages: dict) -> No
     assert steps
     assert tab.locator("#shares svg g path").count() == len(steps)
     assert tab.locator("#shares svg text", has_text="learning rate").count() == 1
-    tab.locator("#costs thead button").nth(1).click()
-    bytes_each = [float(text) for text in column(tab, "costs", 1)]
-    assert bytes_each == sorted(bytes_each, reverse=True)
 
 
 def test_a_page_of_an_empty_observation(show: Callable) -> None:

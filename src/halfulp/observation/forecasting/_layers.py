@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import formats, optim
+from ... import formats
 from ...formats import Format
 from ...rounding import quantize
 from .._record import plain
@@ -246,9 +246,6 @@ class LayerForecast:
         weight_decay: decoupled; 0 without.
         decay_lost: share of the decoupled weight decay that rounding drops; None without one, negative if rounding
             makes more of it.
-        noise_steps: steps of updates of one sign, at the largest learning rate to come, after which they drift by more
-            than stochastic rounding's noise; None where updates are unknown.
-        relative: updates over the median weight, at the schedule's mean learning rate; None where unknown.
         beta2, eps: of the optimizer, None without.
         denominator: dtype in which a denominator of rounded numbers is computed, None where in float32.
     """
@@ -268,16 +265,13 @@ class LayerForecast:
     lost_share: float | None = None
     weight_decay: float = 0.0
     decay_lost: float | None = None
-    noise_steps: float | None = None
-    relative: float | None = None
     beta2: float | None = None
     eps: float | None = None
     denominator: torch.dtype | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
-        # What never ends is infinite, for which JSON has no word.
-        return {key: None if value == math.inf else plain(value) for key, value in vars(self).items()}
+        return dict(plain(self))
 
 
 def find_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -442,71 +436,6 @@ def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5)
     return int(found[0]) if len(found) else None
 
 
-# The smallest constant update, over the weight, of which each keeps nearly all (docs/sixteen-bit-tables.md, small
-# updates); 0: the smallest that was tried. None: half an ulp of the parameter.
-_SMALLEST: dict[str, float | None] = {
-    "nearest": None,
-    "stochastic": 2.0**-23,
-    "feedback": 2.0**-23,
-    "split8": 2.0**-23,
-    "kahan": 0.0,
-    "kahan-stochastic": 0.0,
-    "split": 2.0**-23,
-    "split-stochastic": 0.0,
-    "components": 2.0**-17,
-    "master": 2.0**-23,
-}
-_ON_AVERAGE = ("stochastic", "feedback")
-_ELEMENTS = 4096
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A way to store and update the weights.
-
-    Attributes:
-        weight_update: of halfulp's optimizers; "float32" for weights that stay float32.
-        bytes_per_parameter: weight, what lies beside it, optimizer states and gradient.
-        total: bytes of them for all parameters of 16 bits.
-        keeps: "yes", "on average", or "no" for typical updates of the layer with the smallest.
-    """
-
-    weight_update: str
-    bytes_per_parameter: float
-    total: int
-    keeps: str
-
-
-def compute_costs(rule: str, dtype: torch.dtype, elements: int, relative: float) -> tuple[Cost, ...]:
-    """Return the bytes that each of halfulp's weight updates takes for parameters of a dtype.
-
-    The bytes are those that an optimizer of that rule reports of itself.
-
-    Args:
-        dtype: of the parameters, 16 bits.
-        relative: typical update over typical weight, by which it is judged what is kept.
-    """
-    found = []
-    for name, smallest in _SMALLEST.items():
-        try:
-            size = _bytes(rule, dtype, name)
-        except ValueError:
-            continue  # "split" needs bfloat16, "feedback" a first moment
-        floor = torch.finfo(dtype).eps / 2 if smallest is None else smallest
-        keeps = "no" if relative < floor else "on average" if name in _ON_AVERAGE else "yes"
-        found.append(Cost(name, size, round(size * elements), keeps))
-    size = _bytes(rule, torch.float32, None)
-    keeps = "no" if relative < torch.finfo(torch.float32).eps / 2 else "yes"
-    found.append(Cost("float32", size, round(size * elements), keeps))
-    return tuple(sorted(found, key=lambda cost: cost.bytes_per_parameter))
-
-
-def _bytes(rule: str, dtype: torch.dtype, weight_update: str | None) -> float:
-    kind: Any = optim.OPTIMIZERS[rule]
-    parameter = torch.nn.Parameter(torch.zeros(_ELEMENTS, dtype=dtype, device="cpu"))
-    return float(kind([parameter], lr=1e-3, weight_update=weight_update).bytes_per_parameter())
-
-
 # Elements of a run that is read together where not all are: a page of memory holds many of them.
 _RUN = 64
 _SHOWN = 12
@@ -567,8 +496,7 @@ def forecast_layer(
     count = max(1, round(len(held) / len(weights) * trained.value.numel()))
     lost = 1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None
     freezing = _freezing(walked, rates, count, sampling, sizes, start)
-    noise = _noise(held, sizes, rates, format)
-    return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing, **noise)
+    return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing)
 
 
 def choose_sample(elements: int, most: int) -> Tensor:
@@ -608,22 +536,4 @@ def _freezing(
         "after_freeze": 0.0 if step is None else float(rates[step:].sum() / rates.sum()),
         "lost": tuple((start + at, 1 - float(walked.moved[at])) for at in shown),
         "lost_share": 1 - weighed,
-    }
-
-
-def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -> dict[str, Any]:
-    """Return where stochastic rounding's noise is as large as the drift.
-
-    An update u below the spacing d is rounded up with probability u / d (Croci et al., Royal Society Open Science 9,
-    211631, 2022): the mean is u, the variance u (d - u). After n updates of one sign the drift is n u and the noise
-    sqrt(n u (d - u)); they are equal at n = (d - u) / u, a drift of d - u: one spacing, however small u is.
-    """
-    up, down = find_gaps(weights, format)
-    spacing = float(torch.minimum(up, down).median())
-    largest = float((sizes.rms * sizes.growth * rates).max())
-    # Weighed by itself: where most of the schedule's movement is.
-    mean_rate = float(rates.square().sum() / rates.sum()) if rates.sum() > 0 else 0.0
-    return {
-        "relative": sizes.rms * mean_rate / float(weights.abs().median().clamp_min(1e-30)),
-        "noise_steps": max(0.0, spacing / largest - 1) if largest else math.inf,
     }

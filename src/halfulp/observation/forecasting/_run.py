@@ -30,7 +30,7 @@ from ._inputs import (
     list_trained_parameters,
     name_schedule,
 )
-from ._layers import choose_sample, compute_costs, forecast_layer
+from ._layers import choose_sample, forecast_layer
 
 # Elements times leaps over all layers that are followed in some seconds.
 _BUDGET = 2.4e7
@@ -88,7 +88,7 @@ def forecast(
         betas, eps, momentum, weight_decay: options where a learning rate is given; torch's defaults.
 
     Returns:
-        A Forecast: `layers`, `findings`, `costs`; print it.
+        A Forecast: `layers` and `findings`; print it.
 
     Raises:
         TypeError: neither a module nor a state dict; neither an optimizer nor a number.
@@ -157,7 +157,6 @@ def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> 
         forecast_layer(trained, inputs, rates[trained.group], start=start, sample=sample, leaps=leaps, seed=position)
         for position, trained in enumerate(inputs.parameters)
     )
-    narrow = [trained for trained in inputs.parameters if trained.dtype in (torch.bfloat16, torch.float16)]
     notes = list(inputs.notes)
     broken = [one.name for one in inputs.parameters if _has_nonfinite(one, sample)]
     if broken:
@@ -168,13 +167,8 @@ def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> 
             f"the size of updates is not known of {len(unknown)} of {count} layers: SGD's are its gradients; give an "
             "optimizer that has made a step with momentum, or a model that holds gradients"
         )
-    found: tuple[Any, ...] = ()
-    if narrow:
-        relative = [layer.relative for layer in layers if layer.relative is not None]
-        smallest = min(relative, default=0.0)
-        found = compute_costs(inputs.rule, narrow[0].dtype, sum(one.value.numel() for one in narrow), smallest)
     total, curve = start + rates.shape[1], _thin_rates(rates[0], start)
-    made = Forecast(layers, inputs.rule, schedule, start, total, found, tuple(notes), curve)
+    made = Forecast(layers, inputs.rule, schedule, start, total, tuple(notes), curve)
     return replace(made, findings=findings_of("forecast", made))
 
 

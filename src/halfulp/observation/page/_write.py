@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ...pages import Cell, Table, count, make_table, number, share, write_whole
 from .._finding import counted, headline
-from .._text import KEPT, LOST, bytes_in_words, plural
+from .._text import KEPT, LOST, plural
 from ._findings import (
     TONES,
     UNSEEN,
@@ -136,7 +136,6 @@ def forecast_html(data: Plain) -> str:
         headline=headline(cards, _extent(data)),
         lead=_forecast_lead(cards, data),
         layers=_layers(data["layers"]),
-        costs=_costs(data["costs"]),
         unseen=data["notes"],
     )
 
@@ -165,22 +164,10 @@ def _layers(layers: Sequence[Plain]) -> Table:
         ("at lr", "number", lambda one: number_cell(one["freeze_lr"])),
         (LOST, "number", lambda one: lost_cell(one["lost_share"], bar=True)),
         ("decay lost", "number", lambda one: share_cell(one["decay_lost"])),
-        ("noise = drift after", "number minor", lambda one: _steps(one["noise_steps"])),
         ("update size from", "minor", lambda one: Cell(one["updates"] or "not known", sort=one["updates"] or "")),
     ]
     first = sorted(layers, key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
     return make_table("layers", "Layers", first, columns, "filter, as norm bf16")
-
-
-def _costs(costs: Sequence[Plain]) -> Table:
-    tones = {"yes": "good", "no": "bad", "on average": "open"}
-    columns: Columns = [
-        ("weight update", "", lambda one: Cell(one["weight_update"])),
-        ("bytes / parameter", "number", lambda one: number_cell(one["bytes_per_parameter"])),
-        ("in all", "number", lambda one: Cell(bytes_in_words(one["total"]), sort=one["total"])),
-        ("keeps the smallest", "", lambda one: Cell(one["keeps"], tone=tones.get(one["keeps"], ""))),
-    ]
-    return make_table("costs", "What a remedy costs", costs, columns)
 
 
 def _loss_shares(data: Plain) -> dict[str, Any] | None:
@@ -235,10 +222,6 @@ def _freeze(one: Plain) -> Cell:
         first, last = ("beyond the schedule" if end is None else count(end) for end in between)
         said = f"between {first} and {last}, 9 times in 10"
     return Cell(count(one["freeze_step"]), sort=one["freeze_step"], title=said)
-
-
-def _steps(value: Any) -> Cell:
-    return Cell(f"{value:,.0f} steps", sort=value) if isinstance(value, int | float) else UNSEEN
 
 
 Instrument = Literal["observe", "audit", "forecast"]
