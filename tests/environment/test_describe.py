@@ -10,13 +10,13 @@ import torch
 
 import halfulp
 from halfulp import environment
-from halfulp.environment import _describe, describe, lines
+from halfulp.environment import _describe, describe_environment, list_environment_lines
 
 PARTS = ["versions", "system", "processor", "torch", "products", "engines", "cache", "devices", "variables"]
 
 
 def test_every_part_is_there_and_plain() -> None:
-    found = describe()
+    found = describe_environment()
     assert list(found) == PARTS
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["versions"]["halfulp"] == halfulp.__version__
@@ -27,11 +27,11 @@ def test_every_part_is_there_and_plain() -> None:
 
 
 def test_lines_say_all_of_it() -> None:
-    found = describe()
-    said = " ".join(f"{what} {here}" for what, here in lines(found))
+    found = describe_environment()
+    said = " ".join(f"{what} {here}" for what, here in list_environment_lines(found))
     for value in (*filter(None, found["versions"].values()), *found["processor"]["instructions"]):
         assert value in said
-    assert all(len(line) == 2 and all(line) for line in lines(found))
+    assert all(len(line) == 2 and all(line) for line in list_environment_lines(found))
 
 
 def test_a_broken_part_says_why_and_the_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,11 +40,13 @@ def test_a_broken_part_says_why_and_the_rest_is_there(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(_describe, "_list_devices", broken)
     monkeypatch.setattr(_describe, "_describe_torch", broken)
-    found = describe()
+    found = describe_environment()
     assert list(found) == PARTS
     assert found["devices"] == {"error": "RuntimeError: NVML: driver/library version mismatch"}
     assert found["versions"]["halfulp"] == halfulp.__version__
-    assert ("devices error", "RuntimeError: NVML: driver/library version mismatch") in list(lines(found))
+    assert ("devices error", "RuntimeError: NVML: driver/library version mismatch") in list(
+        list_environment_lines(found)
+    )
 
 
 def test_without_torch(in_bare_process) -> None:
@@ -68,7 +70,7 @@ def test_the_cache_says_whether_it_can_be_written(kind: str, tmp_path: Path, mon
     (tmp_path / "file").write_text("", encoding="utf-8")
     place = {"file": tmp_path / "file" / "cache", "missing": tmp_path / "a" / "b", "home": tmp_path}[kind]
     monkeypatch.setenv("HALFULP_CACHE_DIR", str(place))
-    cache = describe()["cache"]
+    cache = describe_environment()["cache"]
     assert cache["folder"] == str(place)
     assert cache["writable"] is (kind != "file")
     assert ("reason" in cache) is (kind == "file")
@@ -79,15 +81,15 @@ def test_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HALFULP_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "USERPROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
-    assert describe()["cache"] == {"folder": None, "writable": False, "reason": "no home folder"}
+    assert describe_environment()["cache"] == {"folder": None, "writable": False, "reason": "no home folder"}
 
 
 def test_variables_that_matter_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_VERBOSE", "0")
     monkeypatch.setenv("MY_TOKEN", "secret")
-    found = describe()["variables"]
+    found = describe_environment()["variables"]
     assert found["ONEDNN_VERBOSE"] == "0"
-    assert "secret" not in json.dumps(describe())
+    assert "secret" not in json.dumps(describe_environment())
 
 
 def _fake_devices(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:

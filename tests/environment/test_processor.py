@@ -19,17 +19,17 @@ def system(tmp_path, monkeypatch):
     """Let another system be asked: its kind and what its cpuinfo holds."""
 
     def become(kind: str, cpuinfo: str = "") -> None:
-        for function in (_processor.processor_name, _processor.instructions):
+        for function in (_processor.processor_name, _processor.list_instructions):
             function.cache_clear()
         path = tmp_path / "cpuinfo"
         path.write_text(cpuinfo, encoding="utf-8")
-        monkeypatch.setattr(_processor, "_CPUINFO", path if cpuinfo else tmp_path / "none")
+        monkeypatch.setattr(_processor, "_CPUINFO_FILE", path if cpuinfo else tmp_path / "none")
         monkeypatch.setattr(sys, "platform", kind)
-        monkeypatch.setattr(_processor, "_llvm_name", lambda: "neoverse-v1")
-        monkeypatch.setattr(_processor, "_llvm_features", lambda: {"neon": True, "fullfp16": True, "sve": False})
+        monkeypatch.setattr(_processor, "_read_llvm_name", lambda: "neoverse-v1")
+        monkeypatch.setattr(_processor, "_read_llvm_features", lambda: {"neon": True, "fullfp16": True, "sve": False})
 
     yield become
-    for function in (_processor.processor_name, _processor.instructions):
+    for function in (_processor.processor_name, _processor.list_instructions):
         function.cache_clear()
 
 
@@ -44,13 +44,13 @@ def system(tmp_path, monkeypatch):
 )
 def test_linux(which: str, name: str, system) -> None:
     system("linux", CPUINFO[which])
-    assert (_processor.processor_name(), _processor.instructions()) == (name, ("NEON", "FP16"))
+    assert (_processor.processor_name(), _processor.list_instructions()) == (name, ("NEON", "FP16"))
 
 
 def test_macos(system, monkeypatch) -> None:
     system("darwin")
-    monkeypatch.setattr(_processor, "_sysctl", lambda *names: "Apple M3")
-    assert (_processor.processor_name(), _processor.instructions()) == ("Apple M3", ("NEON", "FP16"))
+    monkeypatch.setattr(_processor, "_read_sysctl", lambda *names: "Apple M3")
+    assert (_processor.processor_name(), _processor.list_instructions()) == ("Apple M3", ("NEON", "FP16"))
 
 
 def test_macos_without_its_program(system) -> None:
@@ -60,7 +60,7 @@ def test_macos_without_its_program(system) -> None:
 
 def test_windows(system) -> None:
     system("win32")
-    assert (_processor.processor_name(), _processor.instructions()) == ("neoverse-v1", ("NEON", "FP16")), "of LLVM"
+    assert (_processor.processor_name(), _processor.list_instructions()) == ("neoverse-v1", ("NEON", "FP16")), "of LLVM"
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_windows(system) -> None:
     ],
 )
 def test_one_line_to_stand_beside_times(has, limits, line, monkeypatch) -> None:
-    for name in _processor.LIMITS:
+    for name in _processor.LIMITING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in limits.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(_processor, "processor_name", lambda: "Chip")
-    monkeypatch.setattr(_processor, "instructions", lambda: has)
+    monkeypatch.setattr(_processor, "list_instructions", lambda: has)
     monkeypatch.setattr(_processor, "core_count", lambda: 2)
     assert processor_line() == line

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-_CPUINFO = Path("/proc/cpuinfo")
+_CPUINFO_FILE = Path("/proc/cpuinfo")
 # What is printed, and LLVM's names of it.
-_INSTRUCTIONS = {
+_LLVM_INSTRUCTION_NAMES = {
     "AVX2": "avx2",
     "FMA": "fma",
     "F16C": "f16c",
@@ -29,11 +29,11 @@ _INSTRUCTIONS = {
     "SME": "sme",
 }
 # Instructions that multiply, or widen by one instruction, two numbers of 16 bits.
-BFLOAT16 = ("AVX512_BF16", "AVX_NE_CONVERT", "AMX_BF16", "BF16")
-FLOAT16 = ("AVX512_FP16", "AVX_NE_CONVERT", "AMX_FP16", "FP16")
-_WIDEST = ("AVX-512", "AVX2", "SVE", "NEON")
+BFLOAT16_INSTRUCTIONS = ("AVX512_BF16", "AVX_NE_CONVERT", "AMX_BF16", "BF16")
+FLOAT16_INSTRUCTIONS = ("AVX512_FP16", "AVX_NE_CONVERT", "AMX_FP16", "FP16")
+_WIDEST_VECTORS = ("AVX-512", "AVX2", "SVE", "NEON")
 # What makes torch use less than the processor has.
-LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+LIMITING_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 def processor_line() -> str:
@@ -42,14 +42,14 @@ def processor_line() -> str:
     >>> processor_line().endswith(("core", "cores")) or "limited by" in processor_line()
     True
     """
-    found = instructions()
-    shown = [next((name for name in _WIDEST if name in found), "")]
-    shown += [name for name in found if name in BFLOAT16 or name in FLOAT16]
+    found = list_instructions()
+    shown = [next((name for name in _WIDEST_VECTORS if name in found), "")]
+    shown += [name for name in found if name in BFLOAT16_INSTRUCTIONS or name in FLOAT16_INSTRUCTIONS]
     if found and len(shown) == 1:
         shown.append("no 16-bit arithmetic")
     count = core_count()
     words = ", ".join(name for name in shown if name)
-    limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
+    limits = [f"{name}={os.environ[name]}" for name in LIMITING_VARIABLES if os.environ.get(name)]
     line = f"{processor_name()}{f' ({words})' if words else ''}, {count} core{'s' if count > 1 else ''}"
     return line + (f", limited by {', '.join(limits)}" if limits else "")
 
@@ -63,21 +63,21 @@ def processor_name() -> str:
     """
     found = ""
     if sys.platform == "darwin":
-        found = _sysctl("machdep.cpu.brand_string")
-    elif rows := _cpuinfo():
+        found = _read_sysctl("machdep.cpu.brand_string")
+    elif rows := _read_cpuinfo():
         found = next((rows[key] for key in ("model name", "cpu", "cpu model") if rows.get(key)), "")
-    return " ".join((found or _llvm_name() or platform.processor() or platform.machine() or "unknown").split())
+    return " ".join((found or _read_llvm_name() or platform.processor() or platform.machine() or "unknown").split())
 
 
 @functools.cache
-def instructions() -> tuple[str, ...]:
+def list_instructions() -> tuple[str, ...]:
     """Return the names of the instructions that matter here and that LLVM finds in the processor; empty without it.
 
-    >>> set(instructions()) <= {*_INSTRUCTIONS}
+    >>> set(list_instructions()) <= {*_LLVM_INSTRUCTION_NAMES}
     True
     """
-    found = _llvm_features()
-    return tuple(name for name, own in _INSTRUCTIONS.items() if found.get(own))
+    found = _read_llvm_features()
+    return tuple(name for name, own in _LLVM_INSTRUCTION_NAMES.items() if found.get(own))
 
 
 def core_count() -> int:
@@ -91,10 +91,10 @@ def core_count() -> int:
     return os.cpu_count() or 1
 
 
-def _cpuinfo() -> dict[str, str]:
+def _read_cpuinfo() -> dict[str, str]:
     """Return the first value of each of Linux's keys; empty on other systems."""
     try:
-        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = _CPUINFO_FILE.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
     rows: dict[str, str] = {}
@@ -105,7 +105,7 @@ def _cpuinfo() -> dict[str, str]:
     return rows
 
 
-def _sysctl(*arguments: str) -> str:
+def _read_sysctl(*arguments: str) -> str:
     """Return a value that macOS tells of the machine; empty where it has none."""
     try:
         command = ["/usr/sbin/sysctl", "-n", *arguments]
@@ -116,7 +116,7 @@ def _sysctl(*arguments: str) -> str:
         return ""
 
 
-def _llvm_name() -> str:
+def _read_llvm_name() -> str:
     try:
         from llvmlite import binding
 
@@ -125,7 +125,7 @@ def _llvm_name() -> str:
         return ""
 
 
-def _llvm_features() -> Mapping[str, bool]:
+def _read_llvm_features() -> Mapping[str, bool]:
     try:
         from llvmlite import binding
 

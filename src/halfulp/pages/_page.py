@@ -127,11 +127,11 @@ def make_table(
     return Table(key, caption, heads, [[cell(one) for _, _, cell in columns] for one in of], hint)
 
 
-def share(part: float | None) -> str:
+def format_share(part: float | None) -> str:
     """Return a share from 0 to 1 as per cent, never rounded to a 0 or 100 that it is not.
 
-    >>> share(0.0), share(1e-6), share(0.1234), share(0.99999), share(1.0), share(1.1234), share(None)
-    ('0%', '<0.01%', '12.3%', '>99.9%', '100%', '112.3%', '–')
+    >>> format_share(0.0), format_share(1e-6), format_share(0.1234), format_share(0.99999), format_share(None)
+    ('0%', '<0.01%', '12.3%', '>99.9%', '–')
     """
     if part is None:
         return DASH
@@ -143,19 +143,19 @@ def share(part: float | None) -> str:
     return f"{digits.rstrip('0').rstrip('.')}%"
 
 
-def count(number: float | None) -> str:
+def format_count(number: float | None) -> str:
     """Return a count with its thousands apart.
 
-    >>> count(1234567), count(None)
+    >>> format_count(1234567), format_count(None)
     ('1,234,567', '–')
     """
     return DASH if number is None else f"{number:,}"
 
 
-def number(value: float | str | None, digits: int = 3) -> str:
+def format_number(value: float | str | None, digits: int = 3) -> str:
     """Return a number in few digits; words stand as they are.
 
-    >>> number(3e-5), number(0.25), number("inf"), number(None), number(12)
+    >>> format_number(3e-5), format_number(0.25), format_number("inf"), format_number(None), format_number(12)
     ('3e-05', '0.25', 'inf', '–', '12')
     """
     if value is None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from halfulp.kernels import same_bits
 from halfulp.observation.checkpoints import _names as _model_order
-from halfulp.observation.checkpoints._names import name_states
+from halfulp.observation.checkpoints._names import name_optimizer_states
 from halfulp.observation.checkpoints._open import open_checkpoint
 
 TRAINERS = r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
@@ -69,7 +69,7 @@ def save(folder, model, groups, *, alphabetical=True):
 def read(folder, wanted):
     """The names that were found, none of them a wrong one, and what was said."""
     unseen: list[str] = []
-    states = name_states(open_checkpoint(folder), unseen)
+    states = name_optimizer_states(open_checkpoint(folder), unseen)
     for name, state in states.items():
         moment = state.tensors["exp_avg"]
         moment = moment if isinstance(moment, torch.Tensor) else moment.read()
@@ -118,7 +118,7 @@ def test_states_under_names_with_a_prefix_of_their_own(tmp_path, seed, weights, 
     groups[0]["params"][groups[0]["params"].index(states + names[0])] = "a.stranger"
     torch.save({"state_dict": model_state, "optimizer_states": [{"state": renamed, "param_groups": groups}]}, file)
     unseen: list[str] = []
-    name_states(open_checkpoint(file), unseen)
+    name_optimizer_states(open_checkpoint(file), unseen)
     assert "no tensor of the checkpoint has such a name" in " ".join(unseen)
 
 

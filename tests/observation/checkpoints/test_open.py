@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.observation.checkpoints._names import name_states
+from halfulp.observation.checkpoints._names import name_optimizer_states
 from halfulp.observation.checkpoints._open import open_checkpoint
 
 
@@ -33,7 +33,7 @@ def check(path, model, optimizer=None):
         assert (stored.dtype, stored.shape) == (wanted[name].dtype, tuple(wanted[name].shape))
     if optimizer is not None:
         unseen: list[str] = []
-        states = name_states(found, unseen)
+        states = name_optimizer_states(found, unseen)
         assert not unseen
         for name, parameter in model.named_parameters():
             moment = states[name].tensors["exp_avg"]
@@ -102,7 +102,7 @@ def test_states_without_names_beside_safetensors_are_said(tmp_path):
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     unseen: list[str] = []
-    states = name_states(open_checkpoint(tmp_path), unseen)
+    states = name_optimizer_states(open_checkpoint(tmp_path), unseen)
     assert not states
     assert "the 6 optimizer states" in unseen[0]
     assert "named_parameters" in unseen[0]

@@ -14,7 +14,7 @@ from halfulp.observation.forecasting._layers import (
     UpdateSizes,
     compute_noise_size,
     find_freeze_step,
-    find_gaps,
+    find_neighbour_gaps,
     simulate_walk,
 )
 
@@ -24,7 +24,7 @@ def test_gaps_are_those_between_neighbours_of_a_whole_format(dtype):
     format = formats.get(dtype)
     values = torch.tensor(sorted({float(value) for value in formats.all_values(format) if abs(value) <= format.max}))
     values = values.double()
-    up, down = find_gaps(values, format)
+    up, down = find_neighbour_gaps(values, format)
     assert torch.equal(up[:-1], values.diff())
     assert torch.equal(down[1:], values.diff())
 
@@ -43,7 +43,7 @@ def test_the_share_that_moves_is_that_of_real_additions(seed):
         sizes = normal_sizes(len(weights), 1.0, 1)
         rates = torch.tensor([rate], dtype=torch.float64)
         options = {"decay": 0.0, "apart": True, "leaps": 1, "generator": torch.Generator().manual_seed(0)}
-        moved = float(simulate_walk(weights.double(), sizes, rates, formats.bf16, **options).moved[0])
+        moved = float(simulate_walk(weights.double(), sizes, rates, formats.bf16, **options).moved_shares[0])
         share = float(changed.double().mean())
         # Five standard deviations of a mean over 200,000 elements.
         assert abs(moved - share) < 5 * (share * (1 - share) / len(weights)) ** 0.5

@@ -11,15 +11,15 @@ from typing import Any, Literal
 import torch
 
 from ..._qualified_names import pattern_of
-from .._finding import Finding, Severity, in_words, listing, plain_causes, worst_severity
-from .._record import Realised, plain
+from .._finding import Finding, Severity, describe_names, find_worst_severity, listing, plain_causes
+from .._record import Realised, to_plain_data
 from ..page import write_page
 
-Status = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
-Role = Literal["parameter", "average", "buffer", "unknown"]
+TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
+TensorRole = Literal["parameter", "average", "buffer", "unknown"]
 # As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
-STATUS_WORDS: dict[Status, str] = {
+STATUS_WORDS: dict[TensorStatus, str] = {
     "nonfinite": "has NaN or infinity",
     "dtype-changed": "another dtype",
     "unchanged": "did not move",
@@ -30,7 +30,7 @@ STATUS_WORDS: dict[Status, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TensorStatistics:
     """One checkpoint's statistics of a tensor.
 
     Attributes:
@@ -77,16 +77,16 @@ class TensorAudit:
     name: str
     shape: tuple[int, ...]
     numel: int
-    role: Role
-    a: Side
-    b: Side
+    role: TensorRole
+    a: TensorStatistics
+    b: TensorStatistics
     unchanged: int
     histogram: Mapping[int, int]
     mean: float
     median: float
     largest: float
     companions_moved: bool | None
-    status: Status
+    status: TensorStatus
 
     @property
     def share_unchanged(self) -> float:
@@ -98,14 +98,14 @@ class TensorAudit:
         both = ("nan", "infinite", "zeros", "saturated", "constant", "storage")
         return {
             "name": self.name,
-            "dtypes": plain([self.a.dtype, self.b.dtype]),
+            "dtypes": to_plain_data([self.a.dtype, self.b.dtype]),
             "shape": list(self.shape),
             "role": self.role,
             "status": self.status,
             "share_unchanged": self.share_unchanged,
             "histogram": {str(key): count for key, count in sorted(self.histogram.items())},
-            **{f"{key}_change_ulps": plain(getattr(self, key)) for key in ("largest", "median", "mean")},
-            **{key: plain([getattr(self.a, key), getattr(self.b, key)]) for key in both},
+            **{f"{key}_change_ulps": to_plain_data(getattr(self, key)) for key in ("largest", "median", "mean")},
+            **{key: to_plain_data([getattr(self.a, key), getattr(self.b, key)]) for key in both},
         }
 
 
@@ -207,7 +207,7 @@ class Audit:
     @property
     def passed(self) -> bool:
         """Whether nothing above a note was found."""
-        return worst_severity(self.findings) not in ("warning", "error")
+        return find_worst_severity(self.findings) not in ("warning", "error")
 
     @property
     def advanced(self) -> int | None:
@@ -222,7 +222,7 @@ class Audit:
             found = told.get(name)
             key = pattern_of(name), row.a.dtype, row.b.dtype, row.status, found.code if found else ""
             kinds.setdefault(key, []).append(row)
-        made = [_group(rows, told.get(rows[0].name), self.share) for rows in kinds.values()]
+        made = [_make_layer_group(rows, told.get(rows[0].name), self.share) for rows in kinds.values()]
         order = {"error": 0, "warning": 1, "note": 2, None: 3}
         return sorted(made, key=lambda group: order[group.severity])
 
@@ -232,8 +232,8 @@ class Audit:
             "findings": [finding.to_dict() for finding in self.findings],
             "causes": plain_causes(self.findings),
             "tensors": [row.to_dict() for row in self.tensors.values()],
-            "states": [plain(state) for state in self.states.values()],
-            "groups": [plain(group) for group in self.groups()],
+            "states": [to_plain_data(state) for state in self.states.values()],
+            "groups": [to_plain_data(group) for group in self.groups()],
             "contract": [{"name": name, "difference": said} for name, said in self.contract],
             "share": self.share,
             "steps": self.advanced,
@@ -254,19 +254,19 @@ class Audit:
         return "\n".join([*listing(self.findings), *(groups or ["no tensors"]), *self.unseen])
 
 
-def _group(rows: list[TensorAudit], found: Finding | None, share: float) -> LayerGroup:
+def _make_layer_group(rows: list[TensorAudit], found: Finding | None, share: float) -> LayerGroup:
     first, numel = rows[0], sum(row.numel for row in rows)
     names = tuple(row.name for row in rows)
     unchanged = sum(row.unchanged for row in rows) / numel if numel else 1.0
     medians = [row.median for row in rows if not math.isnan(row.median)]
     ends = (min(medians), max(medians)) if medians else (math.nan, math.nan)
-    dtypes = " -> ".join(dict.fromkeys(plain([first.a.dtype, first.b.dtype])))
-    verdict = found.summary if found is not None else _verdict(first, unchanged, ends, share)
+    dtypes = " -> ".join(dict.fromkeys(to_plain_data([first.a.dtype, first.b.dtype])))
+    verdict = found.summary if found is not None else _describe_verdict(first, unchanged, ends, share)
     severity = found.severity if found is not None else None
-    return LayerGroup(in_words(names), names, dtypes, numel, unchanged, ends, verdict, severity)
+    return LayerGroup(describe_names(names), names, dtypes, numel, unchanged, ends, verdict, severity)
 
 
-def _verdict(row: TensorAudit, unchanged: float, median: tuple[float, float], share: float) -> str:
+def _describe_verdict(row: TensorAudit, unchanged: float, median: tuple[float, float], share: float) -> str:
     if not row.numel:
         return "empty"
     if row.status == "barely-moved":

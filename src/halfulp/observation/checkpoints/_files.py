@@ -21,7 +21,7 @@ from ...kernels import address, plain
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file.
 
     Attributes:
@@ -41,13 +41,13 @@ class Stored:
         return torch.Size(self.shape).numel()
 
 
-def wrap_tensor(tensor: Tensor, mapped: bool = True) -> Stored:
+def wrap_tensor(tensor: Tensor, mapped: bool = True) -> StoredTensor:
     """Return a tensor that is in memory, or mapped, already."""
     tensor = tensor.detach()
-    return Stored(tensor.dtype, tuple(tensor.shape), lambda: tensor, mapped)
+    return StoredTensor(tensor.dtype, tuple(tensor.shape), lambda: tensor, mapped)
 
 
-def split_tensors(stored: Sequence[Stored], most: int) -> Iterator[tuple[Tensor, ...]]:
+def split_tensors(stored: Sequence[StoredTensor], most: int) -> Iterator[tuple[Tensor, ...]]:
     """Yield the elements of stored tensors of one size in parts of at most `most`, side by side."""
     yield from zip(*(one.read().reshape(-1).split(most) for one in stored), strict=True)
 
@@ -82,14 +82,14 @@ class Checkpoint:
     """
 
     path: str
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     ordered: bool = True
     optimizers: list[OptimizerStates] = field(default_factory=list)
     contract: dict[str, Any] | None = None
     unseen: list[str] = field(default_factory=list)
     config: Path | None = None
 
-    def place(self, name: str) -> tuple[int, tuple[int, ...]] | None:
+    def find_memory_place(self, name: str) -> tuple[int, tuple[int, ...]] | None:
         """Return where in memory a tensor lies, and its shape; None where its file tells nothing of ties."""
         stored = self.tensors[name]
         if not self.ordered or not stored.mapped or not stored.numel:
@@ -100,13 +100,13 @@ class Checkpoint:
             return None
 
     @property
-    def stepped(self) -> int:
+    def stepped_count(self) -> int:
         """The number of parameters that its optimizers hold."""
         return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys)
 
 
-_REFUSED = re.compile(r"GLOBAL ([\w.]+)")
-_UNREADABLE = (
+_REFUSED_GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
+_READING_ERRORS = (
     *(RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, MemoryError),
     *(OverflowError, zipfile.BadZipFile, struct.error),
 )
@@ -122,13 +122,13 @@ def load_torch_file(path: Path) -> Any:
         if not is_zip or all(one.compress_type == zipfile.ZIP_STORED for one in zipfile.ZipFile(path).infolist()):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
     except pickle.UnpicklingError as error:
-        found = _REFUSED.search(str(error))
+        found = _REFUSED_GLOBAL_PATTERN.search(str(error))
         if found is not None:
             said = f"{path} was not loaded: it holds {found[1]}, which weights_only refuses, since loading it would run"
             said += " code from the file; save the state dicts alone, in torch.save or safetensors"
             raise ValueError(said) from None
         raise ValueError(_describe_damage(path, error)) from None
-    except _UNREADABLE as error:
+    except _READING_ERRORS as error:
         raise ValueError(_describe_damage(path, error)) from None
     raise ValueError(f"{path} was zipped again with compression: unpack it, and give what `zip -0 -r` makes of it")
 
@@ -141,7 +141,7 @@ def _describe_damage(path: Path, error: Exception) -> str:
     )
 
 
-def open_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def open_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return a file's tensors by name, in the order of the file, and its metadata."""
     from safetensors import SafetensorError, safe_open
 
@@ -157,9 +157,9 @@ def open_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     return {name: wrap_tensor(file.get_tensor(name)) for name in names}, dict(file.metadata() or {})
 
 
-METADATA = ".metadata"
+METADATA_FILE = ".metadata"
 # All that an index of tensors is made of. pickle would run whatever else a file names.
-_ALLOWED = {
+_ALLOWED_CLASSES = {
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
         "Metadata",
@@ -184,7 +184,7 @@ _ALLOWED = {
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED or (module == "torch" and find_dtype(name) is not None):
+        if (module, name) in _ALLOWED_CLASSES or (module == "torch" and find_dtype(name) is not None):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name}")
 
@@ -193,8 +193,8 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
     """Return a folder's entries by their path in the saved dict: Stored tensors, and plain values."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
-    index = _read_index(folder)
-    _check_files(folder, index)
+    index = _read_dcp_index(folder)
+    _check_dcp_files(folder, index)
     reader = FileSystemReader(folder)
     reader.set_up_storage_reader(index, is_coordinator=True)
 
@@ -215,7 +215,7 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
         if hasattr(entry, "properties"):
             if sum(torch.Size(chunk.sizes).numel() for chunk in entry.chunks) < torch.Size(entry.size).numel():
                 raise ValueError(f"{folder} lacks chunks of {name!r}: copy the checkpoint again, of all ranks")
-            found[path] = Stored(entry.properties.dtype, tuple(entry.size), functools.partial(read, name), False)
+            found[path] = StoredTensor(entry.properties.dtype, tuple(entry.size), functools.partial(read, name), False)
         elif name in records:
             with (folder / records[name].relative_path).open("rb") as file:
                 file.seek(records[name].offset)
@@ -227,69 +227,75 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
     return found, unseen
 
 
-def is_inside(name: object) -> bool:
+def is_inside_folder(name: object) -> bool:
     """Return whether an index's name of a file stays in its folder, where it may be a link to elsewhere."""
     return isinstance(name, str) and bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
-def _check_files(folder: Path, index: Any) -> None:
+def _check_dcp_files(folder: Path, index: Any) -> None:
     """Raise ValueError unless the folder holds all bytes that its index names."""
     for info in index.storage_data.values():
         file = folder / info.relative_path
-        if not is_inside(info.relative_path):
-            raise ValueError(f"{folder / METADATA} names {info.relative_path}, a file outside its folder: not read")
+        if not is_inside_folder(info.relative_path):
+            raise ValueError(
+                f"{folder / METADATA_FILE} names {info.relative_path}, a file outside its folder: not read"
+            )
         if not file.is_file():
             raise ValueError(f"{folder} lacks {info.relative_path}, which its index names: copy the whole checkpoint")
         if file.stat().st_size < info.offset + info.length:
             raise ValueError(f"{file} is truncated: its index names bytes beyond its end; copy the checkpoint again")
 
 
-def _read_index(folder: Path) -> Any:
+def _read_dcp_index(folder: Path) -> Any:
     try:
-        with (folder / METADATA).open("rb") as file:
+        with (folder / METADATA_FILE).open("rb") as file:
             found = _IndexUnpickler(file).load()
         if not all(isinstance(getattr(found, one, None), dict) for one in ("state_dict_metadata", "storage_data")):
             raise ValueError("it holds no index")
         return found
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{folder / METADATA} was not loaded: it names {error}, which no index of tensors holds, and loading it "
-            "might run code from the file"
+            f"{folder / METADATA_FILE} was not loaded: it names {error}, which no index of tensors holds, and loading "
+            "it might run code from the file"
         ) from None
     except (EOFError, OSError, AttributeError, ImportError, IndexError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{folder / METADATA} cannot be read ({type(error).__name__}: {error}): it is truncated or of another "
+            f"{folder / METADATA_FILE} cannot be read ({type(error).__name__}: {error}): it is truncated or of another "
             "version; copy the checkpoint again"
         ) from None
 
 
-_PARTITION = re.compile(r"^(zero_pp_rank_\d+_)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt$")
-_LAYER = re.compile(r"^layer_\d+-model_\d+-model_states\.pt$")
-_STEP = re.compile(r"^global_step\d+(_universal)?$")
-REMEDY = (
+_PARTITION_PATTERN = re.compile(
+    r"^(zero_pp_rank_\d+_)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt$"
+)
+_LAYER_FILE_PATTERN = re.compile(r"^layer_\d+-model_\d+-model_states\.pt$")
+_STEP_FOLDER_PATTERN = re.compile(r"^global_step\d+(_universal)?$")
+PARTITION_REMEDY = (
     "make whole weights of it by the zero_to_fp32.py that lies beside it (python zero_to_fp32.py FOLDER OUT), and give "
     "those; or save with stage3_gather_16bit_weights_on_model_save"
 )
 
 
-def is_partition(name: str) -> bool:
+def is_deepspeed_partition(name: str) -> bool:
     """Return whether a file's name is that of a partition of DeepSpeed's.
 
-    >>> is_partition("zero_pp_rank_0_mp_rank_00_optim_states.pt"), is_partition("mp_rank_00_model_states.pt")
-    (True, True)
-    >>> is_partition("model_states.pt")
-    False
+    >>> is_deepspeed_partition("zero_pp_rank_0_mp_rank_00_optim_states.pt"), is_deepspeed_partition("model_states.pt")
+    (True, False)
     """
-    return bool(_PARTITION.match(name) or _LAYER.match(name))
+    return bool(_PARTITION_PATTERN.match(name) or _LAYER_FILE_PATTERN.match(name))
 
 
-def find_partitions(folder: Path) -> list[str]:
+def find_deepspeed_partitions(folder: Path) -> list[str]:
     """Return the names of DeepSpeed's partitions in a folder, or of the folders that have them."""
     inside = sorted(folder.iterdir())
-    return [path.name for path in inside if is_partition(path.name) or (path.is_dir() and _STEP.match(path.name))]
+    return [
+        path.name
+        for path in inside
+        if is_deepspeed_partition(path.name) or (path.is_dir() and _STEP_FOLDER_PATTERN.match(path.name))
+    ]
 
 
-def refuse(path: Path, names: Iterable[str]) -> ValueError:
+def make_partition_error(path: Path, names: Iterable[str]) -> ValueError:
     """Return the error for a file or folder of partitions alone."""
     first = next(iter(names))
-    return ValueError(f"{path} holds DeepSpeed's ZeRO partitions ({first}), which are not read: {REMEDY}")
+    return ValueError(f"{path} holds DeepSpeed's ZeRO partitions ({first}), which are not read: {PARTITION_REMEDY}")

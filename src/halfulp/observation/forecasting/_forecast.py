@@ -62,17 +62,17 @@ class Forecast:
     def __str__(self) -> str:
         lines = [f"{self.rule}, {self.schedule} schedule, steps {self.start} to {self.steps}"]
         lines += ["", *listing(self.findings)]
-        lines += ["", *_align(_HEADERS, map(_row, self.layers[:_MOST]))]
-        if len(self.layers) > _MOST:
-            lines.append(f"... and {len(self.layers) - _MOST} more (.layers)")
+        lines += ["", *_align_columns(_TABLE_HEADERS, map(_make_layer_row, self.layers[:_MOST_LAYER_LINES]))]
+        if len(self.layers) > _MOST_LAYER_LINES:
+            lines.append(f"... and {len(self.layers) - _MOST_LAYER_LINES} more (.layers)")
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
 
 
-_HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost")
-_MOST = 40
+_TABLE_HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost")
+_MOST_LAYER_LINES = 40
 
 
-def _row(layer: LayerForecast) -> tuple[str, ...]:
+def _make_layer_row(layer: LayerForecast) -> tuple[str, ...]:
     frozen = "not known" if layer.updates is None else "never" if layer.freeze_step is None else f"{layer.freeze_step}"
     return (
         layer.name,
@@ -84,7 +84,7 @@ def _row(layer: LayerForecast) -> tuple[str, ...]:
     )
 
 
-def _align(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _align_columns(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return lines with columns of equal width, the first to the left and all others to the right."""
     lines = [headers, *rows]
     first, *widths = (max(map(len, column)) for column in zip(*lines))
