@@ -87,12 +87,12 @@ def _grade_gradient_sums(parameter: ParameterRecord) -> Severity | None:
     )
 
 
-FEWEST_AVERAGE_CHANGES = 16
+FEWEST_CHANGES = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
 REALISED_AVERAGE_WARNING = 0.5
 REALISED_AVERAGE_ERROR = 0.1
 # An average that takes in what is new changes nearly everywhere; a few elements may stand still by chance.
-STUCK_SHARE_UNCHANGED = 0.95
+STUCK_SHARE = 0.95
 
 
 @register_finding
@@ -110,13 +110,13 @@ class AverageStuck(FindingKind):
         for name, average in record.averages.items():
             change = average.change
             realised = change.realised_share
-            if change.seen < FEWEST_AVERAGE_CHANGES or realised is None or not realised < REALISED_AVERAGE_WARNING:
+            if change.seen < FEWEST_CHANGES or realised is None or not realised < REALISED_AVERAGE_WARNING:
                 continue
             retention = "" if average.retention is None else f", of which a step keeps {average.retention:.6g}"
             yield self.found(
                 name,
                 "note" if is_wide_dtype(average.dtype) else "error" if realised < REALISED_AVERAGE_ERROR else "warning",
-                compute_confidence(change.seen, FEWEST_AVERAGE_CHANGES),
+                compute_confidence(change.seen, FEWEST_CHANGES),
                 f"{format_percent(change.lost_share)} of changes lost in {dtype_name(average.dtype)}{retention}",
                 cure=self.cure_in(average.dtype),
                 retention=average.retention,
@@ -126,23 +126,12 @@ class AverageStuck(FindingKind):
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         moved = any(row.status == "changed" and row.role != "average" for row in audit.tensors.values())
         for name, row in audit.tensors.items():
-            if (
-                row.role != "average"
-                or not moved
-                or row.numel < FEWEST_AVERAGE_CHANGES
-                or not is_narrow_dtype(row.a.dtype)
-            ):
+            if row.role != "average" or not moved or row.numel < FEWEST_CHANGES or not is_narrow_dtype(row.a.dtype):
                 continue
-            if (
-                row.share_unchanged < STUCK_SHARE_UNCHANGED
-                or row.companions_moved
-                or row.b.nonfinite
-                or row.b.constant == 0
-            ):
+            if row.share_unchanged < STUCK_SHARE or row.companions_moved or row.b.nonfinite or row.b.constant == 0:
                 continue
-            said = (
-                f"{format_percent(row.share_unchanged)} unchanged in {dtype_name(row.a.dtype)}, while the weights moved"
-            )
+            share = format_percent(row.share_unchanged)
+            said = f"{share} unchanged in {dtype_name(row.a.dtype)}, while the weights moved"
             severity: Severity = "error" if row.status == "unchanged" else "warning"
             yield self.found(name, severity, 0.8, said, unchanged=row.share_unchanged, elements=row.numel)
 

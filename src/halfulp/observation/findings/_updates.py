@@ -90,9 +90,7 @@ def is_update_kept_beside(parameter: ParameterRecord) -> bool:
     return parameter.weight_update not in ("nearest", "none")
 
 
-TOO_SMALL_FOR_KAHAN_CURE = (
-    "keep these in float32, or weight_update='split' of hu.optim: the updates are too small for 'kahan'"
-)
+SPLIT_CURE = "keep these in float32, or weight_update='split' of hu.optim: the updates are too small for 'kahan'"
 NO_GRADIENT_CURE = "see whether the loss depends on it; set requires_grad=False if it is to stay"
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
 FROZEN_SHARE_WARNING = 0.02
@@ -189,12 +187,12 @@ class NeverStepped(FindingKind):
 
 
 # In units of the standard deviation: a chance of one in 10^8 per tensor, of which a model has hundreds.
-MOST_DEVIATIONS = 6.0
+DEVIATION_LIMIT = 6.0
 # A correlation below a tenth leaves at least 99% of the variance independent: it slows no average down.
 CORRELATION_LIMIT = 0.1
-FEWEST_ROUNDED_ELEMENTS = 256
+FEWEST_ROUNDED = 256
 # Of small updates few are rounded up, and each that is by chance in two steps looks like a large correlation.
-FEWEST_COINCIDENCES = 6
+COINCIDENCES = 6
 
 
 @register_finding
@@ -208,11 +206,11 @@ class RandomBitsRepeat(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             rounding = parameter.rounding
-            if rounding is None or rounding.seen < FEWEST_ROUNDED_ELEMENTS:
+            if rounding is None or rounding.seen < FEWEST_ROUNDED:
                 continue
             steps = max(1, len(record.sampled_steps))
             yield from self._find_repeated_bits(
-                name, rounding, steps, compute_confidence(rounding.seen, FEWEST_ROUNDED_ELEMENTS)
+                name, rounding, steps, compute_confidence(rounding.seen, FEWEST_ROUNDED)
             )
 
     def _find_repeated_bits(
@@ -222,9 +220,7 @@ class RandomBitsRepeat(FindingKind):
         seen, opened = rounding.seen, rounding.variance / steps
         # No decision's variance is over a quarter, so that chance correlates them by at most half of 1 over the root.
         least = (
-            max(CORRELATION_LIMIT, MOST_DEVIATIONS / 2 / opened**0.5, FEWEST_COINCIDENCES / opened)
-            if opened
-            else float("inf")
+            max(CORRELATION_LIMIT, DEVIATION_LIMIT / 2 / opened**0.5, COINCIDENCES / opened) if opened else float("inf")
         )
         # Of ranks the record has what chance does not explain.
         for what, correlation, limit in (
@@ -237,7 +233,7 @@ class RandomBitsRepeat(FindingKind):
         deviations = rounding.excess / rounding.variance**0.5 if rounding.variance > 0 else 0.0
         # A bias of a hundredth of a spacing per rounding is as small as the rounding of float32 arithmetic before it.
         bias = rounding.excess / seen
-        if abs(deviations) > MOST_DEVIATIONS and abs(bias) > 0.01:
+        if abs(deviations) > DEVIATION_LIMIT and abs(bias) > 0.01:
             way = "up" if bias > 0 else "down"
             said = f"rounds {way} too often by {abs(bias):.2g}, {abs(deviations):.3g} standard deviations"
             yield self.found(name, "error", confidence, said, bias=bias, deviations=deviations, seen=seen)
@@ -282,7 +278,7 @@ class UpdatesLost(FindingKind):
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, state, row in _list_rounded_to_nearest(audit):
+        for name, state, row in _list_rounded(audit):
             update = state.update
             if update is None or update.seen < FEWEST_UPDATES:
                 continue
@@ -295,7 +291,7 @@ class UpdatesLost(FindingKind):
                 severity, confidence = "warning", 0.5
                 said += ", unless wider weights are kept elsewhere"
             too_small = not is_wide_dtype(row.b.dtype) and state.lost_by.get("kahan", 0) > 0.5
-            cure = TOO_SMALL_FOR_KAHAN_CURE if too_small else self.cure_in(row.b.dtype)
+            cure = SPLIT_CURE if too_small else self.cure_in(row.b.dtype)
             code = write_optimizer_code(None, 'weight_update="split"') if too_small else None
             yield self.found(
                 name, severity, confidence, said, cure=cure, write=code, **_make_lost_evidence(update, state, row)
@@ -363,7 +359,7 @@ class WeightDecayLost(FindingKind):
                 )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, state, row in _list_rounded_to_nearest(audit):
+        for name, state, row in _list_rounded(audit):
             decay = state.decay
             realised = None if decay is None else decay.realised_share
             if (
@@ -519,7 +515,7 @@ class WeightFrozen(FindingKind):
         return self.found(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
 
 
-def _list_rounded_to_nearest(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]:
+def _list_rounded(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]:
     """Yield the parameters that nothing wider stands beside and that no other rounding updates."""
     for name, state in audit.states.items():
         row = audit.tensors.get(name)
