@@ -91,7 +91,7 @@ class Finding:
 
 
 def describe_names(names: Iterable[str]) -> str:
-    """Return names as few words: those that differ in numbers alone as one, with the numbers in braces.
+    """Return names in few words; names that differ only in their numbers are one, with the numbers in braces.
 
     >>> describe_names(["head.weight"]), describe_names(["layers.0.bias", "layers.1.bias", "head.bias"])
     ('head.weight', 'layers.{0,1}.bias, head.bias')
@@ -241,12 +241,12 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        """The diagnosis in one line: of those that are as bad as the first."""
+        """The diagnosis, in one line, of the own findings that are as severe as the first."""
         return diagnose_findings([one for one in self.own_findings if one.severity == self.head_finding.severity])
 
 
 def group_by_cause(findings: Iterable[Finding]) -> list[Cause]:
-    """Put together what has one cause: one code and cure at any place, and what is explained by it at the same place.
+    """Group findings by their cause: one code and cure at any place, and its consequences at its own place.
 
     Notes of a code stay apart from its warnings and errors.
 
@@ -281,7 +281,7 @@ def _has_same_cure(one: Finding, other: Finding) -> bool:
 
 
 def _have_one_cause(cause: Finding, finding: Finding) -> bool:
-    """Return whether two findings are of one cause: at the same place, or where the same lines of code mend both."""
+    """Return whether one finding explains the other, at one place or where one piece of code mends both."""
     follows, leads = cause.code in finding.explained_by, finding.code in cause.explained_by
     if cause.write != "" and cause.write == finding.write:
         return follows or leads
@@ -289,7 +289,7 @@ def _have_one_cause(cause: Finding, finding: Finding) -> bool:
 
 
 def diagnose_findings(findings: Sequence[Finding]) -> str:
-    """Return in one line what findings of one code say together, the numbers those of the worst.
+    """Return one sentence for all findings of one code, with the numbers of the worst.
 
     >>> says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
     >>> rows = [
@@ -411,7 +411,7 @@ TEXT_WHERE_REST_STANDS = "in `findings`, on the page and in its JSON"
 
 
 def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
-    """Return lines that list findings, those of one cause together.
+    """Return lines of text that list findings, grouped by their cause.
 
     Args:
         findings: in the order of `rank_findings`.

@@ -180,7 +180,7 @@ class LossAllocation:
         return cast("dict[str, Any]", plain)
 
     def __str__(self) -> str:
-        """A table of parameters, those first whose rounding cost most."""
+        """Return a table of the parameters, the largest cost of rounding first."""
         lines = [
             f"loss {self.first:.6g} -> {self.last:.6g} in {self.steps} steps: change {self.change:+.4g}, allocated "
             f"{self.allocated:+.4g} ({self.error:.3%} off)"

@@ -293,7 +293,7 @@ def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: f
 def _split_companions(
     tensors: Mapping[str, StoredTensor],
 ) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
-    """Return tensors by name, and those beside them that hold a scale or further components."""
+    """Return tensors by name, and the scales and further components beside each of them."""
     bases: dict[str, StoredTensor] = {}
     beside: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in tensors.items():
@@ -337,7 +337,7 @@ def find_tied_names(checkpoint: Checkpoint, held: set[str]) -> dict[str, str]:
 
 
 def _leave_out_tied_names(checkpoint: Checkpoint, names: list[str]) -> list[str]:
-    """Return those of some names to whose memory no other name leads, as files without tied names leave out."""
+    """Return the names whose memory has no other name: files may leave out the further names of tied tensors."""
     places = {name: checkpoint.find_memory_place(name) for name in checkpoint.tensors} if names else {}
     times = Counter(places.values())
     return [name for name in names if places[name] is None or times[places[name]] == 1]

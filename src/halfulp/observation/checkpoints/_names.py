@@ -30,7 +30,7 @@ _NO_DECAY_PATTERN = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_no
 
 
 def list_decay_rules(tensors: Mapping[str, StoredTensor]) -> list[DecayRule]:
-    """Return the usual rules of who decays: of transformers by name, the same with norms by shape, matrices alone."""
+    """Return the usual rules of weight decay: by names as transformers, with norms told by shape, matrices alone."""
     vectors = {
         name.rpartition(".")[0]
         for name, stored in tensors.items()
@@ -44,7 +44,7 @@ def list_decay_rules(tensors: Mapping[str, StoredTensor]) -> list[DecayRule]:
 
 
 def order_by_config(config: Path, tensors: Mapping[str, StoredTensor]) -> tuple[list[str], DecayRule] | None:
-    """Return the names of a model of transformers in its own order, and who decays under its Trainer.
+    """Return the parameter names of a transformers model in its own order, and its Trainer's rule of weight decay.
 
     The model is made from its config on the meta device, by the class of the installed transformers that it names; code
     beside the config is not run.
@@ -322,7 +322,7 @@ def _split_into_entries(tensor: Tensor) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, StoredTensor]:
-    """Return the model's tensors by name, those of averages under "ema."."""
+    """Return the model's tensors by name, and tensors of averages under "ema."."""
     while leaves and len({where[0] for where in leaves}) == 1 and all(len(where) > 1 for where in leaves):
         leaves = {where[1:]: leaf for where, leaf in leaves.items()}
     groups: dict[Any, _TensorsByPath] = {}

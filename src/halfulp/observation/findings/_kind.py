@@ -58,11 +58,11 @@ class FindingKind:
         return ()
 
     def in_audit(self, audit: Any) -> Iterable[Finding]:
-        """Find it in two checkpoints that `hu.audit` compared."""
+        """Yield this kind's findings from two checkpoints that `hu.audit` compared."""
         return ()
 
     def in_forecast(self, forecast: Any) -> Iterable[Finding]:
-        """Find it in what `hu.forecast` computed."""
+        """Yield this kind's findings from a forecast of `hu.forecast`."""
         return ()
 
     def found(

@@ -25,7 +25,7 @@ GRADIENT_ROLES: tuple[Role, ...] = ("activation gradient", "weight gradient")
 
 
 def get_storage_format(tensor: TensorRecord) -> Format | None:
-    """Return the format of a tensor's dtype; None for what is none, such as integers."""
+    """Return the format of a tensor's dtype; None for integers and other dtypes without a format."""
     try:
         return formats.get(tensor.dtype)
     except ValueError:
@@ -161,7 +161,7 @@ class ActivationUnderflow(FindingKind):
 
 
 def _has_output_vanished(tensor: TensorRecord, held_in: Format) -> bool:
-    """Return whether outputs are zeros because what they are made of is below their format's numbers."""
+    """Return whether all outputs are zeros because inputs times weights underflow in their format."""
     if tensor.steps < FEWEST_ZERO_STEPS or not tensor.elements or tensor.zeros < tensor.elements:
         return False
     return tensor.input_amax is not None and is_rounded_to_zero(tensor.input_amax, tensor.weight_amax, held_in)
@@ -442,7 +442,7 @@ def _is_all_zero(tensor: TensorRecord) -> bool:
 
 
 def _has_gradient_vanished(record: Record, tensor: TensorRecord, held_in: Format) -> bool:
-    """Return whether gradients that are all zeros were lost where they are: those that they come from are not zeros."""
+    """Return whether all gradients of a tensor are zeros though the gradients that they are computed from are not."""
     # Exponents of their own move gradients between modules.
     if record.sites or tensor.steps < FEWEST_VANISHED_STEPS or not tensor.elements or not _is_all_zero(tensor):
         return False

@@ -301,7 +301,7 @@ def make_inputs_from_weights(
     saved: Mapping[str, Mapping[str, Any]] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Inputs:
-    """Return all floating-point weights as those of a named optimizer, with states where a checkpoint has them.
+    """Return the inputs of a forecast from floating-point weights, under a named optimizer and its saved states.
 
     The optimizer and its options are those given, else what a checkpoint saved for a parameter, else AdamW and an
     optimizer's own defaults. Without a learning rate each parameter has the one that it was saved with.
@@ -365,7 +365,7 @@ def _may_be_weight(tensor: Tensor) -> bool:
 
 
 def list_trained_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the named parameters of a module that train, but those of averages beside them."""
+    """Return the named parameters of a module that train, without the parameters of AveragedModels inside it."""
     averages = [one for one in model.modules() if isinstance(one, AveragedModel) and one is not model]
     apart = {id(p) for one in averages for p in one.parameters()}
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart]

@@ -224,7 +224,7 @@ def make_history_panels(history: Sequence[PlainData]) -> dict[str, Any] | None:
 
 
 def describe_history(history: Sequence[PlainData]) -> str:
-    """Describe the curves for readers who cannot see them."""
+    """Return a description of the curves in words, for readers of the page who cannot see them."""
     said = [f"{len(history):,} steps on record"]
     for key, word in (("loss", "loss"), ("loss_scale", "loss scale"), ("lr", "learning rate")):
         points = _list_curve_points(history, key)
