@@ -38,12 +38,12 @@ def widened_dtypes() -> tuple[torch.dtype, ...]:
 @contextlib.contextmanager
 def float32_products_of(*dtypes: torch.dtype) -> Iterator[None]:
     """Compute the products of these dtypes in float32, and of no others, inside a block and in the whole process."""
-    global _forced
-    before, _forced = _forced, dtypes
+    global _forced_dtypes
+    before, _forced_dtypes = _forced_dtypes, dtypes
     try:
         yield
     finally:
-        _forced = before
+        _forced_dtypes = before
 
 
 def find_native_dtypes() -> tuple[torch.dtype, ...]:

@@ -129,6 +129,6 @@ def _read_llvm_features() -> Mapping[str, bool]:
     try:
         from llvmlite import binding
 
-        return binding.get_host_cpu_features()
+        return dict(binding.get_host_cpu_features())
     except Exception:  # missing, of a library that does not load, or a processor that LLVM does not know
         return {}
