@@ -62,7 +62,7 @@ def digits(seed: int) -> Table:
     import torch
 
     from halfulp.arithmetic._float32_products import product
-    from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
+    from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, float32_products_of
 
     columns = {"operator": "", "dtype": "", "shapes": "", "from float64": ".3f", "gradients from float64": ".3f"}
     table = Table(f"Units of the last place, {SHAPES} shapes, seed {seed}", columns | {"from torch's own": ".3f"})
@@ -78,7 +78,7 @@ def digits(seed: int) -> Table:
         return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))]
 
     for name, function, shapes, options in cases:
-        for dtype in NARROW:
+        for dtype in SIXTEEN_BIT_DTYPES:
             x = [torch.randn(shape).to(dtype) for shape in shapes]
             cotangent = torch.randn_like(function(*(y.float() for y in x), **options)).to(dtype)
             exact = run(function, [y.double() for y in x], options, cotangent)
@@ -87,7 +87,7 @@ def digits(seed: int) -> Table:
                 mine = run(lambda *y, f=function, **o: product(f, y, o), x, options, cotangent)
             row = [_distance(mine[0], exact[0], sums[0], dtype)]
             row.append(max(_distance(a, b, s, dtype) for a, b, s in zip(mine[1:], exact[1:], sums[1:])))
-            if dtype in native_dtypes():
+            if dtype in find_native_dtypes():
                 row.append(_distance(mine[0], function(*x, **options).double(), sums[0], dtype))
             key = name, str(dtype).removeprefix("torch.")
             before = found.setdefault(key, [0.0] * len(row))
@@ -143,10 +143,10 @@ def speed() -> Table:
     import torch
 
     from halfulp.arithmetic._float32_products import product
-    from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
+    from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, float32_products_of
 
     set_threads(1)
-    natives = {str(dtype).removeprefix("torch.") for dtype in native_dtypes()}
+    natives = {str(dtype).removeprefix("torch.") for dtype in find_native_dtypes()}
     figures = ("forward", "forward, torch's own", "with backward", "with backward, torch's own")
     columns = {"operator": "", "dtype": "", **dict.fromkeys(figures, ".2f"), "float32 ms": ".3f"}
     table = Table("Multiples of float32's CPU time, one thread", columns)
@@ -165,7 +165,7 @@ def speed() -> Table:
         return run
 
     for name, (function, shapes, options) in _speed_cases().items():
-        for dtype in NARROW:
+        for dtype in SIXTEEN_BIT_DTYPES:
             cells: dict[str, Any] = {"operator": name, "dtype": str(dtype).removeprefix("torch.")}
             with float32_products_of(dtype):
                 for backward, at in ((False, 0), (True, 2)):
@@ -180,7 +180,7 @@ def speed() -> Table:
             cells["met"] = cells["with backward"] <= MOST if " 64" not in name and "mv" not in name else None
             table.add(**cells)
     for kind in ("LSTM", "GRU", "RNN"):
-        for dtype in NARROW:
+        for dtype in SIXTEEN_BIT_DTYPES:
             plain, mine = _recurrent(kind, torch.float32), _recurrent(kind, dtype)
             with float32_products_of(dtype):
                 timed = measure([Contender("float32", plain), Contender("mine", mine)], "float32", threads=1, rounds=7)

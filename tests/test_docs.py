@@ -20,7 +20,7 @@ from docs.fillers.library import additions, lines_of_code
 
 import halfulp as hu
 from halfulp._torch_floor import is_older
-from halfulp.observation.findings import KINDS, _kind
+from halfulp.observation.findings import FINDING_KINDS, _kind
 
 from .kernels.triton.interpreted import interpreted
 
@@ -109,7 +109,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path, m
     older = is_older(torch.__version__, PINNED)
     monkeypatch.chdir(tmp_path)
     # A code of the page's own would be found in the runs of other tests.
-    monkeypatch.setattr(_kind, "KINDS", dict(KINDS))
+    monkeypatch.setattr(_kind, "FINDING_KINDS", dict(FINDING_KINDS))
     namespace: dict = {"__name__": "page"}
     for _, code, output, line in blocks(page.read_text()):
         said = io.StringIO()

@@ -8,7 +8,7 @@ from torch.ops import aten
 
 import halfulp as hu
 from halfulp._names import described
-from halfulp.observation.findings import KINDS, FindingKind, register_finding
+from halfulp.observation.findings import FINDING_KINDS, FindingKind, register_finding
 from halfulp.optim._storage import BF16
 from halfulp.scaled._registry import FAMILIES, Family, register_family
 from halfulp.trials.tasks import names as task_names
@@ -76,7 +76,7 @@ KIND = {
         hu.recipes.names,
     ),
     "task": (task, "digits", task_names),
-    "finding": (finding, "updates-lost", lambda: KINDS),
+    "finding": (finding, "updates-lost", lambda: FINDING_KINDS),
     "rounding": (rounding, "nearest", hu.rounding.rounding_names),
     "state store": (state_store, "8bit", lambda: ["8bit", *described("state store")]),
     "family": (lambda name, words: register_family(Family(name, words or "", "s")), "bilinear", lambda: FAMILIES),

@@ -11,10 +11,10 @@ INSTRUMENTS = {"observe": "`hu.observe`", "audit": "`hu.audit`", "forecast": "`h
 @place
 def findings_index() -> str:
     """All codes, by the files of the source, with what they say and what shows them."""
-    from halfulp.observation.findings import KINDS
+    from halfulp.observation.findings import FINDING_KINDS
 
     rooms: dict[str, list[list[str]]] = {}
-    for code, kind in sorted(KINDS.items()):
+    for code, kind in sorted(FINDING_KINDS.items()):
         if not kind.__module__.startswith("halfulp."):
             continue  # a user's
         about = (sys.modules[kind.__module__].__doc__ or "").removeprefix("Findings about ").partition(":")[0]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfulp.arithmetic._float32_products import PRODUCTS, product
-from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
+from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, float32_products_of
 from halfulp.kernels import report, same_bits
 
 from .product_cases import CALLS, Call, lstm
@@ -16,7 +16,7 @@ from .product_cases import CALLS, Call, lstm
 BY_NAME = pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 # torch adds rounded products up.
 ROUNDED_ON_THE_WAY = ("addbmm", "bilinear")
-DTYPES = pytest.mark.parametrize("dtype", NARROW, ids=["bf16", "fp16"])
+DTYPES = pytest.mark.parametrize("dtype", SIXTEEN_BIT_DTYPES, ids=["bf16", "fp16"])
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _seeded(seed):
 def widened(call: Call, operands: list[Tensor], cotangent: Tensor | None = None) -> list[Tensor]:
     """The product and, with a gradient of it, the operands' gradients."""
     leaves = [x.detach().requires_grad_(cotangent is not None) for x in operands]
-    with float32_products_of(*NARROW):
+    with float32_products_of(*SIXTEEN_BIT_DTYPES):
         out = _through(call, leaves)
     return _results(out, leaves, cotangent)
 
@@ -86,7 +86,7 @@ def test_is_the_exact_product_rounded_once(call, dtype):
 @BY_NAME
 @DTYPES
 def test_differs_from_torchs_narrow_kernels_by_the_order_of_sums(call, dtype, needs_torch):
-    if dtype not in native_dtypes() or not call.linear or call.name in ROUNDED_ON_THE_WAY:
+    if dtype not in find_native_dtypes() or not call.linear or call.name in ROUNDED_ON_THE_WAY:
         pytest.skip("torch has no kernel of instructions for it here, and its loops round their sums on the way")
     if call.name == "addmv":
         needs_torch("addmv of bfloat16 that rounds once")

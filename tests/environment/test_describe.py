@@ -1,4 +1,4 @@
-"""What a bug report needs: whole on every machine, even where a part is broken, and the doubts that it names."""
+"""What a bug report needs: whole on every machine, even where a part is broken."""
 
 import json
 import os
@@ -10,13 +10,13 @@ import torch
 
 import halfulp
 from halfulp import environment
-from halfulp.environment import _describe, describe, lines
+from halfulp.environment import _describe, describe_environment, list_environment_lines
 
-PARTS = ["versions", "system", "processor", "torch", "products", "engines", "cache", "devices", "variables", "doubts"]
+PARTS = ["versions", "system", "processor", "torch", "products", "engines", "cache", "devices", "variables"]
 
 
 def test_every_part_is_there_and_plain() -> None:
-    found = describe()
+    found = describe_environment()
     assert list(found) == PARTS
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["versions"]["halfulp"] == halfulp.__version__
@@ -27,11 +27,11 @@ def test_every_part_is_there_and_plain() -> None:
 
 
 def test_lines_say_all_of_it() -> None:
-    found = describe()
-    said = " ".join(f"{what} {here}" for what, here in lines(found))
+    found = describe_environment()
+    said = " ".join(f"{what} {here}" for what, here in list_environment_lines(found))
     for value in (*filter(None, found["versions"].values()), *found["processor"]["instructions"]):
         assert value in said
-    assert all(len(line) == 2 and all(line) for line in lines(found))
+    assert all(len(line) == 2 and all(line) for line in list_environment_lines(found))
 
 
 def test_a_broken_part_says_why_and_the_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,11 +40,13 @@ def test_a_broken_part_says_why_and_the_rest_is_there(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(_describe, "_list_devices", broken)
     monkeypatch.setattr(_describe, "_describe_torch", broken)
-    found = describe()
+    found = describe_environment()
     assert list(found) == PARTS
     assert found["devices"] == {"error": "RuntimeError: NVML: driver/library version mismatch"}
     assert found["versions"]["halfulp"] == halfulp.__version__
-    assert ("devices error", "RuntimeError: NVML: driver/library version mismatch") in list(lines(found))
+    assert ("devices error", "RuntimeError: NVML: driver/library version mismatch") in list(
+        list_environment_lines(found)
+    )
 
 
 def test_without_torch(in_bare_process) -> None:
@@ -68,7 +70,7 @@ def test_the_cache_says_whether_it_can_be_written(kind: str, tmp_path: Path, mon
     (tmp_path / "file").write_text("", encoding="utf-8")
     place = {"file": tmp_path / "file" / "cache", "missing": tmp_path / "a" / "b", "home": tmp_path}[kind]
     monkeypatch.setenv("HALFULP_CACHE_DIR", str(place))
-    cache = describe()["cache"]
+    cache = describe_environment()["cache"]
     assert cache["folder"] == str(place)
     assert cache["writable"] is (kind != "file")
     assert ("reason" in cache) is (kind == "file")
@@ -79,15 +81,15 @@ def test_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HALFULP_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "USERPROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
-    assert describe()["cache"] == {"folder": None, "writable": False, "reason": "no home folder"}
+    assert describe_environment()["cache"] == {"folder": None, "writable": False, "reason": "no home folder"}
 
 
 def test_variables_that_matter_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_VERBOSE", "0")
     monkeypatch.setenv("MY_TOKEN", "secret")
-    found = describe()["variables"]
+    found = describe_environment()["variables"]
     assert found["ONEDNN_VERBOSE"] == "0"
-    assert "secret" not in json.dumps(describe())
+    assert "secret" not in json.dumps(describe_environment())
 
 
 def _fake_devices(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
@@ -116,49 +118,16 @@ def test_devices_have_names_and_what_a_driver_does_not_tell_is_its_error(hip, mo
     assert ("ROCm" in engine or "triton is not installed" in engine) if hip else engine.startswith(("triton", "refer"))
 
 
-X86, ARM = "x86_64", "aarch64"
-SAYS = [
-    (X86, ("AVX2",), "AVX512", {}, {}, "torch uses AVX-512, which the system does not list"),
-    (X86, ("AVX2", "AVX-512"), "AVX2", {}, {}, "torch uses AVX2 where the processor has AVX-512"),
-    (X86, ("AVX2", "AVX-512"), "AVX2", {}, {"ATEN_CPU_CAPABILITY": "avx2"}, "AVX-512: ATEN_CPU_CAPABILITY=avx2"),
-    (X86, ("AVX-512",), "AVX512", {"bfloat16": "native"}, {}, "no instruction for it"),
-    (X86, ("AVX-512", "AVX512_BF16"), "AVX512", {"bfloat16": "no instructions"}, {}, "although the processor has"),
-    (ARM, ("NEON", "BF16"), "DEFAULT", {"bfloat16": "no instructions"}, {}, "although the processor has BF16"),
-    (X86, (), "AVX2", {}, {}, "are not known"),
-    (X86, ("AVX2",), "AVX2", {}, {"HALFULP_CPU_FEATURES": "+avx2,+avx512f"}, "asks for AVX-512"),
-    (X86, ("AVX2",), "AVX2", {"bfloat16": "no instructions"}, {"HALFULP_CPU_FEATURES": "+avx2,-avx512f"}, None),
-    (ARM, ("NEON",), "DEFAULT", {"bfloat16": "no instructions"}, {}, None),
-    (X86, ("AVX2",), "AVX2", {"error": "ModuleNotFoundError: No module named 'torch'"}, {}, None),
-    (X86, ("AVX-512", "AVX512_BF16"), "AVX512", {"bfloat16": "native"}, {}, None),
-]
-
-
-@pytest.mark.parametrize(("machine", "has", "capability", "products", "variables", "doubt"), SAYS)
-def test_a_processor_of_which_torch_says_something_else_is_named(
-    machine, has, capability, products, variables, doubt, monkeypatch
-) -> None:
-    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "HALFULP_CPU_FEATURES"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(_describe, "instructions", lambda: has)
-    monkeypatch.setattr(_describe.platform, "machine", lambda: machine)
-    found = {"torch": {"processor capability": capability}, "products": products}
-    doubts = list(_describe._list_doubts(found))
-    assert len(doubts) == (doubt is not None), doubts
-    assert doubt is None or doubt in doubts[0]
-
-
 def test_products_follow_what_switches_instructions_off(in_bare_process) -> None:
     # oneDNN reads its variable once: before it does, in some versions of torch as torch._dynamo is imported.
     program = "from halfulp.environment import describe\nprint(describe()['products'])"
     assert "'bfloat16': 'float32 (no instructions)'" in in_bare_process(program, ONEDNN_MAX_CPU_ISA="SSE41")
 
 
-def test_a_misspelt_wish_for_products_is_a_doubt(in_process) -> None:
-    program = "from halfulp.environment import describe\nprint(describe()['doubts'])"
+def test_a_misspelt_wish_for_products_is_said(in_process) -> None:
+    program = "from halfulp.environment import describe\nprint(describe()['products'])"
     said = in_process(program, HALFULP_FLOAT32_PRODUCTS="yes")
-    assert "are refused: HALFULP_FLOAT32_PRODUCTS='yes' is unknown: choose one of auto, always, never" in said
+    assert "HALFULP_FLOAT32_PRODUCTS='yes' is unknown: choose one of auto, always, never" in said
 
 
 def test_the_package_hands_on_what_it_says() -> None:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from halfulp.environment._narrow_products import NARROW, native_dtypes, widened_dtypes
+from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, widened_dtypes
 
 PROGRAM = """
 import torch
@@ -16,11 +16,11 @@ print([str(dtype) for dtype in widened_dtypes()])
 
 
 def test_every_dtype_is_native_or_widened():
-    if widened_dtypes() != NARROW:
-        assert sorted(map(str, native_dtypes() + widened_dtypes())) == sorted(map(str, NARROW))
+    if widened_dtypes() != SIXTEEN_BIT_DTYPES:
+        assert sorted(map(str, find_native_dtypes() + widened_dtypes())) == sorted(map(str, SIXTEEN_BIT_DTYPES))
 
 
-@pytest.mark.parametrize(("wish", "wanted"), [("always", NARROW), ("never", ())])
+@pytest.mark.parametrize(("wish", "wanted"), [("always", SIXTEEN_BIT_DTYPES), ("never", ())])
 def test_a_wish_is_read(wish, wanted, in_bare_process):
     assert in_bare_process(PROGRAM, HALFULP_FLOAT32_PRODUCTS=wish).strip() == str([str(dtype) for dtype in wanted])
 
@@ -31,7 +31,7 @@ def test_the_variable_of_onednn_is_read():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env={**os.environ, **variables}, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == str([str(dtype) for dtype in NARROW])
+    assert done.stdout.strip() == str([str(dtype) for dtype in SIXTEEN_BIT_DTYPES])
 
 
 def test_an_unknown_wish_is_refused(in_bare_process):

@@ -11,8 +11,8 @@ from halfulp.observation._record import (
     Record,
     StepRecord,
     TensorRecord,
-    plain,
     plain_record,
+    to_plain_data,
 )
 
 
@@ -53,6 +53,6 @@ def test_of_a_groups_options_numbers_stay() -> None:
 
 
 def test_an_empty_record() -> None:
-    data = plain(Record())
+    data = to_plain_data(Record())
     assert data["parameters"] == data["tensors"] == data["averages"] == []
     assert data["loss_dtype"] is None

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from halfulp.pages import check_writable, render, require, write_whole
-from halfulp.pages._page import embedded
 
 
 @pytest.fixture
@@ -22,7 +21,7 @@ def template(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (folder / "own.css").write_text("i { color: red }\n")
     (folder / "x.html.j2").write_text(
         '{% extends "base.html.j2" %}{% set command = "test" %}{% block style %}{{ source("own.css") }}{% endblock %}'
-        '{% block content %}<h1>{{ text }}</h1><script type="application/json">{{ embedded(data) }}</script>'
+        '{% block content %}<h1>{{ text }}</h1><script type="application/json">{{ data | tojson }}</script>'
         "{% endblock %}"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -39,14 +38,15 @@ def test_values_are_escaped_and_data_cannot_end_its_element(template: str) -> No
 
 
 @pytest.mark.parametrize("data", [{"a": "<&>\u2028"}, [], {"x": [1, None, 0.1]}])
-def test_embedded_data_is_read_back(data: object) -> None:
-    assert json.loads(embedded(data)) == data
+def test_embedded_data_is_read_back(template: str, data: object) -> None:
+    text = render(template, "x.html.j2", data=data)
+    assert json.loads(text.partition('application/json">')[2].partition("</script>")[0]) == data
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_numbers_that_json_lacks_are_refused(number: float) -> None:
+def test_numbers_that_json_lacks_are_refused(template: str, number: float) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
-        embedded({"x": number})
+        render(template, "x.html.j2", data={"x": number})
 
 
 def test_what_is_missing_is_named_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,14 +165,6 @@ def test_loggers_get_what_is_known_under_a_name_of_its_own():
     assert rows[0] is not ROW, "a function may change what it gets"
 
 
-def test_a_dict_writer_chooses_its_columns(tmp_path):
-    with open(tmp_path / "chosen.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["loss", "step"])
-        writer.writeheader()
-        outlet(writer, COLUMNS).put(ROW)
-    assert (tmp_path / "chosen.csv").read_text().splitlines() == ["loss,step", "0.5,3"]
-
-
 def test_a_summary_writer_takes_rows(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard", reason="tensorboard is not installed")
     writer = tensorboard.SummaryWriter(str(tmp_path))

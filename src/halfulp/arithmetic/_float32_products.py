@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_versions import saved_tensor_hooks
-from ..environment._narrow_products import NARROW, widened_dtypes
+from ..environment._narrow_products import SIXTEEN_BIT_DTYPES, widened_dtypes
 from ..kernels import constant_result, note
 
 # By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
@@ -67,7 +67,7 @@ PRODUCTS: dict[Any, str] = {
 }
 _autograd: Any = torch._C._autograd
 _PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_FLOATS = (torch.float32, *NARROW)
+_FLOATS = (torch.float32, *SIXTEEN_BIT_DTYPES)
 _SEQUENCES = (list, tuple)  # Dynamo of torch 2.6 cannot trace `list | tuple`
 _CHANGED = (
     "a tensor of a product that was computed in float32 (hu.float32_products) has been modified by an inplace "

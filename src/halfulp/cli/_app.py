@@ -45,12 +45,12 @@ def _run(arguments: list[str] | None) -> int:
 
 def _print_environment(json: bool) -> int:
     """Print what `halfulp env` does without the packages of the command line, which may be what is broken."""
-    from ..environment import describe, lines
+    from ..environment import describe_environment, list_environment_lines
 
     if json:
-        print_json(describe())
+        print_json(describe_environment())
         return 0
-    for what, here in lines(describe()):
+    for what, here in list_environment_lines(describe_environment()):
         print(f"{what}: {here}")
     return 0
 

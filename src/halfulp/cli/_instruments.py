@@ -168,7 +168,7 @@ def _print_audit(found: Any) -> None:
     columns = ["tensors", "dtypes", "elements", "unchanged", "median ulps", "verdict"]
     table = make_plain_table(columns, right=columns[2:5], fold=("tensors", "verdict"))
     for group in found.groups():
-        low, high = (f"{value:.3g}" if not math.isnan(value) else "–" for value in group.median)
+        low, high = (f"{value:.3g}" if not math.isnan(value) else "–" for value in group.median_change_ulps)
         table.add_row(
             group.pattern,
             group.dtypes,
@@ -208,7 +208,7 @@ def forecast(
     The exit code is 0 with nothing above a note, 1 with a finding, 2 on bad input.
     """
     from ..observation import forecast
-    from ..observation._finding import worst_severity
+    from ..observation._finding import find_worst_severity
 
     prepare(out, "forecast")
     if (beta1 is None) != (beta2 is None):
@@ -232,7 +232,7 @@ def forecast(
     else:
         print(found)
     write_out(out, "forecast", found)
-    return 0 if worst_severity(found.findings) in (None, "note") else 1
+    return 0 if find_worst_severity(found.findings) in (None, "note") else 1
 
 
 def verify(

@@ -76,13 +76,13 @@ def tasks(json: Json = False) -> None:
 
 def env(json: Json = False) -> None:
     """Print what a bug report needs: versions, processor and its instructions, engines, cache, devices, variables."""
-    from ..environment import describe, lines
+    from ..environment import describe_environment, list_environment_lines
 
-    found = describe()
+    found = describe_environment()
     if json:
         print_json(found)
         return
     table = make_plain_table(["what", "here"], fold=["here"])
-    for what, here in lines(found):
+    for what, here in list_environment_lines(found):
         table.add_row(what, here)
     make_console().print(table, markup=False)

@@ -3,10 +3,10 @@
 Nothing here needs torch, llvmlite or the command line's packages: what is missing or broken is said in its place.
 """
 
-from ._describe import describe as describe
 from ._describe import describe_cache as describe_cache
-from ._describe import lines as lines
+from ._describe import describe_environment as describe_environment
+from ._describe import list_environment_lines as list_environment_lines
 from ._processor import core_count as core_count
-from ._processor import instructions as instructions
+from ._processor import list_instructions as list_instructions
 from ._processor import processor_line as processor_line
 from ._processor import processor_name as processor_name

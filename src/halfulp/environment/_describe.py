@@ -13,21 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from .._torch_floor import FLOOR, is_older
-from ._processor import BFLOAT16, FLOAT16, core_count, instructions, known_instructions, processor_name
+from ._processor import core_count, list_instructions, processor_name
 
-_PACKAGES = ("torch", "numpy", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
-_PREFIXES = (
+_LISTED_PACKAGES = ("torch", "numpy", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
+_VARIABLE_PREFIXES = (
     *("HALFULP_", "ONEDNN_", "DNNL_", "ATEN_", "MKL_", "OMP_", "KMP_", "TRITON_", "PYTORCH_", "TORCH_"),
     *("CUDA_VISIBLE", "HIP_VISIBLE", "ROCR_VISIBLE", "HSA_OVERRIDE", "ZE_AFFINITY", "XDG_CACHE_HOME"),
 )
-_X86 = ("x86_64", "amd64", "i386", "i686")
 
 
-def describe() -> dict[str, Any]:
+def describe_environment() -> dict[str, Any]:
     """Return plain data for a bug report; a part that cannot be found out holds the reason.
 
-    >>> sorted(describe())
-    ['cache', 'devices', 'doubts', 'engines', 'processor', 'products', 'system', 'torch', 'variables', 'versions']
+    >>> sorted(describe_environment())
+    ['cache', 'devices', 'engines', 'processor', 'products', 'system', 'torch', 'variables', 'versions']
     """
     parts: dict[str, Callable[[], Any]] = {
         "versions": _describe_versions,
@@ -40,23 +39,24 @@ def describe() -> dict[str, Any]:
             "name": processor_name(),
             "architecture": platform.machine(),
             "cores": core_count(),
-            "instructions": list(instructions()),
+            "instructions": list(list_instructions()),
         },
         "torch": _describe_torch,
         "products": _describe_products,
         "engines": _describe_engines,
         "cache": describe_cache,
         "devices": _list_devices,
-        "variables": lambda: {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
+        "variables": lambda: {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLE_PREFIXES)
+        },
     }
-    found = {name: _try_part(part) for name, part in parts.items()}
-    return {**found, "doubts": list(_list_doubts(found))}
+    return {name: _describe_or_error(part) for name, part in parts.items()}
 
 
-def lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield `describe`'s result as pairs of words: a name, and its value.
+def list_environment_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield `describe_environment`'s result as pairs of words: a name, and its value.
 
-    >>> dict(lines({"cache": {"folder": "/home/me/.cache/halfulp", "writable": True}, "devices": []}))
+    >>> dict(list_environment_lines({"cache": {"folder": "/home/me/.cache/halfulp", "writable": True}, "devices": []}))
     {'cache folder': '/home/me/.cache/halfulp', 'cache writable': 'yes', 'devices': 'none'}
     """
     for part, content in found.items():
@@ -82,7 +82,7 @@ def _format_value(value: Any) -> str:
     return "not there" if value is None else str(value)
 
 
-def _try_part(part: Callable[[], Any]) -> Any:
+def _describe_or_error(part: Callable[[], Any]) -> Any:
     """Return a call's result, or its error as text: one broken driver does not end the report."""
     try:
         return part()
@@ -96,7 +96,7 @@ def _describe_versions() -> dict[str, str | None]:
     return {
         "halfulp": __version__,
         "Python": platform.python_version(),
-        **{name: find_version(name) for name in _PACKAGES},
+        **{name: find_version(name) for name in _LISTED_PACKAGES},
     }
 
 
@@ -122,11 +122,11 @@ def _describe_torch() -> dict[str, Any]:
 
 def _describe_products() -> dict[str, Any]:
     """Say what runs products of 16-bit tensors: oneDNN's kernels, float32, or torch's loops."""
-    from ._narrow_products import NARROW, native_dtypes, widened_dtypes
+    from ._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, widened_dtypes
 
     found = {}
-    for dtype in NARROW:
-        native, widened = dtype in native_dtypes(), dtype in widened_dtypes()
+    for dtype in SIXTEEN_BIT_DTYPES:
+        native, widened = dtype in find_native_dtypes(), dtype in widened_dtypes()
         how = "float32" if widened else "native" if native else "torch's loops"
         why = "no instructions" if not native else "instructions there" if widened else ""
         found[str(dtype).removeprefix("torch.")] = how + (f" ({why})" if why else "")
@@ -202,36 +202,3 @@ def _describe_device(module: Any, kind: str, index: int) -> dict[str, Any]:
     except Exception as error:
         device["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return device
-
-
-def _list_doubts(found: dict[str, Any]) -> Iterator[str]:
-    """Say where torch, LLVM and the system disagree on the processor, or a variable is wrong or a limit."""
-    # Only a variable of halfulp's own makes this a ValueError.
-    wrong = str(found["products"].get("error", ""))
-    if wrong.startswith("ValueError: "):
-        yield f"products of 16-bit tensors on the processor are refused: {wrong.removeprefix('ValueError: ')}"
-    has = set(instructions())
-    if not has:
-        yield "the instructions of this processor are not known: torch's and LLVM's own detection decides"
-        return
-    is_x86 = platform.machine().lower() in _X86
-    says = str(found["torch"].get("processor capability", ""))
-    for name, instruction in (("AVX512", "AVX-512"), ("AVX2", "AVX2")):
-        if is_x86 and says == name and instruction not in has:
-            yield f"torch uses {instruction}, which the system does not list for this processor"
-    if is_x86 and says in ("AVX2", "DEFAULT", "NO AVX") and "AVX-512" in has:
-        why = os.environ.get("ATEN_CPU_CAPABILITY")
-        yield f"torch uses {says} where the processor has AVX-512{f': ATEN_CPU_CAPABILITY={why}' if why else ''}"
-    for dtype, native in (("bfloat16", BFLOAT16), ("float16", FLOAT16)):
-        answer, there = str(found["products"].get(dtype)), has & set(native)
-        if answer.startswith("native") and not there:
-            yield f"oneDNN says that it multiplies {dtype}, and the processor has no instruction for it: it converts"
-        if "no instructions" in answer and there:
-            limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA")
-            why = f": ONEDNN_MAX_CPU_ISA={limit}" if limit else ""
-            yield f"oneDNN does not multiply {dtype}, although the processor has {', '.join(sorted(there))}{why}"
-    asked = known_instructions(
-        name for name in os.environ.get("HALFULP_CPU_FEATURES", "").split(",") if name.startswith("+")
-    )
-    if set(asked) - has:
-        yield f"HALFULP_CPU_FEATURES asks for {', '.join(sorted(set(asked) - has))}, which the processor lacks"

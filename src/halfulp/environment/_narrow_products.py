@@ -11,10 +11,10 @@ import torch
 
 from ..kernels import constant_result
 
-NARROW = (torch.bfloat16, torch.float16)
-VARIABLE = "HALFULP_FLOAT32_PRODUCTS"
-WISHES = ("auto", "always", "never")
-_forced: tuple[torch.dtype, ...] | None = None
+SIXTEEN_BIT_DTYPES = (torch.bfloat16, torch.float16)
+PRODUCTS_VARIABLE = "HALFULP_FLOAT32_PRODUCTS"
+PRODUCTS_CHOICES = ("auto", "always", "never")
+_forced_dtypes: tuple[torch.dtype, ...] | None = None
 
 
 @constant_result
@@ -32,34 +32,34 @@ def widened_dtypes() -> tuple[torch.dtype, ...]:
     ...     widened_dtypes()
     (torch.float16,)
     """
-    return _detect_by_processor() if _forced is None else _forced
+    return _detect_by_processor() if _forced_dtypes is None else _forced_dtypes
 
 
 @contextlib.contextmanager
 def float32_products_of(*dtypes: torch.dtype) -> Iterator[None]:
     """Compute the products of these dtypes in float32, and of no others, inside a block and in the whole process."""
-    global _forced
-    before, _forced = _forced, dtypes
+    global _forced_dtypes
+    before, _forced_dtypes = _forced_dtypes, dtypes
     try:
         yield
     finally:
-        _forced = before
+        _forced_dtypes = before
 
 
-def native_dtypes() -> tuple[torch.dtype, ...]:
+def find_native_dtypes() -> tuple[torch.dtype, ...]:
     """Return the 16-bit dtypes that oneDNN multiplies on this processor, as it says; ONEDNN_MAX_CPU_ISA limits it."""
     if not torch.backends.mkldnn.is_available():
         return ()
     asked = (torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.ops.mkldnn._is_mkldnn_fp16_supported)
-    return tuple(dtype for dtype, is_supported in zip(NARROW, asked) if is_supported())
+    return tuple(dtype for dtype, is_supported in zip(SIXTEEN_BIT_DTYPES, asked) if is_supported())
 
 
 @functools.cache
 def _detect_by_processor() -> tuple[torch.dtype, ...]:
-    wish = os.environ.get(VARIABLE, "auto")
-    if wish not in WISHES:
-        raise ValueError(f"{VARIABLE}={wish!r} is unknown: choose one of {', '.join(WISHES)}")
+    wish = os.environ.get(PRODUCTS_VARIABLE, "auto")
+    if wish not in PRODUCTS_CHOICES:
+        raise ValueError(f"{PRODUCTS_VARIABLE}={wish!r} is unknown: choose one of {', '.join(PRODUCTS_CHOICES)}")
     if wish == "auto":
-        native = native_dtypes()
-        return tuple(dtype for dtype in NARROW if dtype not in native)
-    return NARROW if wish == "always" else ()
+        native = find_native_dtypes()
+        return tuple(dtype for dtype in SIXTEEN_BIT_DTYPES if dtype not in native)
+    return SIXTEEN_BIT_DTYPES if wish == "always" else ()

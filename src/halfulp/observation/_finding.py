@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from .._names import described
 from .._qualified_names import braced, pattern_of
-from ._record import plain
-from ._text import at_lr, for_groups, percent
+from ._record import to_plain_data
+from ._text import describe_lr, format_percent
 
 Severity = Literal["note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
@@ -72,7 +72,7 @@ class Finding:
 
     def __str__(self) -> str:
         """Return one line: where, what is wrong, what to do."""
-        head = f"{in_words(self.where)}: " if self.where else ""
+        head = f"{describe_names(self.where)}: " if self.where else ""
         return f"{head}{self.summary}" + (f"; {self.cure}" if self.cure else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Finding:
             "where": list(self.where),
             "severity": self.severity,
             "confidence": self.confidence,
-            "evidence": plain(self.evidence),
+            "evidence": to_plain_data(self.evidence),
             "cure": self.cure,
             "summary": self.summary,
             "write": self.write,
@@ -90,10 +90,10 @@ class Finding:
         }
 
 
-def in_words(names: Iterable[str]) -> str:
-    """Return names as few words: those that differ in numbers alone as one, with the numbers in braces.
+def describe_names(names: Iterable[str]) -> str:
+    """Return names in few words; names that differ only in their numbers are one, with the numbers in braces.
 
-    >>> in_words(["head.weight"]), in_words(["layers.0.bias", "layers.1.bias", "head.bias"])
+    >>> describe_names(["head.weight"]), describe_names(["layers.0.bias", "layers.1.bias", "head.bias"])
     ('head.weight', 'layers.{0,1}.bias, head.bias')
     """
     grouped: dict[str, list[str]] = {}
@@ -129,7 +129,7 @@ def rank_findings(
     for finding in findings:
         key = (finding.code, finding.severity, finding.cure, finding.kind, frozenset(map(pattern_of, finding.where)))
         there = merged.get(key)
-        merged[key] = finding if there is None else _join(there, finding, (worst or {}).get(finding.code, ""))
+        merged[key] = finding if there is None else _join_findings(there, finding, (worst or {}).get(finding.code, ""))
     found = list(merged.values())
     follows: dict[int, list[int]] = {i: [] for i in range(len(found))}
     for i, consequence in enumerate(found):
@@ -140,7 +140,7 @@ def rank_findings(
     explained = {i for consequences in follows.values() for i in consequences}
 
     def badness(i: int) -> int:
-        return max(SEVERITIES.index(found[each].severity) for each in [i, *_all_from(i, follows)])
+        return max(SEVERITIES.index(found[each].severity) for each in [i, *_find_all_consequences(i, follows)])
 
     def rank(i: int) -> tuple[object, ...]:
         finding = found[i]
@@ -149,7 +149,7 @@ def rank_findings(
     return [found[i] for i in sorted(follows, key=rank)]
 
 
-def _all_from(start: int, follows: Mapping[int, Iterable[int]]) -> set[int]:
+def _find_all_consequences(start: int, follows: Mapping[int, Iterable[int]]) -> set[int]:
     """Return all findings that follow from one, directly or not."""
     found: set[int] = set()
     left = [start]
@@ -165,20 +165,21 @@ def have_common_place(names: Iterable[str], others: Iterable[str]) -> bool:
     mine, theirs = set(names), set(others)
     if not mine or not theirs or mine & theirs:
         return True
-    return any(_is_within(name, theirs) for name in mine) or any(_is_within(name, mine) for name in theirs)
+    return any(_is_within_any_module(name, theirs) for name in mine) or any(
+        _is_within_any_module(name, mine) for name in theirs
+    )
 
 
-def _is_within(name: str, others: set[str]) -> bool:
+def _is_within_any_module(name: str, others: set[str]) -> bool:
     """Return whether a module around a name is among others; "" is the whole model."""
     parts = name.split(".")
     return any(".".join(parts[:count]) in others for count in range(len(parts)))
 
 
-def _join(one: Finding, other: Finding, measure: str) -> Finding:
+def _join_findings(one: Finding, other: Finding, measure: str) -> Finding:
     worst = max(one, other, key=lambda finding: (_read_measure(finding, measure), finding.confidence))
     where = tuple(dict.fromkeys([*one.where, *other.where]))
-    write = worst.write if one.write == other.write else for_groups(worst.write)
-    return replace(worst, where=where, confidence=max(one.confidence, other.confidence), write=write)
+    return replace(worst, where=where, confidence=max(one.confidence, other.confidence))
 
 
 def _read_measure(finding: Finding, measure: str) -> float:
@@ -189,13 +190,12 @@ def _read_measure(finding: Finding, measure: str) -> float:
     return -value if measure.startswith("-") else value
 
 
-def worst_severity(findings: Iterable[Finding]) -> Severity | None:
+def find_worst_severity(findings: Iterable[Finding]) -> Severity | None:
     """Return the highest severity among findings, None without any."""
     return max((finding.severity for finding in findings), key=SEVERITIES.index, default=None)
 
 
-_ONE_OR_SEVERAL = re.compile(r"\[([^|\]]*)\|([^\]]*)\]")
-_MOST_PLACES = 3
+_SINGULAR_OR_PLURAL_PATTERN = re.compile(r"\[([^|\]]*)\|([^\]]*)\]")
 
 
 @dataclass(frozen=True)
@@ -209,48 +209,44 @@ class Cause:
     findings: tuple[Finding, ...]
 
     @property
-    def head(self) -> Finding:
+    def head_finding(self) -> Finding:
         """The first finding."""
         return self.findings[0]
 
     @property
-    def own(self) -> tuple[Finding, ...]:
+    def own_findings(self) -> tuple[Finding, ...]:
         """The findings of the cause's own code and cure."""
-        return tuple(one for one in self.findings if (one.code, one.cure) == (self.head.code, self.head.cure))
+        return tuple(
+            one for one in self.findings if (one.code, one.cure) == (self.head_finding.code, self.head_finding.cure)
+        )
 
     @property
-    def following(self) -> dict[str, list[Finding]]:
+    def following_findings(self) -> dict[str, list[Finding]]:
         """The others, by code."""
         found: dict[str, list[Finding]] = {}
         for one in self.findings:
-            if one not in self.own:
+            if one not in self.own_findings:
                 found.setdefault(one.code, []).append(one)
         return found
 
     @property
     def severity(self) -> Severity:
         """The highest among its findings."""
-        return worst_severity(self.findings) or "note"
+        return find_worst_severity(self.findings) or "note"
 
     @property
     def meaning(self) -> str:
         """A plain sentence that says what the code stands for; empty for a code that is not known here."""
-        return described("finding").get(self.head.code, "")
-
-    @property
-    def write(self) -> str:
-        """Lines of code that are the cure of all its own findings; empty where words alone say it."""
-        codes = dict.fromkeys(one.write for one in self.own)
-        return self.head.write if len(codes) == 1 else for_groups(self.head.write)
+        return described("finding").get(self.head_finding.code, "")
 
     @property
     def headline(self) -> str:
-        """The diagnosis in one line: of those that are as bad as the first."""
-        return diagnose([one for one in self.own if one.severity == self.head.severity])
+        """The diagnosis, in one line, of the own findings that are as severe as the first."""
+        return diagnose_findings([one for one in self.own_findings if one.severity == self.head_finding.severity])
 
 
 def group_by_cause(findings: Iterable[Finding]) -> list[Cause]:
-    """Put together what has one cause: one code and cure at any place, and what is explained by it at the same place.
+    """Group findings by their cause: one code and cure at any place, and its consequences at its own place.
 
     Notes of a code stay apart from its warnings and errors.
 
@@ -267,7 +263,7 @@ def group_by_cause(findings: Iterable[Finding]) -> list[Cause]:
     at = 0
     while at < len(groups):
         group = groups[at]
-        other = next((one for one in groups[at + 1 :] if _belong_together(group, one)), None)
+        other = next((one for one in groups[at + 1 :] if _belong_to_one_cause(group, one)), None)
         if other is None:
             at += 1
         else:
@@ -276,114 +272,81 @@ def group_by_cause(findings: Iterable[Finding]) -> list[Cause]:
     return [Cause(tuple(group)) for group in groups]
 
 
-def _belong_together(group: Sequence[Finding], others: Sequence[Finding]) -> bool:
-    return any(_is_same(group[0], other) or any(_explains(one, other) for one in group) for other in others)
+def _belong_to_one_cause(group: Sequence[Finding], others: Sequence[Finding]) -> bool:
+    return any(_has_same_cure(group[0], other) or any(_have_one_cause(one, other) for one in group) for other in others)
 
 
-def _is_same(one: Finding, other: Finding) -> bool:
+def _has_same_cure(one: Finding, other: Finding) -> bool:
     return (one.code, one.cure, one.severity == "note") == (other.code, other.cure, other.severity == "note")
 
 
-def _explains(cause: Finding, finding: Finding) -> bool:
-    """Return whether two findings are of one cause: at the same place, or where the same lines of code mend both."""
+def _have_one_cause(cause: Finding, finding: Finding) -> bool:
+    """Return whether one finding explains the other, at one place or where one piece of code mends both."""
     follows, leads = cause.code in finding.explained_by, finding.code in cause.explained_by
     if cause.write != "" and cause.write == finding.write:
         return follows or leads
     return follows and have_common_place(cause.where, finding.where)
 
 
-def diagnose(findings: Sequence[Finding]) -> str:
-    """Return in one line what findings of one code say together, the numbers those of the worst.
+def diagnose_findings(findings: Sequence[Finding]) -> str:
+    """Return one sentence for all findings of one code, with the numbers of the worst.
 
     >>> says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
     >>> rows = [
     ...     Finding("updates-lost", (f"h.4.mlp.{name}",), "error", 1.0, {"lost": lost, "dtype": "bf16"}, says=says)
     ...     for name, lost in (("up.weight", 0.5), ("up.bias", 0.25), ("down.weight", 0.5))
     ... ]
-    >>> diagnose(rows[:1])
+    >>> diagnose_findings(rows[:1])
     'h.4.mlp.up loses 50% of its updates: bf16 weights'
-    >>> diagnose(rows)
-    'h.4.mlp loses up to 50% of its updates: bf16 weights'
+    >>> diagnose_findings(rows)
+    'h.4.mlp.up, h.4.mlp.down lose up to 50% of their updates: bf16 weights'
     """
-    places = places_of(name for one in findings for name in one.where)
-    place = _shorten_places(places)
+    names = [name for one in findings for name in one.where]
+    modules = list(dict.fromkeys(map(_get_module_name, names)))
+    place = describe_names(modules)
     template = findings[0].says
     share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), None)
-    worst = max(findings, key=lambda one: _size(one.evidence.get(share))) if share else findings[0]
+    worst = max(findings, key=lambda one: _read_number(one.evidence.get(share))) if share else findings[0]
     if template:
-        several = len(places) > 1 or any(mark in place for mark in "*{")
-        words = _ONE_OR_SEVERAL.sub(lambda match: match[2] if several else match[1], template)
-        values = {"place": place or "the model", "at_lr": at_lr(worst.evidence), **worst.evidence}
-        others = {percent(_size(one.evidence.get(share))) for one in findings} if share else set()
+        several = len(modules) > 1
+        words = _SINGULAR_OR_PLURAL_PATTERN.sub(lambda match: match[2] if several else match[1], template)
+        values = {"place": place or "the model", "at_lr": describe_lr(worst.evidence), **worst.evidence}
+        others = {format_percent(_read_number(one.evidence.get(share))) for one in findings} if share else set()
         try:
-            return _capitalize(_fill(words, values, up_to=len(others) > 1))
+            return _capitalize_sentence(_EvidenceFormatter(len(others) > 1).vformat(words, (), values))
         except (KeyError, TypeError, ValueError):
             pass  # evidence of another instrument, which lacks a number
-    names = [name for one in findings for name in one.where]
-    where = in_words(names) if len({pattern_of(name) for name in names}) <= _MOST_PLACES else place
+    where = describe_names(names)
     return f"{where}: {worst.summary}" if where else worst.summary[:1].upper() + worst.summary[1:]
 
 
-def _fill(template: str, values: dict[str, Any], up_to: bool) -> str:
-    said = []
-    for literal, key, spec, _ in Formatter().parse(template):
-        said.append(literal)
-        if key is None:
-            continue
-        value = values[key]
+class _EvidenceFormatter(Formatter):
+    """Fills a template with evidence: shares in per cent, after "up to" if asked; what is None is missing."""
+
+    def __init__(self, up_to: bool) -> None:
+        self.up_to = up_to
+
+    def format_field(self, value: Any, format_spec: str) -> str:
         if value is None:
-            raise KeyError(key)
-        if spec == "share":
-            said.append(f"up to {percent(value)}" if up_to else percent(value))
-        else:
-            said.append(format(value, spec or (".3g" if isinstance(value, float) else "")))
-    return "".join(said)
+            raise KeyError(format_spec)
+        if format_spec == "share":
+            return f"up to {format_percent(value)}" if self.up_to else format_percent(value)
+        return format(value, format_spec or (".3g" if isinstance(value, float) else ""))
 
 
-def _size(value: Any) -> float:
+def _read_number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else -1.0
 
 
-def _capitalize(words: str) -> str:
+def _capitalize_sentence(words: str) -> str:
     """Return a sentence that begins with no name with a capital letter."""
     first = words.split(" ", 1)[0]
     return words[:1].upper() + words[1:] if first.isalpha() and first in ("the", "gradients", "outputs") else words
 
 
-def places_of(names: Iterable[str]) -> list[str]:
-    """Return the few modules that parameters lie in: one that holds all of them, else one for each kind of layer.
-
-    >>> places_of(["h.4.mlp.up.weight", "h.4.mlp.up.bias", "h.4.mlp.down.weight"]), places_of(["norm.weight"])
-    (['h.4.mlp'], ['norm'])
-    >>> places_of(["h.0.ln.weight", "h.1.ln.weight", "head.weight"])
-    ['h.{0,1}.ln', 'head']
-    """
-    modules = list(dict.fromkeys(_module(name) for name in names))
-    if len(modules) < 2:
-        return [one or "the model" for one in modules]
-    parts = [one.split(".") for one in modules]
-    shared = 0
-    while all(len(one) > shared for one in parts) and len({one[shared] for one in parts}) == 1:
-        shared += 1
-    following = {one[shared] if len(one) > shared else "" for one in parts}
-    if shared and not any(one.isdecimal() for one in following):
-        return [".".join(parts[0][:shared])]
-    kinds: dict[str, list[str]] = {}
-    for one in modules:
-        kinds.setdefault(pattern_of(one), []).append(one)
-    return [braced(group) for group in kinds.values()]
-
-
-def _module(name: str) -> str:
+def _get_module_name(name: str) -> str:
     head, _, last = name.rpartition(".")
     return head if last in ("weight", "bias") and head else name
-
-
-def _shorten_places(places: Sequence[str]) -> str:
-    said = list(places)
-    if len(said) > _MOST_PLACES:
-        return f"{said[0]} and {len(said) - 1} other kinds of layers"
-    return " and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said)
 
 
 def plain_causes(findings: Sequence[Finding]) -> list[dict[str, Any]]:
@@ -392,43 +355,43 @@ def plain_causes(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     return [
         {
             "headline": cause.headline,
-            "code": cause.head.code,
+            "code": cause.head_finding.code,
             "severity": cause.severity,
             "meaning": cause.meaning,
-            "cure": cause.head.cure,
-            "write": cause.write,
+            "cure": cause.head_finding.cure,
+            "write": cause.head_finding.write,
             "findings": [at[id(one)] for one in cause.findings],
         }
         for cause in group_by_cause(findings)
     ]
 
 
-def headline(causes: Sequence[Any], of: str) -> str:
+def choose_headline(causes: Sequence[Any], of: str) -> str:
     """Return the first diagnosis; where there are notes alone or nothing, that there is nothing to mend.
 
     Args:
         causes: as `plain_causes` gives them.
         of: how much was looked at.
 
-    >>> headline([{"severity": "error", "headline": "head loses 50% of its updates"}], "401 steps")
+    >>> choose_headline([{"severity": "error", "headline": "head loses 50% of its updates"}], "401 steps")
     'head loses 50% of its updates'
-    >>> headline([{"severity": "note", "headline": "a"}], "401 steps"), headline([], "401 steps")
+    >>> choose_headline([{"severity": "note", "headline": "a"}], "401 steps"), choose_headline([], "401 steps")
     ('Nothing to mend in 401 steps', 'Nothing to mend in 401 steps')
     """
     worst = next((one for one in causes if one["severity"] != "note"), None)
     return worst["headline"] if worst is not None else f"Nothing to mend in {of}"
 
 
-def counted(causes: Sequence[Any], of: str) -> str:
+def count_causes_in_words(causes: Sequence[Any], of: str) -> str:
     """Return how many causes of each severity there are, in words.
 
     Args:
         causes: as `plain_causes` gives them.
         of: how much was looked at, with the word before it.
 
-    >>> counted([{"severity": "error"}, {"severity": "note"}, {"severity": "note"}], "after 401 steps")
+    >>> count_causes_in_words([{"severity": "error"}, {"severity": "note"}, {"severity": "note"}], "after 401 steps")
     '3 findings (1 error, 2 notes) after 401 steps'
-    >>> counted([{"severity": "error"}], "after 401 steps"), counted([], "in 4 tensors")
+    >>> count_causes_in_words([{"severity": "error"}], "after 401 steps"), count_causes_in_words([], "in 4 tensors")
     ('1 finding of grade error after 401 steps', 'no findings in 4 tensors')
     """
     many = {severity: sum(one["severity"] == severity for one in causes) for severity in reversed(SEVERITIES)}
@@ -442,13 +405,13 @@ def counted(causes: Sequence[Any], of: str) -> str:
     return f"{findings} ({', '.join(f'{number} {one}' + ('' if number == 1 else 's') for number, one in said)}) {of}"
 
 
-_INDENT = " " * 9
-_MOST_LINES = 3
-REST = "in `findings`, on the page and in its JSON"
+_LINE_INDENT = " " * 9
+_MOST_FINDING_LINES = 3
+TEXT_WHERE_REST_STANDS = "in `findings`, on the page and in its JSON"
 
 
 def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
-    """Return lines that list findings, those of one cause together.
+    """Return lines of text that list findings, grouped by their cause.
 
     Args:
         findings: in the order of `rank_findings`.
@@ -478,25 +441,29 @@ def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
         else f"{many}:"
     ]
     for cause in causes[:most]:
-        lines += _lines(cause)
+        lines += _list_cause_lines(cause)
     left = sum(len(cause.findings) for cause in causes[most:])
     if left:
-        lines.append(f"{left} more: {REST}")
+        lines.append(f"{left} more: {TEXT_WHERE_REST_STANDS}")
     return lines
 
 
-def _lines(cause: Cause) -> list[str]:
-    head, own = cause.head, cause.own
+def _list_cause_lines(cause: Cause) -> list[str]:
+    head, own = cause.head_finding, cause.own_findings
     lines = [f"{cause.severity:<8} {head.code}: {cause.headline}"]
     said = [cause.meaning, f"cure: {head.cure}" if head.cure else ""]
-    first, *more = cause.write.splitlines() or [""]
+    first, *more = head.write.splitlines() or [""]
     said += [f"write: {first}" if first else "", *(f"       {line}" for line in more)]
     if len(own) > 1 or not cause.headline.lower().endswith(head.summary.lower()):
-        said += [f"{in_words(one.where)}: {one.summary}" for one in own[:_MOST_LINES]]
-        said += [f"{len(own) - _MOST_LINES} more: {REST}"] if len(own) > _MOST_LINES else []
-    for code, found in cause.following.items():
-        names = in_words(name for one in found for name in one.where)
+        said += [f"{describe_names(one.where)}: {one.summary}" for one in own[:_MOST_FINDING_LINES]]
+        said += (
+            [f"{len(own) - _MOST_FINDING_LINES} more: {TEXT_WHERE_REST_STANDS}"]
+            if len(own) > _MOST_FINDING_LINES
+            else []
+        )
+    for code, found in cause.following_findings.items():
+        names = describe_names(name for one in found for name in one.where)
         numbers = len({one.summary for one in found})
         rest = f" (and {len(found) - 1} more, with other numbers)" if numbers > 1 else ""
         said.append(f"with it {code}: {names}: {found[0].summary}{rest}")
-    return lines + [_INDENT + line for line in said if line]
+    return lines + [_LINE_INDENT + line for line in said if line]

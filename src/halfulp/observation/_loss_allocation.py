@@ -21,15 +21,15 @@ from ..recipes import revert
 from ..recipes._convert import is_converted
 from .observing._updates import ELEMENTWISE, WHOLE, Shadow
 
-_MOST_PARTS = 32
-_TOLERANCE = 0.25e-3
+_MOST_SEGMENT_PARTS = 32
+_INTEGRATION_TOLERANCE = 0.25e-3
 
-LossOf = Callable[[nn.Module], Tensor]
-Named = dict[str, Tensor]
+LossFunction = Callable[[nn.Module], Tensor]
+NamedTensors = dict[str, Tensor]
 
 
 @dataclass
-class Share:
+class ParameterShare:
     """The `change` of the loss that one parameter's movement has made: sum (w' - w) . g, below 0 where it helped.
 
     `rounding` is the part that rounding has made of it, and `helped` the share of its elements' movements that lowered
@@ -47,36 +47,36 @@ class LossAllocation:
     """The result of `allocate_loss`: a context manager that follows a training, and tables what it has seen.
 
     Attributes:
-        shares: one `Share` for each parameter that trains, by name.
+        shares: one `ParameterShare` for each parameter that trains, by name.
         first, last: the loss at the start and now.
         steps, unsplit: optimizer steps, and those whose rounding is not known, which count as movement alone.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossOf, interval: int) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction, interval: int) -> None:
         self._model, self._optimizer, self._loss, self._interval = model, optimizer, loss, interval
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in self._trained.items()}
-        self._copy = _float64_copy(model)
+        self._copy = _make_float64_copy(model)
         self._wide = dict(self._copy.named_parameters())
-        self.shares = {name: Share(name, p.numel()) for name, p in self._trained.items()}
+        self.shares = {name: ParameterShare(name, p.numel()) for name, p in self._trained.items()}
         self.first = self.last = math.nan
         self.steps = self.unsplit = 0
         self._counts = {name: [0, 0] for name in self.shares}
-        self._wanted: Named | None = {}
+        self._wanted: NamedTensors | None = {}
         self._handles: list[Any] = []
 
     def __enter__(self) -> LossAllocation:
         if self._handles:
             raise RuntimeError("this allocation follows a training already: leave its block before you enter it again")
-        self._point = self._weights()
-        self.last, self._gradient = self._evaluate(self._point)
+        self._point = self._copy_weights()
+        self.last, self._gradient = self._compute_loss_and_gradient(self._point)
         if math.isnan(self.first):
             self.first = self.last
         self._pending = 0
-        self._forget_wanted()
+        self._reset_wanted_changes()
         self._handles = [
-            self._optimizer.register_step_pre_hook(self._before),
-            self._optimizer.register_step_post_hook(self._after),
+            self._optimizer.register_step_pre_hook(self._note_wanted_changes),
+            self._optimizer.register_step_post_hook(self._count_step),
         ]
         return self
 
@@ -84,7 +84,7 @@ class LossAllocation:
         while self._handles:
             self._handles.pop().remove()
         if self._pending and error[0] is None:  # the error that ends a training is not to be replaced by another
-            self._advance()
+            self._allocate_segment()
 
     @property
     def change(self) -> float:
@@ -102,13 +102,13 @@ class LossAllocation:
         return abs(self.allocated - self.change) / abs(self.change) if self.change else abs(self.allocated)
 
     @torch.no_grad()
-    def _before(self, *_: Any) -> None:
+    def _note_wanted_changes(self, *_: Any) -> None:
         """Note the changes that the step wants; writes by others since the last one are a segment of their own."""
-        now = self._weights()
+        now = self._copy_weights()
         if not self._pending and any(not torch.equal(now[name], self._point[name]) for name in now):
             self._wanted = None
-            self._advance(now)
-        wanted = wanted_changes(self._optimizer, self._names)
+            self._allocate_segment(now)
+        wanted = compute_wanted_changes(self._optimizer, self._names)
         if wanted is None or self._wanted is None:
             self._wanted = None
             self.unsplit += 1
@@ -116,26 +116,26 @@ class LossAllocation:
             for name, change in wanted.items():
                 self._wanted[name] = self._wanted[name] + change
 
-    def _after(self, *_: Any) -> None:
+    def _count_step(self, *_: Any) -> None:
         self.steps += 1
         self._pending += 1
         if self._pending == self._interval:
-            self._advance()
+            self._allocate_segment()
 
-    def _advance(self, end: Named | None = None) -> None:
+    def _allocate_segment(self, end: NamedTensors | None = None) -> None:
         """Allocate the change of the loss from the last point to the present weights."""
-        end = end or self._weights()
+        end = end or self._copy_weights()
         start, moved = self._point, {name: end[name] - self._point[name] for name in end}
-        loss, after = self._evaluate(end)
+        loss, after = self._compute_loss_and_gradient(end)
         # Composite Simpson: (g_0 + 4 (g_1 + g_3 + ...) + 2 (g_2 + g_4 + ...) + g_n) / 3n, n doubled until the sum fits.
-        odd: Named = {}
+        odd: NamedTensors = {}
         even, parts = {name: torch.zeros_like(step) for name, step in moved.items()}, 1
         total, wanted = math.inf, loss - self.last
-        while parts < _MOST_PARTS and abs(total - wanted) > _TOLERANCE * abs(wanted):
+        while parts < _MOST_SEGMENT_PARTS and abs(total - wanted) > _INTEGRATION_TOLERANCE * abs(wanted):
             parts *= 2
             even = {name: even[name] + odd[name] for name in odd} or even
             points = [{n: start[n] + moved[n] * (k / parts) for n in end} for k in range(1, parts, 2)]
-            inner = [self._evaluate(point)[1] for point in points]
+            inner = [self._compute_loss_and_gradient(point)[1] for point in points]
             odd = {name: sum((g[name] for g in inner), torch.zeros_like(end[name])) for name in end}
             mean = {n: (self._gradient[n] + 4 * odd[n] + 2 * even[n] + after[n]) / (3 * parts) for n in end}
             total = math.fsum(float((mean[name] * moved[name]).sum()) for name in end)
@@ -149,15 +149,15 @@ class LossAllocation:
             counts[1] += int((each != 0).sum())
             share.helped = counts[0] / counts[1] if counts[1] else math.nan
         self._point, self.last, self._gradient, self._pending = end, loss, after, 0
-        self._forget_wanted()
+        self._reset_wanted_changes()
 
-    def _forget_wanted(self) -> None:
+    def _reset_wanted_changes(self) -> None:
         self._wanted = {name: torch.zeros_like(weight) for name, weight in self._point.items()}
 
-    def _weights(self) -> Named:
+    def _copy_weights(self) -> NamedTensors:
         return {name: p.detach().to("cpu", torch.float64, copy=True) for name, p in self._trained.items()}
 
-    def _evaluate(self, point: Named) -> tuple[float, Named]:
+    def _compute_loss_and_gradient(self, point: NamedTensors) -> tuple[float, NamedTensors]:
         """Return the loss and its gradient at some weights, on the float64 copy."""
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             for name, value in point.items():
@@ -180,7 +180,7 @@ class LossAllocation:
         return cast("dict[str, Any]", plain)
 
     def __str__(self) -> str:
-        """A table of parameters, those first whose rounding cost most."""
+        """Return a table of the parameters, the largest cost of rounding first."""
         lines = [
             f"loss {self.first:.6g} -> {self.last:.6g} in {self.steps} steps: change {self.change:+.4g}, allocated "
             f"{self.allocated:+.4g} ({self.error:.3%} off)"
@@ -197,7 +197,7 @@ class LossAllocation:
 
 
 def allocate_loss(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossOf, *, interval: int = 1
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossFunction, *, interval: int = 1
 ) -> LossAllocation:
     """Follow a training, and allocate the change of a loss to the parameters, and to the rounding of their updates.
 
@@ -260,9 +260,9 @@ def allocate_loss(
     return LossAllocation(model, optimizer, loss, interval)
 
 
-def wanted_changes(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named | None:
+def compute_wanted_changes(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> NamedTensors | None:
     """Return the changes that a step would make without rounding the weights, by name; None where one is unknown."""
-    found: Named = {}
+    found: NamedTensors = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names.get(id(parameter))
@@ -270,16 +270,16 @@ def wanted_changes(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> N
                 continue
             change: Tensor | None = None
             if isinstance(optimizer, Optimizer):
-                change = _change_of_halfulp(optimizer, group, parameter)
+                change = _compute_change_by_halfulp(optimizer, group, parameter)
             elif type(optimizer) in ELEMENTWISE:
-                change = _change_of_torch(optimizer, group, parameter)
+                change = _compute_change_by_torch(optimizer, group, parameter)
             if change is None:
                 return None
             found[name] = change.to("cpu", torch.float64).view(parameter.shape)
     return found
 
 
-def _change_of_halfulp(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> Tensor | None:
+def _compute_change_by_halfulp(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> Tensor | None:
     plan, rule = optimizer._plans.get(parameter), optimizer.rule(group)
     if plan is None or plan.spec.scaled or plan.spec.in_parameter or rule.assigns or rule.is_late:
         return None
@@ -291,7 +291,7 @@ def _change_of_halfulp(optimizer: Optimizer, group: dict[str, Any], parameter: T
     return change_by_rule(rule, weight, gradient, [s.view(weight.shape) for s in states], values)[0]
 
 
-def _change_of_torch(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Tensor:
+def _compute_change_by_torch(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Tensor:
     gradient, state = parameter.grad, optimizer.state.get(parameter, {})
     assert gradient is not None
     weight = parameter.detach().double().reshape(-1)
@@ -304,15 +304,15 @@ def _change_of_torch(optimizer: torch.optim.Optimizer, group: dict[str, Any], pa
     return after - weight
 
 
-def _float64_copy(model: nn.Module) -> nn.Module:
+def _make_float64_copy(model: nn.Module) -> nn.Module:
     """Return a float64 copy in evaluation mode, whose floating inputs are cast."""
     wide = copy.deepcopy(model)
     if is_converted(wide):
         revert(wide)
     wide.double().eval()
-    wide.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    wide.register_forward_pre_hook(_cast_inputs_to_float64, with_kwargs=True)
     return wide
 
 
-def _cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast_inputs_to_float64(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))

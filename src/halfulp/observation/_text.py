@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,19 +13,19 @@ from ..optim import OPTIMIZERS
 
 # The words for what rounding takes of updates, the same in tables, pages and docs. In code and JSON they are the lost
 # and the realised share of a `Realised`.
-LOST = "share of updates lost"
-KEPT = "movement kept"
-LOST_AND_KEPT = (
+LOST_TITLE = "share of updates lost"
+KEPT_TITLE = "movement kept"
+LOST_AND_KEPT_TEXT = (
     "Share of updates lost: wanted updates that rounding undid, so that the element stayed as it was. Movement kept: "
     "how much of the wanted movement took place all the same; the large updates are most of it, and stochastic "
     "rounding keeps it on average whatever single updates it undoes."
 )
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Return a share as a percentage that is 0% or 100% only where it is exact.
 
-    >>> percent(1.0), percent(0.99996), percent(0.5), percent(0.0002), percent(0.0)
+    >>> format_percent(1.0), format_percent(0.99996), format_percent(0.5), format_percent(0.0002), format_percent(0.0)
     ('100%', '>99.9%', '50%', '<0.1%', '0%')
     """
     if share in (0, 1):
@@ -44,45 +43,32 @@ def times(share: float) -> str:
     >>> f"{times(0.021)} the run's time", f"{times(5.216)} the run's time"
     ("2.1% of the run's time", "5.2 times the run's time")
     """
-    return f"{percent(share)} of" if share < 1 else f"{share:.1f} times"
+    return f"{format_percent(share)} of" if share < 1 else f"{share:.1f} times"
 
 
-def plural(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     """Return a count with its noun.
 
-    >>> plural(1, "step"), plural(2000, "step")
+    >>> pluralize(1, "step"), pluralize(2000, "step")
     ('1 step', '2,000 steps')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def bytes_in_words(count: float) -> str:
-    """Return a number of bytes in decimal units.
-
-    >>> bytes_in_words(512), bytes_in_words(3 * 10**9)
-    ('512 B', '3 GB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def at_lr(options: Mapping[str, Any]) -> str:
+def describe_lr(options: Mapping[str, Any]) -> str:
     """Return " at lr ..." for the options of a param group, nothing where it has no learning rate.
 
-    >>> at_lr({"lr": 3e-5}), at_lr({})
+    >>> describe_lr({"lr": 3e-5}), describe_lr({})
     (' at lr 3e-05', '')
     """
-    lr = number(options, "lr")
+    lr = read_option(options, "lr")
     return "" if lr is None else f" at lr {lr:.3g}"
 
 
-def number(options: Mapping[str, Any], name: str) -> float | None:
+def read_option(options: Mapping[str, Any], name: str) -> float | None:
     """Return a number among the options of a param group, None where there is none.
 
-    >>> number({"lr": torch.tensor(0.5)}, "lr"), number({"lr": None}, "lr")
+    >>> read_option({"lr": torch.tensor(0.5)}, "lr"), read_option({"lr": None}, "lr")
     (0.5, None)
     """
     value = options.get(name)
@@ -91,10 +77,10 @@ def number(options: Mapping[str, Any], name: str) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def confidence_of(count: int, half: int = 64) -> float:
+def compute_confidence(count: int, half: int = 64) -> float:
     """Return how sure a number of elements or steps makes a finding: 0 without any, 1/2 at `half`, towards 1.
 
-    >>> confidence_of(0), confidence_of(64), confidence_of(10**6)
+    >>> compute_confidence(0), compute_confidence(64), compute_confidence(10**6)
     (0.0, 0.5, 1.0)
     """
     return 1 - 0.5 ** (count / half)
@@ -103,7 +89,7 @@ def confidence_of(count: int, half: int = 64) -> float:
 # Bits of float32's significand, the implicit one included, from which a lost change is no practical loss: what rounds
 # away there is below 2^-24 of its number, and ten thousand such steps change it by a thousandth. A bias before a batch
 # normalization, whose gradient is rounding noise around 0, loses such updates in health.
-WIDE = 24
+FLOAT32_PRECISION = 24
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
@@ -118,11 +104,11 @@ def dtype_name(dtype: torch.dtype | None) -> str:
         return str(dtype).removeprefix("torch.")
 
 
-def precision(dtype: torch.dtype | None) -> int | None:
+def get_precision(dtype: torch.dtype | None) -> int | None:
     """Return the bits of a dtype's significand with the implicit one, None where it is no floating-point format.
 
-    >>> precision(torch.bfloat16), precision(torch.float32), precision(torch.int8), precision(torch.complex64)
-    (8, 24, None, 24)
+    >>> get_precision(torch.bfloat16), get_precision(torch.int8), get_precision(torch.complex64)
+    (8, None, 24)
     """
     try:
         if dtype is None:
@@ -132,12 +118,12 @@ def precision(dtype: torch.dtype | None) -> int | None:
         return None
 
 
-def holds_numbers(dtype: torch.dtype) -> bool:
+def holds_signed_floats(dtype: torch.dtype) -> bool:
     """Return whether an element of a dtype is one signed floating-point number, as a weight is.
 
     Scales without sign and zero are none, and neither are packed pairs.
 
-    >>> holds_numbers(torch.float8_e4m3fn), holds_numbers(torch.int8)
+    >>> holds_signed_floats(torch.float8_e4m3fn), holds_signed_floats(torch.int8)
     (True, False)
     """
     if not dtype.is_floating_point or dtype == find_dtype("float4_e2m1fn_x2"):
@@ -148,16 +134,16 @@ def holds_numbers(dtype: torch.dtype) -> bool:
         return False
 
 
-def is_narrow(dtype: torch.dtype | None) -> bool:
+def is_narrow_dtype(dtype: torch.dtype | None) -> bool:
     """Return whether it is a floating-point dtype with fewer digits than float32."""
-    bits = precision(dtype)
-    return bits is not None and bits < WIDE
+    bits = get_precision(dtype)
+    return bits is not None and bits < FLOAT32_PRECISION
 
 
-def is_wide(dtype: torch.dtype) -> bool:
+def is_wide_dtype(dtype: torch.dtype) -> bool:
     """Return whether it is a floating-point dtype with float32's digits or more."""
-    bits = precision(dtype)
-    return bits is not None and bits >= WIDE
+    bits = get_precision(dtype)
+    return bits is not None and bits >= FLOAT32_PRECISION
 
 
 def loses_state_decay(rate: float, dtype: torch.dtype | None) -> bool:
@@ -168,79 +154,38 @@ def loses_state_decay(rate: float, dtype: torch.dtype | None) -> bool:
     >>> loses_state_decay(1 - 0.999, torch.bfloat16), loses_state_decay(1 - 0.99, torch.bfloat16)
     (True, False)
     """
-    bits = precision(dtype)
+    bits = get_precision(dtype)
     return bits is not None and 0 < rate < 2.0 ** -(bits + 1)
 
 
-IMPORT = "import halfulp as hu"
-KAHAN = 'weight_update="kahan"'
-# What torch's constructors take by themselves is left out.
-_USUAL = {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "amsgrad": False}
-# What stands before the parameters, and the argument that is new.
-_CONSTRUCTED = re.compile(
-    r"^(optimizer = hu\.optim\.\w+\((?:[\w.]+, )?)\w+\.parameters\(\),.*(, \w+=[^,()=]+\))", re.MULTILINE
-)
-_DECAYS = ("AdamW", "Lion")
+IMPORT_LINE = "import halfulp as hu"
+KAHAN_ARGUMENT = 'weight_update="kahan"'
+_PLACE_COMMENT = "# behind the line that makes the optimizer: its groups keep their options"
 
 
-def optimizer_code(name: str | None, options: Mapping[str, Any], extra: str) -> str:
-    """Return the lines that make an optimizer anew as one of hu.optim's.
+def write_optimizer_code(name: str | None, argument: str) -> str:
+    """Return the lines that make an optimizer anew as one of hu.optim's, with its groups and a further argument.
 
-    Args:
-        name: of the optimizer's class; None where it is not known.
-        options: of its param group; those that are not the constructor's own are written.
-        extra: arguments to add.
-
-    >>> print(optimizer_code("AdamW", {"lr": 3e-6, "weight_decay": 0.1, "betas": (0.9, 0.999)}, KAHAN))
-    import halfulp as hu
-    optimizer = hu.optim.AdamW(model.parameters(), lr=3e-06, weight_decay=0.1, weight_update="kahan")
-    >>> print(optimizer_code("ASGD", {"lr": 0.01}, KAHAN).splitlines()[1])
-    optimizer = hu.optim.wrap(torch.optim.ASGD, model.parameters(), lr=0.01, weight_update="kahan")
-    >>> print(optimizer_code(None, {}, KAHAN).splitlines()[1])
-    optimizer = hu.optim.AdamW(model.parameters(), lr=lr, weight_update="kahan")  # or SGD, Adam, Lion, as it was
-    """
-    given = ["model.parameters()"]
-    lr = number(options, "lr")
-    given.append("lr=lr" if lr is None else f"lr={lr:.6g}")
-    if isinstance(options.get("betas"), list | tuple) and tuple(options["betas"]) != _USUAL["betas"]:
-        given.append(f"betas=({', '.join(f'{one:g}' for one in options['betas'])})")
-    for key in ("eps", "momentum", "dampening"):
-        value = number(options, key)
-        if value is not None and value != _USUAL[key]:
-            given.append(f"{key}={value:.6g}")
-    decay = number(options, "weight_decay")
-    if decay or (decay is not None and name in _DECAYS):
-        given.append(f"weight_decay={decay:.6g}")
-    given += [f"{key}=True" for key in ("nesterov", "amsgrad") if options.get(key)]
-    given += [extra] if extra else []
-    arguments = ", ".join(given)
-    if name is None:
-        return f"{IMPORT}\noptimizer = hu.optim.AdamW({arguments})  # or SGD, Adam, Lion, as it was"
-    if name in OPTIMIZERS:
-        return f"{IMPORT}\noptimizer = hu.optim.{name}({arguments})"
-    own = f"torch.optim.{name}" if hasattr(torch.optim, name) else name
-    return f"{IMPORT}\noptimizer = hu.optim.wrap({own}, {arguments})"
-
-
-def of_model(code: str, name: str) -> str:
-    """Return lines of `optimizer_code` for a model that the script calls by another name.
-
-    >>> print(of_model(optimizer_code("SGD", {"lr": 0.1}, KAHAN), "netG").splitlines()[1])
-    optimizer = hu.optim.SGD(netG.parameters(), lr=0.1, weight_update="kahan")
-    """
-    return code.replace("model.parameters()", f"{name}.parameters()")
-
-
-def for_groups(code: str) -> str:
-    """Return lines of `optimizer_code` for what has several options: made of the param groups that are there.
-
-    >>> print(for_groups(optimizer_code("AdamW", {"lr": 0.1, "weight_decay": 0}, KAHAN)))
+    >>> print(write_optimizer_code("AdamW", KAHAN_ARGUMENT))
     import halfulp as hu
     # behind the line that makes the optimizer: its groups keep their options
     optimizer = hu.optim.AdamW(optimizer.param_groups, weight_update="kahan")
+    >>> print(write_optimizer_code("ASGD", KAHAN_ARGUMENT).splitlines()[2])
+    optimizer = hu.optim.wrap(torch.optim.ASGD, optimizer.param_groups, weight_update="kahan")
+    >>> print(write_optimizer_code(None, KAHAN_ARGUMENT).splitlines()[2])
+    optimizer = hu.optim.AdamW(optimizer.param_groups, weight_update="kahan")  # or SGD, Adam, Lion, as it was
     """
-    found = _CONSTRUCTED.search(code)
-    if found is None:
-        return code
-    where = "# behind the line that makes the optimizer: its groups keep their options"
-    return f"{IMPORT}\n{where}\n{found[1]}optimizer.param_groups{found[2]}"
+    made = f"hu.optim.{name or 'AdamW'}("
+    if name is not None and name not in OPTIMIZERS:
+        made = f"hu.optim.wrap({f'torch.optim.{name}' if hasattr(torch.optim, name) else name}, "
+    rest = "" if name else "  # or SGD, Adam, Lion, as it was"
+    return f"{IMPORT_LINE}\n{_PLACE_COMMENT}\noptimizer = {made}optimizer.param_groups, {argument}){rest}"
+
+
+def of_model(code: str, name: str) -> str:
+    """Return lines of `write_optimizer_code` for a model that the script calls by another name.
+
+    >>> of_model("sgd = SGD(model.parameters())", "netG")
+    'sgd = SGD(netG.parameters())'
+    """
+    return code.replace("model.parameters()", f"{name}.parameters()")

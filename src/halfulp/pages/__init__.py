@@ -2,13 +2,12 @@
 
 from ._page import DASH as DASH
 from ._page import Cell as Cell
-from ._page import Column as Column
 from ._page import Table as Table
 from ._page import check_writable as check_writable
-from ._page import count as count
+from ._page import format_count as format_count
+from ._page import format_number as format_number
+from ._page import format_share as format_share
 from ._page import make_table as make_table
-from ._page import number as number
 from ._page import render as render
 from ._page import require as require
-from ._page import share as share
 from ._page import write_whole as write_whole

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.resources
-import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -89,28 +88,20 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Column:
-    """One column of a table: its header, whether it holds numbers, whether a narrow screen goes without it."""
-
-    title: str
-    numeric: bool = False
-    minor: bool = False
-
-
-@dataclass(frozen=True)
 class Table:
     """A table of a page, which readers can sort and filter.
 
     Attributes:
         key: its id on the page.
         caption: what it is, for who does not see the heading.
-        columns, rows: cells by column; the first is the row's header.
+        columns: header; "number", "minor" (a narrow screen goes without it), both or neither.
+        rows: cells by column; the first is the row's header.
         hint: what the filter field suggests to type.
     """
 
     key: str
     caption: str
-    columns: Sequence[Column]
+    columns: Sequence[tuple[str, str]]
     rows: Sequence[Sequence[Cell]] = field(default_factory=list)
     hint: str = "filter"
 
@@ -132,15 +123,15 @@ def make_table(
     >>> make_table("t", "Two", [1, 2], [("half", "number", lambda one: Cell(f"{one / 2}"))]).rows[1][0].text
     '1.0'
     """
-    heads = [Column(title, "number" in marks, "minor" in marks) for title, marks, _ in columns]
+    heads = [(title, marks) for title, marks, _ in columns]
     return Table(key, caption, heads, [[cell(one) for _, _, cell in columns] for one in of], hint)
 
 
-def share(part: float | None) -> str:
+def format_share(part: float | None) -> str:
     """Return a share from 0 to 1 as per cent, never rounded to a 0 or 100 that it is not.
 
-    >>> share(0.0), share(1e-6), share(0.1234), share(0.99999), share(1.0), share(1.1234), share(None)
-    ('0%', '<0.01%', '12.3%', '>99.9%', '100%', '112.3%', '–')
+    >>> format_share(0.0), format_share(1e-6), format_share(0.1234), format_share(0.99999), format_share(None)
+    ('0%', '<0.01%', '12.3%', '>99.9%', '–')
     """
     if part is None:
         return DASH
@@ -152,19 +143,19 @@ def share(part: float | None) -> str:
     return f"{digits.rstrip('0').rstrip('.')}%"
 
 
-def count(number: float | None) -> str:
+def format_count(number: float | None) -> str:
     """Return a count with its thousands apart.
 
-    >>> count(1234567), count(None)
+    >>> format_count(1234567), format_count(None)
     ('1,234,567', '–')
     """
     return DASH if number is None else f"{number:,}"
 
 
-def number(value: float | str | None, digits: int = 3) -> str:
+def format_number(value: float | str | None, digits: int = 3) -> str:
     """Return a number in few digits; words stand as they are.
 
-    >>> number(3e-5), number(0.25), number("inf"), number(None), number(12)
+    >>> format_number(3e-5), format_number(0.25), format_number("inf"), format_number(None), format_number(12)
     ('3e-05', '0.25', 'inf', '–', '12')
     """
     if value is None:
@@ -196,7 +187,7 @@ def render(package: str, template: str, **values: Any) -> str:
         package: the package whose folder holds the template.
         template: its file name; it extends "base.html.j2".
         values: what the template names. It may also call ``source(name)`` for a style sheet or script, of its own
-            folder or of the base, and ``embedded(data)`` for plain data as JSON inside a script element.
+            folder or of the base; ``data | tojson`` is plain data as JSON inside a script element.
 
     Raises:
         ValueError: jinja2 is missing.
@@ -212,18 +203,6 @@ def render(package: str, template: str, **values: Any) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(text), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    environment.globals |= {
-        "source": lambda name: Markup(text(name).rstrip("\n")),
-        "embedded": lambda data: Markup(embedded(data)),
-    }
+    environment.globals["source"] = lambda name: Markup(text(name).rstrip("\n"))
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
     return environment.get_template(template).render(**values)
-
-
-def embedded(data: Any) -> str:
-    """Return plain data as JSON that can stand inside a script element: no text in it ends the element.
-
-    >>> embedded({"name": "</script>", "share": 0.5})
-    '{"name":"\\\\u003c/script\\\\u003e","share":0.5}'
-    """
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -13,7 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from .._messages import a_kind
 
@@ -69,7 +69,7 @@ class Outlet:
         self._write = None
 
 
-SUFFIXES = (".jsonl", ".csv")
+ROW_FILE_SUFFIXES = (".jsonl", ".csv")
 
 
 class RowFile:
@@ -98,10 +98,10 @@ class RowFile:
 
     def __init__(self, path: str | os.PathLike[str], columns: Sequence[str], anew: bool = False) -> None:
         self.path: Path = Path(path).absolute()  # a script may change to another folder
-        if self.path.suffix not in SUFFIXES:
+        if self.path.suffix not in ROW_FILE_SUFFIXES:
             raise ValueError(f"rows are written to a .jsonl or a .csv file, got {str(path)!r}")
         self.columns: tuple[str, ...] = tuple(columns)
-        self._given: str = str(path)
+        self._given_path: str = str(path)
         self._anew = anew
 
     @property
@@ -127,11 +127,11 @@ class RowFile:
                 with open(self.path, newline="", encoding="utf-8") as file:
                     held = next(csv.reader(file), None)
         except OSError as error:
-            raise ValueError(f"cannot write {self._given!r}: {error.strerror}; give another path") from None
+            raise ValueError(f"cannot write {self._given_path!r}: {error.strerror}; give another path") from None
         except (csv.Error, UnicodeDecodeError):
             held = []
         if held is not None and held != list(self.columns):
-            raise ValueError(f"{self._given!r} holds a CSV of other columns: give another path, or a .jsonl file")
+            raise ValueError(f"{self._given_path!r} holds a CSV of other columns: give another path, or a .jsonl file")
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append rows.
@@ -145,23 +145,23 @@ class RowFile:
             text = "" if at_begin or _is_line_ended(self.path) else "\n"
             if self.is_csv and at_begin:
                 text += _format_csv_line(self.columns)
-            data = (text + "".join(map(self._line, rows))).encode()
+            data = (text + "".join(map(self._format_row, rows))).encode()
             while data:
                 data = data[file.write(data) :]
 
-    def _line(self, row: Mapping[str, Any]) -> str:
+    def _format_row(self, row: Mapping[str, Any]) -> str:
         if self.is_csv:
             return _format_csv_line([row.get(column) for column in self.columns])
-        return json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+        return json.dumps(replace_nonfinite_numbers(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite_numbers(value: Any) -> Any:
     """Return plain data with "nan", "inf" and "-inf" for the numbers that JSON has no word for."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
-        return {key: finite(item) for key, item in value.items()}
-    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: replace_nonfinite_numbers(item) for key, item in value.items()}
+    return [replace_nonfinite_numbers(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _format_csv_line(values: Iterable[Any]) -> str:
@@ -176,58 +176,15 @@ def _is_line_ended(path: Path) -> bool:
         return file.read(1) == b"\n"
 
 
-PREFIX = "halfulp/"
-_WANTED = (
-    "a path that ends in .jsonl or .csv, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a dict, a "
-    "csv.DictWriter, or a function of a dict"
+LOGGED_NAME_PREFIX = "halfulp/"
+_SINK_KINDS_TEXT = (
+    "a path that ends in .jsonl or .csv, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a dict, or "
+    "a function of a dict"
 )
 
 
-class ScalarWriter(Protocol):
-    """A sink such as TensorBoard's SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: Any, global_step: Any = ..., /) -> Any:
-        """Write a number under a name."""
-
-
-class DictLogger(Protocol):
-    """A sink such as a wandb run."""
-
-    @property
-    def log(self) -> Callable[..., Any]:
-        """Takes a dict, and `step=` where it can."""
-
-
-class MetricsLogger(Protocol):
-    """A sink such as MLflow's module, or a logger of Lightning."""
-
-    @property
-    def log_metrics(self) -> Callable[..., Any]:
-        """Takes a dict, and `step=` where it can."""
-
-
-class DictWriter(Protocol):
-    """A sink such as csv.DictWriter, whose `fieldnames` choose."""
-
-    @property
-    def fieldnames(self) -> Any:
-        """The columns."""
-
-    @property
-    def writerow(self) -> Callable[[Any], Any]:
-        """Takes a dict of them."""
-
-
-Sink: TypeAlias = (
-    str
-    | os.PathLike[str]
-    | ScalarWriter
-    | DictLogger
-    | MetricsLogger
-    | DictWriter
-    | Callable[[dict[str, Any]], object]
-    | Outlet
-)
+# A path, a function of a dict, an Outlet, or a logger with one of `_WRITERS_BY_METHOD`.
+Sink: TypeAlias = Any
 
 
 def outlet(sink: Sink, columns: Sequence[str], check: bool = True) -> Outlet:
@@ -253,28 +210,28 @@ def outlet(sink: Sink, columns: Sequence[str], check: bool = True) -> Outlet:
             file.check()
         return Outlet("the CSV file" if file.is_csv else "the file of JSON lines", lambda row: file.write([row]))
     name = f"the {type(sink).__name__}"
-    for method, writing in _METHODS.items():
+    for method, writing in _WRITERS_BY_METHOD.items():
         if callable(getattr(sink, method, None)):
             return Outlet(name, writing(sink))
     if callable(sink):
         return Outlet("the function", lambda row: sink(dict(row)))
-    raise TypeError(f"a sink is {_WANTED}; got {a_kind(sink)}")
+    raise TypeError(f"a sink is {_SINK_KINDS_TEXT}; got {a_kind(sink)}")
 
 
 def _make_scalar_writer(writer: Any) -> Callable[[Row], None]:
     def write(row: Row) -> None:
         for key, value in _drop_missing(row).items():
             if key != "step":
-                writer.add_scalar(PREFIX + key, value, row["step"])
+                writer.add_scalar(LOGGED_NAME_PREFIX + key, value, row["step"])
 
     return write
 
 
 def _make_metrics_writer(log: Callable[..., Any]) -> Callable[[Row], None]:
-    with_step = _has_step(log)
+    with_step = _takes_step_argument(log)
 
     def write(row: Row) -> None:
-        numbers = {PREFIX + key: value for key, value in _drop_missing(row).items()}
+        numbers = {LOGGED_NAME_PREFIX + key: value for key, value in _drop_missing(row).items()}
         if with_step:
             log(numbers, step=row["step"])
         else:
@@ -283,16 +240,11 @@ def _make_metrics_writer(log: Callable[..., Any]) -> Callable[[Row], None]:
     return write
 
 
-def _make_column_writer(writer: Any) -> Callable[[Row], None]:
-    return lambda row: writer.writerow({name: row.get(name) for name in writer.fieldnames})
-
-
 # The first that a sink has counts: a SummaryWriter may have more than one.
-_METHODS: Mapping[str, Callable[[Any], Callable[[Row], None]]] = {
+_WRITERS_BY_METHOD: Mapping[str, Callable[[Any], Callable[[Row], None]]] = {
     "add_scalar": _make_scalar_writer,
     "log": lambda run: _make_metrics_writer(run.log),
     "log_metrics": lambda run: _make_metrics_writer(run.log_metrics),
-    "writerow": _make_column_writer,
 }
 
 
@@ -301,7 +253,7 @@ def _drop_missing(row: Row) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def _has_step(log: Callable[..., Any]) -> bool:
+def _takes_step_argument(log: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(log).parameters.values()
     except (TypeError, ValueError):  # of something built in

@@ -16,7 +16,7 @@ from .._torch_versions import find_dtype
 from ..mctensor import MCTensor
 from ..observation import Finding, observe
 from ..observation._finding import listing
-from ..observation.findings import get_kind
+from ..observation.findings import get_finding_kind
 from ..recipes import Recipe
 from ..recipes._optimizer import emulated
 from ..recipes._plan import check
@@ -295,7 +295,7 @@ def assert_precision_ok(
     _check(loss, steps, tolerance)
     accepted = {accept} if isinstance(accept, str) else set(accept)
     for code in accepted:
-        get_kind(code)
+        get_finding_kind(code)
     tolerance = default_tolerance(recipe) if tolerance is None else float(tolerance)
     loss_of = loss or make_default_loss(seed)
     hyper = {"lr": lr, **hyper}

@@ -84,7 +84,7 @@ def test_lost_updates_are_those_that_left_the_weights_as_they_were(named):
         measured = float((before[name] == after[name]).float().mean())
         assert state.update is not None
         # torch computes the update in bfloat16, which moves some elements over the border.
-        assert state.update.share == pytest.approx(measured, abs=0.06 + 1 / before[name].numel())
+        assert state.update.lost_share == pytest.approx(measured, abs=0.06 + 1 / before[name].numel())
         assert state.steps == (8, 16)
     assert ("updates-lost", "1.weight") in codes(found)
     assert found.advanced == 8
@@ -125,9 +125,9 @@ def test_weight_decay_that_the_format_cannot_hold_is_lost(needs_torch):
     saved, *_ = run(torch.bfloat16, 1e-2, weight_decay=0.01)
     decays = [state.decay for state in hu.audit(*saved).states.values()]
     assert all(decay is not None for decay in decays)
-    assert all(decay.share == 1 for decay in decays)
+    assert all(decay.lost_share == 1 for decay in decays)
     saved, *_ = run(torch.float32, 1e-2, weight_decay=0.01)
-    assert all(state.decay.share == 0 for state in hu.audit(*saved).states.values())
+    assert all(state.decay.lost_share == 0 for state in hu.audit(*saved).states.values())
 
 
 def test_components_beside_a_weight_that_moved_are_movement():

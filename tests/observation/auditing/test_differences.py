@@ -10,7 +10,7 @@ import torch
 
 from halfulp import formats, kernels
 from halfulp.observation.auditing import _tensors as d
-from halfulp.observation.auditing._tensors import Differences, add_differences
+from halfulp.observation.auditing._tensors import TensorDifferences, add_differences
 
 DTYPES = [
     torch.float64,
@@ -68,7 +68,7 @@ def special_values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def measured(a: torch.Tensor, b: torch.Tensor):
-    found = Differences()
+    found = TensorDifferences()
     add_differences(found, a, b)
     return found
 
@@ -131,7 +131,7 @@ def test_parts_and_threads_give_what_the_whole_gives(dtype):
     a = torch.randn(200_000).to(dtype)
     b = torch.where(torch.rand(a.shape) < 0.5, a, (a.double() * 1.01).to(dtype))
     b[7], b[150_000] = math.nan, math.inf
-    whole, parts = measured(a, b), Differences()
+    whole, parts = measured(a, b), TensorDifferences()
     for x, y in zip(a.split(70_000), b.split(70_000), strict=True):
         add_differences(parts, x, y)
     with kernels.engine("reference"):

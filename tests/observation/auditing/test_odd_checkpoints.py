@@ -109,7 +109,7 @@ def test_betas_that_momentum_does_not_need_are_not_read():
     groups = [{"params": [0], "param_names": ["w"], "lr": 1e-3, "betas": (None, 0.99)}]
     optimizer = {"state": {0: {"momentum_buffer": W}}, "param_groups": groups}
     found = hu.audit({"model": {"w": W}, "optimizer": optimizer}, {"model": {"w": W + 1}, "optimizer": optimizer})
-    assert found.states["w"].update.wanted == 64
+    assert found.states["w"].update.seen == 64
 
 
 def loop():

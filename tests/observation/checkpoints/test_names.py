@@ -11,7 +11,7 @@ from torch import nn
 
 from halfulp.kernels import same_bits
 from halfulp.observation.checkpoints import _names as _model_order
-from halfulp.observation.checkpoints._names import name_states
+from halfulp.observation.checkpoints._names import name_optimizer_states
 from halfulp.observation.checkpoints._open import open_checkpoint
 
 TRAINERS = r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
@@ -69,10 +69,10 @@ def save(folder, model, groups, *, alphabetical=True):
 def read(folder, wanted):
     """The names that were found, none of them a wrong one, and what was said."""
     unseen: list[str] = []
-    states = name_states(open_checkpoint(folder), unseen)
+    states = name_optimizer_states(open_checkpoint(folder), unseen)
     for name, state in states.items():
         moment = state.tensors["exp_avg"]
-        moment = moment if isinstance(moment, torch.Tensor) else moment.read(None)
+        moment = moment if isinstance(moment, torch.Tensor) else moment.read()
         assert same_bits(moment, wanted[name])
     return set(states), " ".join(unseen)
 
@@ -118,34 +118,8 @@ def test_states_under_names_with_a_prefix_of_their_own(tmp_path, seed, weights, 
     groups[0]["params"][groups[0]["params"].index(states + names[0])] = "a.stranger"
     torch.save({"state_dict": model_state, "optimizer_states": [{"state": renamed, "param_groups": groups}]}, file)
     unseen: list[str] = []
-    name_states(open_checkpoint(file), unseen)
+    name_optimizer_states(open_checkpoint(file), unseen)
     assert "no tensor of the checkpoint has such a name" in " ".join(unseen)
-
-
-def test_an_alphabet_leaves_the_layers_of_a_shape_that_no_other_has(tmp_path, seed):
-    model = Model()
-    wanted = save(tmp_path, model, by_rule(model, RULES["trainer"]))
-    found, said = read(tmp_path, wanted)
-    downs = {f"blocks.{k}.down.{part}" for k in range(12) for part in ("weight", "bias")}
-    assert found == {"tokens.weight", *downs}
-    assert f"{len(wanted) - 25} of {len(wanted)} optimizer states" in said
-
-
-def test_shapes_that_two_groups_share_are_told_apart_by_who_decays(tmp_path, seed):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gains = nn.ParameterList([nn.Parameter(torch.ones(5)) for _ in range(11)])
-            self.bias = nn.Parameter(torch.ones(5))
-
-    model = Tied()
-    wanted = save(tmp_path, model, by_rule(model, lambda name, parameter: "bias" not in name))
-    assert read(tmp_path, wanted) == (set(wanted), "")
-    # One group of both has no order between them.
-    wanted = save(tmp_path / "one", model, list(model.parameters()))
-    found, said = read(tmp_path / "one", wanted)
-    assert not found
-    assert "12 of 12" in said
 
 
 def test_a_frozen_parameter_leaves_no_order(tmp_path, seed):
@@ -154,7 +128,7 @@ def test_a_frozen_parameter_leaves_no_order(tmp_path, seed):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     wanted = save(tmp_path, model, trained, alphabetical=False)
     found, said = read(tmp_path, wanted)
-    assert found == {"tokens.weight"}
+    assert not found
     assert "have no names and no order" in said
 
 

@@ -6,7 +6,7 @@ import torch
 
 from halfulp.observation._finding import Finding
 from halfulp.observation._record import ParameterRecord, Realised, Record, StepRecord, TensorRecord
-from halfulp.observation.findings import KINDS
+from halfulp.observation.findings import FINDING_KINDS
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -70,7 +70,7 @@ def with_scale(record: Record, scales: list[float] = [65536.0], **fields: Any) -
 
 def found(code: str, record: Record) -> list[Finding]:
     """What one code finds."""
-    return list(KINDS[code]().in_record(record))
+    return list(FINDING_KINDS[code]().in_record(record))
 
 
 def severity(code: str, record: Record) -> str | None:

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from halfulp.observation.auditing._audit import Audit, Lost, Side, StateAudit, TensorAudit
+from halfulp.observation._record import Realised
+from halfulp.observation.auditing._audit import Audit, StateAudit, TensorAudit, TensorStatistics
 from halfulp.observation.findings import findings_of
 
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
@@ -13,7 +14,7 @@ NAMES = [f"layers.{k}.weight" for k in range(3)]
 
 
 def row(name=NAMES[0], dtype=BF16, status="changed", unchanged=200, role="parameter", a=None, b=None, **given):
-    a, b = a or Side(dtype), b or Side(dtype)
+    a, b = a or TensorStatistics(dtype), b or TensorStatistics(dtype)
     unchanged = 1000 if status == "unchanged" else unchanged
     numbers = {"histogram": {0: 1000 - unchanged}, "mean": 1.0, "median": 1.0, "largest": 2.0, **given}
     return TensorAudit(name, (10, 100), 1000, role, a, b, unchanged, companions_moved=None, status=status, **numbers)
@@ -35,7 +36,7 @@ def codes(measured):
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_a_healthy_pair_has_no_findings(dtype):
-    kept = Lost(1000, 10, 0.999, {"kahan": 0})
+    kept = Realised(1000, 10, 1000, 999)
     rows = [row(name, dtype) for name in NAMES]
     states = [state(name, dtype, update=kept, decay=kept) for name in NAMES]
     assert codes(audit(*rows, states=states)) == []
@@ -62,18 +63,18 @@ def test_without_an_optimizer_a_frozen_weight_is_judged_by_its_digits_and_its_si
     assert codes(audit(wide)) == [("weight-frozen", "note")]
     assert codes(audit(wide, row(NAMES[1], dtype=F32))) == [("weight-frozen", "warning")]
     assert codes(audit(wide, states=[state(NAMES[1])])) == [("weight-frozen", "note")]
-    counter = dataclasses.replace(wide, role="buffer", a=Side(torch.int64), b=Side(torch.int64))
+    counter = dataclasses.replace(wide, role="buffer", a=TensorStatistics(torch.int64), b=TensorStatistics(torch.int64))
     assert codes(audit(counter)) == []
 
 
 def test_lost_updates_and_decay_say_which_cure_keeps_them():
-    lost = Lost(1000, 990, 0.1, {"kahan": 0, "split8": 0})
-    found = findings_of("audit", audit(row(), states=[state(update=lost, decay=Lost(1000, 1000, 0.0))]))
+    lost = Realised(1000, 990, 1000, 100)
+    found = findings_of("audit", audit(row(), states=[state(update=lost, decay=Realised(1000, 1000, 1000, 0))]))
     assert [one.code for one in found] == ["updates-lost", "weight-decay-lost"]
     assert "99% of updates lost in bf16 at lr 0.0001" in found[0].summary
     assert "kahan" in found[0].cure
-    too_small = Lost(1000, 1000, 0.0, {"kahan": 900})
-    (found,) = findings_of("audit", audit(row(), states=[state(update=too_small)]))
+    too_small = Realised(1000, 1000, 1000, 0)
+    (found,) = findings_of("audit", audit(row(), states=[state(update=too_small, lost_by={"kahan": 0.9})]))
     assert "'split'" in found.cure
     for own in ({"compensated": True}, {"weight_update": "stochastic"}):
         assert codes(audit(row(), states=[state(update=lost, **own)])) == []
@@ -93,9 +94,9 @@ def test_an_average_that_stands_still_while_weights_move_is_stuck():
 
 
 def test_dtypes_that_changed_and_contracts_that_differ():
-    narrower = row(status="dtype-changed", a=Side(F32), b=Side(BF16))
+    narrower = row(status="dtype-changed", a=TensorStatistics(F32), b=TensorStatistics(BF16))
     assert codes(audit(narrower)) == [("dtype-changed-on-resume", "error")]
-    wider = row(status="dtype-changed", a=Side(BF16), b=Side(F32))
+    wider = row(status="dtype-changed", a=TensorStatistics(BF16), b=TensorStatistics(F32))
     assert codes(audit(wider)) == [("dtype-changed-on-resume", "warning")]
     moments = {"exp_avg": (F32, BF16)}
     assert ("dtype-changed-on-resume", "error") in codes(audit(row(), states=[state(dtypes=moments)]))
@@ -103,25 +104,33 @@ def test_dtypes_that_changed_and_contracts_that_differ():
 
 
 def test_nonfinite_tensors_name_the_last_clean_checkpoint():
-    broken = [row(name, b=Side(BF16, nan=k)) for k, name in enumerate(NAMES)]
+    broken = [row(name, b=TensorStatistics(BF16, nan=k)) for k, name in enumerate(NAMES)]
     (found,) = findings_of("audit", audit(*broken))
     assert (found.code, found.where) == ("first-nonfinite", tuple(NAMES[1:]))
     assert "A is the last clean" in found.summary
     assert found.evidence["nan"] == 3
-    already = row(a=Side(BF16, nan=1), b=Side(BF16, nan=1))
+    already = row(a=TensorStatistics(BF16, nan=1), b=TensorStatistics(BF16, nan=1))
     assert codes(audit(already)) == [("first-nonfinite", "error")]
-    mask = row("mask", status="unchanged", role="unknown", a=Side(F32, infinite=9), b=Side(F32, infinite=9))
+    mask = row(
+        "mask",
+        status="unchanged",
+        role="unknown",
+        a=TensorStatistics(F32, infinite=9),
+        b=TensorStatistics(F32, infinite=9),
+    )
     assert codes(audit(mask)) == [("first-nonfinite", "note")]
     assert codes(audit(row(), states=[state(nonfinite={"exp_avg": (0, 4)})])) == [("first-nonfinite", "error")]
 
 
 def test_saturated_and_zeroed_payloads():
-    assert codes(audit(row(b=Side(E4M3, saturated=50), a=Side(E4M3)))) == [("payload-saturated", "error")]
-    assert codes(audit(row(b=Side(E4M3, saturated=1), a=Side(E4M3)))) == []
-    assert codes(audit(row(b=Side(BF16, saturated=50)))) == []
-    zeroed = row(a=Side(F32), b=Side(E4M3, zeros=1000, constant=0.0), status="dtype-changed")
+    assert codes(audit(row(b=TensorStatistics(E4M3, saturated=50), a=TensorStatistics(E4M3)))) == [
+        ("payload-saturated", "error")
+    ]
+    assert codes(audit(row(b=TensorStatistics(E4M3, saturated=1), a=TensorStatistics(E4M3)))) == []
+    assert codes(audit(row(b=TensorStatistics(BF16, saturated=50)))) == []
+    zeroed = row(a=TensorStatistics(F32), b=TensorStatistics(E4M3, zeros=1000, constant=0.0), status="dtype-changed")
     assert ("quantized-to-zero", "error") in codes(audit(zeroed))
-    assert codes(audit(row(a=Side(BF16, zeros=1000), b=Side(BF16, zeros=1000)))) == []
+    assert codes(audit(row(a=TensorStatistics(BF16, zeros=1000), b=TensorStatistics(BF16, zeros=1000)))) == []
 
 
 def test_states_that_do_not_fit():

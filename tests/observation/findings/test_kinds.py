@@ -12,28 +12,28 @@ import halfulp as hu
 from halfulp.observation import Finding, FindingKind, register_finding
 from halfulp.observation._finding import rank_findings
 from halfulp.observation._record import Record, Role
-from halfulp.observation.findings import KINDS, findings_of, get_kind
+from halfulp.observation.findings import FINDING_KINDS, findings_of, get_finding_kind
 
 from .records import parameter, realised
 
 
-@pytest.mark.parametrize("code", sorted(KINDS))
+@pytest.mark.parametrize("code", sorted(FINDING_KINDS))
 def test_a_code_is_whole(code):
-    kind = KINDS[code]
+    kind = FINDING_KINDS[code]
     assert code == kind.code
     assert kind.instruments(), f"no instrument shows {code}"
-    assert all(cause in KINDS for cause in kind.explained_by), f"{code} is explained by what does not exist"
+    assert all(cause in FINDING_KINDS for cause in kind.explained_by), f"{code} is explained by what does not exist"
     assert len(kind.__doc__.splitlines()) == 1
     assert kind.__doc__.endswith(".")
     assert "  " not in kind.cure
     assert not kind.cure.endswith(".")
 
 
-@pytest.mark.parametrize("code", sorted(KINDS))
+@pytest.mark.parametrize("code", sorted(FINDING_KINDS))
 def test_a_diagnosis_names_the_place_and_lines_of_code_call_what_exists(code):
-    kind = KINDS[code]
+    kind = FINDING_KINDS[code]
     assert kind.role in ("", *get_args(Role))
-    assert all(other in KINDS for other in kind.shares_cause_with)
+    assert all(other in FINDING_KINDS for other in kind.shares_cause_with)
     if kind.says:
         names = [key for _, key, _, _ in Formatter().parse(kind.says) if key]
         assert "place" in names
@@ -51,7 +51,7 @@ def test_a_diagnosis_names_the_place_and_lines_of_code_call_what_exists(code):
 def test_no_two_codes_explain_each_other():
     import graphlib
 
-    graphlib.TopologicalSorter({code: kind.explained_by for code, kind in KINDS.items()}).prepare()
+    graphlib.TopologicalSorter({code: kind.explained_by for code, kind in FINDING_KINDS.items()}).prepare()
 
 
 def test_an_empty_record_shows_nothing():
@@ -105,7 +105,7 @@ def test_layers_of_one_kind_are_joined():
 
 def test_an_unknown_code_and_an_unfinished_class_are_refused():
     with pytest.raises(ValueError, match="did you mean 'updates-lost'"):
-        get_kind("update-lost")
+        get_finding_kind("update-lost")
     with pytest.raises(TypeError, match="subclass of FindingKind"):
         register_finding(object)
     with pytest.raises(ValueError, match="has no cure"):

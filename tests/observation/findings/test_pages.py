@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.observation.findings import KINDS
+from halfulp.observation.findings import FINDING_KINDS
 
 FOLDER = Path(__file__).parents[3] / "docs" / "findings"
-OWN = {code: kind for code, kind in KINDS.items() if kind.__module__.startswith("halfulp.")}
+OWN = {code: kind for code, kind in FINDING_KINDS.items() if kind.__module__.startswith("halfulp.")}
 
 
 def test_each_code_has_a_page_and_each_page_a_code():

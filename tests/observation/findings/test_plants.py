@@ -5,7 +5,7 @@ import re
 import pytest
 
 from halfulp.observation._finding import group_by_cause
-from halfulp.observation.findings import KINDS
+from halfulp.observation.findings import FINDING_KINDS
 
 from ..plants.registry import PLANTS
 
@@ -23,16 +23,20 @@ def test_a_plant_is_found_and_its_healthy_twin_is_silent(code, seed, needs_torch
         if faulty:
             assert [finding.code for finding in loud][:1] == [code], list(map(str, loud))
             (first, *_) = group_by_cause(loud)
-            assert first.head.code == code
-            assert not first.head.says or "{" not in re.sub(r"\{[\d,-]+\}", "", first.headline), (
+            assert first.head_finding.code == code
+            assert not first.head_finding.says or "{" not in re.sub(r"\{[\d,-]+\}", "", first.headline), (
                 "a place in the template"
             )
-            last = first.head.where[0].removesuffix(".weight").removesuffix(".bias") if first.head.where else ""
+            last = (
+                first.head_finding.where[0].removesuffix(".weight").removesuffix(".bias")
+                if first.head_finding.where
+                else ""
+            )
             assert re.sub(r"\d+.*", "", last) in first.headline, "the diagnosis names the layer"
         else:
             assert loud == [], list(map(str, loud))
 
 
 def test_each_code_is_planted():
-    own = {code for code, kind in KINDS.items() if kind.__module__.startswith("halfulp.")}
+    own = {code for code, kind in FINDING_KINDS.items() if kind.__module__.startswith("halfulp.")}
     assert set(PLANTS) | ELSEWHERE == own

@@ -12,10 +12,10 @@ from torch import nn
 import halfulp as hu
 from halfulp import formats
 from halfulp._qualified_names import pattern_of
-from halfulp.observation._finding import Finding, in_words
+from halfulp.observation._finding import Finding, describe_names
 from halfulp.observation._record import AverageRecord, Record, StepRecord
-from halfulp.observation.findings import KINDS, findings_of
-from halfulp.observation.findings._kind import rank_with_causes
+from halfulp.observation.findings import FINDING_KINDS, findings_of
+from halfulp.observation.findings._kind import rank_by_causes
 
 from .records import found, parameter, realised, tensor
 
@@ -34,29 +34,29 @@ def spelled(words: str) -> set[str]:
 
 
 def test_words_name_just_the_layers_that_are_meant(seed):
-    assert in_words(["layers.3.norm", "layers.7.norm"]) == "layers.{3,7}.norm"
+    assert describe_names(["layers.3.norm", "layers.7.norm"]) == "layers.{3,7}.norm"
     draws = random.Random(seed)
     for _ in range(200):
         layers = draws.sample(range(12), draws.randint(1, 12))
         inner = draws.sample(range(4), draws.randint(1, 3))
         names = [f"blocks.{k}.mlp.{j}.weight" for k in layers for j in inner] + [f"heads.{layers[0]}.bias"]
-        assert spelled(in_words(names)) == set(names)
+        assert spelled(describe_names(names)) == set(names)
         some = draws.sample(names[:-1], draws.randint(1, len(names) - 1))
-        words = in_words(some)
+        words = describe_names(some)
         counted = f"{pattern_of(some[0])} ({len(some)})"
         assert spelled(words) == set(some) or words == counted, "no name too many"
 
 
-@pytest.mark.parametrize("code", sorted(code for code, kind in KINDS.items() if kind.worst))
+@pytest.mark.parametrize("code", sorted(code for code, kind in FINDING_KINDS.items() if kind.worst))
 def test_what_is_joined_says_the_numbers_of_the_worst(code, seed):
-    key, sign = KINDS[code].worst.removeprefix("-"), -1 if KINDS[code].worst.startswith("-") else 1
+    key, sign = FINDING_KINDS[code].worst.removeprefix("-"), -1 if FINDING_KINDS[code].worst.startswith("-") else 1
     draws = random.Random(seed)
     values = [draws.random() for _ in range(6)]
     each = [
         Finding(code, (f"layers.{k}.weight",), "error", draws.random(), {key: value}, "cure", str(value))
         for k, value in enumerate(values)
     ]
-    (joined,) = rank_with_causes(each)
+    (joined,) = rank_by_causes(each)
     worst = sign * max(sign * value for value in values)
     assert (joined.evidence[key], joined.summary) == (worst, str(worst))
     assert joined.confidence == max(one.confidence for one in each)
@@ -64,7 +64,7 @@ def test_what_is_joined_says_the_numbers_of_the_worst(code, seed):
 
 def test_codes_whose_evidence_differs_by_layer_say_which_number_is_the_worst():
     told = {"lost", "hidden", "saturated", "vanished", "noise", "margin", "ratio", "realised", "relative", "error"}
-    for code, kind in KINDS.items():
+    for code, kind in FINDING_KINDS.items():
         record = MAKERS.get(code)
         evidence = {key for one in found(code, record(torch.float16)) for key in one.evidence} if record else set()
         assert kind.worst or not evidence & told, code
@@ -79,7 +79,7 @@ def test_norms_and_linear_layers_of_one_sequence_are_two_findings():
         (("0.weight",), 1.0),
         (("1.weight",), pytest.approx(0.79, abs=1e-3)),
     ]
-    assert len(rank_with_causes([norm, linear])) == 2, "those of several trainings are joined once more"
+    assert len(rank_by_causes([norm, linear])) == 2, "those of several trainings are joined once more"
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -143,7 +143,7 @@ def test_no_cure_is_what_is_there_already(code, dtype):
 
 
 def test_each_cure_that_names_a_dtype_is_looked_at():
-    named = {code for code, kind in KINDS.items() if re.search(r"\b(bfloat16|float32)\b", kind.cure)}
+    named = {code for code, kind in FINDING_KINDS.items() if re.search(r"\b(bfloat16|float32)\b", kind.cure)}
     # These are about formats of 8 bits and fewer, a stream of 16, positions, a scaled float16 site.
     assert named - set(MAKERS) <= {
         "gradient-below-noise",

@@ -1,4 +1,4 @@
-"""Forecasts: layers, findings and costs against trainings, and weights of odd kinds."""
+"""Forecasts: layers and findings against trainings, and weights of odd kinds."""
 
 import copy
 import json
@@ -14,8 +14,7 @@ from halfulp.observation.forecasting._layers import (
     UpdateSizes,
     compute_noise_size,
     find_freeze_step,
-    find_gaps,
-    round_to_format,
+    find_neighbour_gaps,
     simulate_walk,
 )
 
@@ -25,19 +24,9 @@ def test_gaps_are_those_between_neighbours_of_a_whole_format(dtype):
     format = formats.get(dtype)
     values = torch.tensor(sorted({float(value) for value in formats.all_values(format) if abs(value) <= format.max}))
     values = values.double()
-    up, down = find_gaps(values, format)
+    up, down = find_neighbour_gaps(values, format)
     assert torch.equal(up[:-1], values.diff())
     assert torch.equal(down[1:], values.diff())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_rounding_to_a_format_is_torchs(dtype, seed):
-    draws = torch.randn(20_000).double() * 2.0 ** torch.randint(-24, 8, (20_000,)).double()
-    draws = torch.cat([draws, torch.tensor([0.0, -0.0, 2.0**-133, 1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8]).double()])
-    draws = draws.float().double()  # torch rounds float32 values once
-    rounded = round_to_format(draws, formats.get(dtype))
-    assert torch.equal(rounded, draws.float().to(dtype).double())
-    assert torch.equal(rounded.signbit(), draws.signbit())
 
 
 def normal_sizes(count: int, deviation: float, steps: int) -> UpdateSizes:
@@ -54,7 +43,7 @@ def test_the_share_that_moves_is_that_of_real_additions(seed):
         sizes = normal_sizes(len(weights), 1.0, 1)
         rates = torch.tensor([rate], dtype=torch.float64)
         options = {"decay": 0.0, "apart": True, "leaps": 1, "generator": torch.Generator().manual_seed(0)}
-        moved = float(simulate_walk(weights.double(), sizes, rates, formats.bf16, **options).moved[0])
+        moved = float(simulate_walk(weights.double(), sizes, rates, formats.bf16, **options).moved_shares[0])
         share = float(changed.double().mean())
         # Five standard deviations of a mean over 200,000 elements.
         assert abs(moved - share) < 5 * (share * (1 - share) / len(weights)) ** 0.5
@@ -142,7 +131,6 @@ def test_norms_freeze_and_float32_does_not():
     healthy = hu.forecast(norm, 1e-4, "cosine", steps=100)
     assert not [finding for finding in healthy.findings if finding.severity != "note"]
     assert healthy.layers[0].dtype == torch.float32
-    assert not healthy.costs
 
 
 def test_halfulps_own_weight_updates_do_not_freeze():
@@ -169,26 +157,6 @@ def test_what_is_lost_beside_the_weights():
     assert not [finding for finding in other.findings if finding.severity != "note"]
 
 
-def test_costs_are_what_the_optimizers_say():
-    found = hu.forecast(nn.Linear(64, 64), 1e-5, steps=10, dtype="bf16")
-    costs = {cost.weight_update: cost for cost in found.costs}
-    assert costs["nearest"].bytes_per_parameter == 8
-    assert costs["float32"].bytes_per_parameter == 16
-    assert costs["kahan"].total == 10 * (64 * 64 + 64)
-    assert (costs["nearest"].keeps, costs["kahan"].keeps, costs["stochastic"].keeps) == ("no", "yes", "on average")
-
-
-def test_noise_is_a_drift_of_one_spacing():
-    """At n updates u below the spacing d drift n u and noise sqrt(n u (d - u)) are equal for n u = d - u."""
-    weights = nn.Linear(128, 128)
-    with torch.no_grad():
-        weights.weight.fill_(1.0)
-    layer = hu.forecast(weights, 2.0**-12, optimizer="lion", steps=10, dtype="bf16").layers[0]
-    spacing, update = 2.0**-8, 2.0**-12
-    assert layer.noise_drift == spacing - update
-    assert layer.noise_steps == pytest.approx((spacing - update) / update)
-
-
 def test_sgd_needs_gradients_and_says_so():
     model = nn.Linear(8, 8).bfloat16()
     found = hu.forecast(model, 0.1, optimizer="sgd", steps=10)
@@ -213,8 +181,8 @@ def test_a_saved_state_is_read_by_name_and_by_position():
         assert [layer.name for layer in found.layers] == ["0.weight", "0.bias", "1.weight", "1.bias"]
         assert {layer.updates for layer in found.layers} == {"the optimizer's state"}
     unnamed = torch.optim.AdamW(model.parameters()).state_dict()
-    with pytest.raises(ValueError, match="holds 4 parameters without names, the weights are 2"):
-        hu.forecast(model[0].state_dict(), 1e-3, states=unnamed)
+    found = hu.forecast(model[0].state_dict(), 1e-3, states=unnamed, steps=10)
+    assert "the 4 optimizer states of the checkpoint have no names" in found.notes[0]
 
 
 def test_zeros_nan_infinities_and_empty_tensors():
@@ -249,8 +217,15 @@ def test_a_rate_of_zero_is_no_update():
     [
         ((3, 0.1), {}, TypeError, "a module, a state dict or a checkpoint's path; got an int"),
         (({"w": torch.ones(2)}, "fast"), {}, TypeError, "an Optimizer or a learning rate|got a str"),
-        (({1: torch.ones(2)}, 0.1), {}, TypeError, "names for keys"),
-        (({}, 0.1), {}, ValueError, "nothing to forecast"),
+        (
+            ({"w": torch.ones(2)}, torch.optim.SGD([torch.ones(2)])),
+            {},
+            TypeError,
+            "goes with its model, not with a dict",
+        ),
+        (({}, 0.1), {}, ValueError, "give a checkpoint with a model's state_dict"),
+        (({"w": torch.eye(4).to_sparse()}, 0.1), {}, ValueError, "w was not compared: it is a tensor of layout"),
+        ((hu.multicomponent(nn.Linear(4, 3), 2).state_dict(), 0.1), {}, NotImplementedError, "before it is converted"),
         (({"w": torch.ones(2)}, 0.1), {"optimizer": "adamx"}, ValueError, "did you mean"),
         (({"w": torch.ones(2)}, 0.1), {"schedule": "cosine"}, ValueError, "give steps="),
         (({"w": torch.ones(2)}, 0.1), {"dtype": "bf61"}, ValueError, "bf61"),
@@ -373,9 +348,8 @@ def test_averages_and_what_no_optimizer_holds_do_not_freeze(tmp_path, seed):
     ):
         found = hu.forecast(given, lr, "cosine", steps=10)
         assert {layer.name for layer in found.layers} == expected
-        assert any("left out" in note for note in found.notes) == (
-            given in (tmp_path / "with.pt", tmp_path / "without.pt")
-        )
+        has_averages = not isinstance(given, nn.Module) and not all(name.startswith("ema.") for name in expected)
+        assert any("left out" in note for note in found.notes) == has_averages
 
 
 W = torch.ones(8, 8, dtype=torch.bfloat16)
@@ -415,7 +389,6 @@ def test_nan_is_said(place):
     [
         (lambda: nn.Linear(3, 3, device="meta"), "weight is on the meta device: give a model with weights"),
         (lambda: nn.LazyLinear(3), "weight is uninitialized: run the model once"),
-        (lambda: {"w": torch.eye(4).to_sparse()}, r"w is a tensor of layout torch.sparse_coo: .*x\.to_dense"),
     ],
 )
 def test_weights_without_numbers_are_refused_by_name(make, said):

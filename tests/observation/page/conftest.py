@@ -23,8 +23,8 @@ from halfulp.observation._record import (
     TensorRecord,
     plain_record,
 )
-from halfulp.observation.auditing._audit import Audit, Lost, Side, StateAudit, TensorAudit
-from halfulp.observation.page import audit_html, forecast_html, observation_html
+from halfulp.observation.auditing._audit import Audit, StateAudit, TensorAudit, TensorStatistics
+from halfulp.observation.page import render_audit_page, render_forecast_page, render_observation_page
 
 FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3")
 EVIL = 'layers.0.<b>"evil"</b>&.weight'
@@ -107,18 +107,24 @@ def data() -> dict[str, Any]:
 
 def make_audit() -> Audit:
     """Two checkpoints of a run whose norm did not move and whose head became NaN and changed its dtype."""
-    bf16, fp32 = Side(torch.bfloat16), Side(torch.float32)
-    broken = Side(torch.float32, nan=3)
+    bf16, fp32 = TensorStatistics(torch.bfloat16), TensorStatistics(torch.float32)
+    broken = TensorStatistics(torch.float32, nan=3)
     rows = [
         TensorAudit(EVIL, (4, 4), 16, "parameter", bf16, bf16, 4, {0: 7, 3: 5}, 3.0, 1.5, 9.0, None, "changed"),
         TensorAudit("norm.weight", (4,), 4, "parameter", bf16, bf16, 4, {}, 0.0, 0.0, 0.0, None, "unchanged"),
         TensorAudit("head", (2,), 2, "unknown", bf16, broken, 0, {}, math.nan, math.nan, math.nan, None, "nonfinite"),
         TensorAudit("none", (0,), 0, "buffer", fp32, fp32, 0, {}, math.nan, math.nan, math.nan, None, "changed"),
     ]
-    lost = Lost(100, 90, 0.1, {"kahan": 0, "split8": 1, "stochastic": 40})
+    lost = Realised(100, 90, 100, 10)
     pairs = {"exp_avg": (torch.bfloat16, torch.float32), "step": (None, torch.float32)}
     state = StateAudit(
-        "norm.weight", {"lr": 1e-4, "betas": [0.9, 0.99]}, (10, 70), pairs, update=lost, decay=Lost(5, 5)
+        "norm.weight",
+        {"lr": 1e-4, "betas": [0.9, 0.99]},
+        (10, 70),
+        pairs,
+        update=lost,
+        lost_by={"kahan": 0, "split8": 0.01, "stochastic": 0.4},
+        decay=Realised(5, 5, 5, 0),
     )
     found = [Finding("weight-frozen", ("norm.weight",), "error", 1.0, {"steps": 60}, "<i>cure</i>", "did not move")]
     tensors = {row.name: row for row in rows}
@@ -134,9 +140,9 @@ def pages(data: dict[str, Any]) -> dict[str, str]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, weight_decay=0.1)
     ahead = hu.forecast(model, optimizer, "cosine", steps=1000, warmup=10)
     return {
-        "observe": observation_html(data),
-        "audit": audit_html(make_audit().to_dict()),
-        "forecast": forecast_html(ahead.to_dict()),
+        "observe": render_observation_page(data),
+        "audit": render_audit_page(make_audit().to_dict()),
+        "forecast": render_forecast_page(ahead.to_dict()),
     }
 
 

@@ -13,10 +13,15 @@ import torch
 
 import halfulp as hu
 from halfulp.observation._finding import plain_causes
-from halfulp.observation.findings import KINDS
-from halfulp.observation.page import forecast_html, observation_html
-from halfulp.observation.page._findings import cause_cards
-from halfulp.observation.page._observation import format_limits, history_data, history_words, map_data
+from halfulp.observation.findings import FINDING_KINDS
+from halfulp.observation.page import render_forecast_page, render_observation_page
+from halfulp.observation.page._findings import make_cause_cards
+from halfulp.observation.page._observation import (
+    describe_history,
+    find_format_limits,
+    make_history_panels,
+    make_map_data,
+)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +67,7 @@ def test_of_several_processes_the_first_writes(
 
 
 def test_json_makes_the_same_page(observation: hu.observation.Observation, forecast: hu.observation.Forecast) -> None:
-    for make, found in ((observation_html, observation), (forecast_html, forecast)):
+    for make, found in ((render_observation_page, observation), (render_forecast_page, forecast)):
         data = found.to_dict()
         assert make(json.loads(json.dumps(data, allow_nan=False))) == make(data)
 
@@ -80,7 +85,7 @@ def test_a_full_disk_leaves_no_page(
 
 
 def test_every_layer_of_a_forecast_is_on_its_page(forecast: hu.observation.Forecast) -> None:
-    text = forecast_html(forecast.to_dict())
+    text = render_forecast_page(forecast.to_dict())
     for layer in forecast.layers:
         assert f"<code>{layer.name}</code>" in text
         if layer.freeze_step is not None:
@@ -99,7 +104,7 @@ def test_a_page_of_nan_from_the_first_step() -> None:
             optimizer.zero_grad()
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-    assert "first-nonfinite" in observation_html(seen.to_dict())
+    assert "first-nonfinite" in render_observation_page(seen.to_dict())
 
 
 def plain_findings(*findings: hu.observation.Finding) -> dict:
@@ -107,7 +112,7 @@ def plain_findings(*findings: hu.observation.Finding) -> dict:
 
 
 def card_of(*findings: hu.observation.Finding, forecast: bool = False) -> list[dict]:
-    return cause_cards(plain_findings(*findings), forecast)
+    return make_cause_cards(plain_findings(*findings), forecast)
 
 
 def test_findings_of_one_code_and_cure_share_a_card_and_notes_have_their_own() -> None:
@@ -148,15 +153,18 @@ def run_in_bfloat16(code: str) -> hu.observation.Observation:
     return seen
 
 
+LOSING = "optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6, weight_decay=0.1)\n"
+
+
 @pytest.fixture(scope="module")
 def losing() -> hu.observation.Observation:
     """A run whose bfloat16 weights lose nearly all updates, decay and decreases of the second moment."""
-    return run_in_bfloat16("optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6, weight_decay=0.1)")
+    return run_in_bfloat16(LOSING)
 
 
 def test_the_code_that_is_copied_mends_what_the_card_shows(losing: hu.observation.Observation) -> None:
     (first,) = losing.to_dict()["causes"]
-    assert [one.code for one in run_in_bfloat16(first["write"]).findings if one.severity != "note"] == []
+    assert [one.code for one in run_in_bfloat16(LOSING + first["write"]).findings if one.severity != "note"] == []
 
 
 def test_the_code_for_several_groups_keeps_their_options() -> None:
@@ -180,10 +188,10 @@ def test_updates_second_moment_and_decay_of_one_layer_are_one_card_with_the_code
     assert re.fullmatch(
         r"mlp\.\{0,2\} lose up to [\d.]+% of their updates: bf16 weights at lr 3e-06", first["headline"]
     )
-    assert first["write"].splitlines()[1] == (
-        'optimizer = hu.optim.AdamW(model.parameters(), lr=3e-06, weight_decay=0.1, weight_update="kahan")'
+    assert first["write"].splitlines()[2] == (
+        'optimizer = hu.optim.AdamW(optimizer.param_groups, weight_update="kahan")'
     )
-    text = observation_html(data)
+    text = render_observation_page(data)
     main = html.unescape(text.partition("<main")[2])
     places = [main.index(said) for said in (first["headline"], first["meaning"], "Cure", "import halfulp", "Where the")]
     assert places == sorted(places), "headline, plain sentence, cure and its code stand first"
@@ -193,7 +201,7 @@ def test_updates_second_moment_and_decay_of_one_layer_are_one_card_with_the_code
 
 
 def test_the_map_opens_on_the_first_cause_in_the_format_that_stores_it(losing: hu.observation.Observation) -> None:
-    text = observation_html(losing.to_dict())
+    text = render_observation_page(losing.to_dict())
     shown = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
     assert (shown["role"], shown["order"], shown["stored"]["update"]) == ("update", "lost", "bf16")
     found = [row for row in shown["tensors"] if row["found"]]
@@ -211,7 +219,7 @@ def test_float32_is_a_format_of_the_map_where_it_stores_numbers() -> None:
     with hu.observation.observe(model, torch.optim.SGD(model.parameters(), lr=0.1), interval=1) as seen:
         model(torch.tensor([[2.0**-130, 1, 1, 1]])).sum().backward()
         seen.optimizers[0].step()
-    found = map_data(seen.to_dict()["record"]["tensors"])
+    found = make_map_data(seen.to_dict()["record"]["tensors"])
     assert found["stored"] == dict.fromkeys(found["roles"], "fp32")
     (gradient,) = [row for row in found["tensors"] if (row["role"], row["name"]) == ("weight gradient", "weight")]
     assert gradient["formats"]["fp32"] == [16, 0, 4, 0]
@@ -219,7 +227,7 @@ def test_float32_is_a_format_of_the_map_where_it_stores_numbers() -> None:
 
 @pytest.mark.parametrize("name", hu.formats.names())
 def test_limits_of_formats_are_those_of_quantize(name: str) -> None:
-    format, limits = hu.formats.get(name), format_limits(name)
+    format, limits = hu.formats.get(name), find_format_limits(name)
     if limits["zero"] > -1000:
         edge = torch.tensor([2.0 ** limits["zero"]], dtype=torch.float64)
         below, above = (hu.quantize(edge * factor, format).item() for factor in (0.999, 1.001))
@@ -238,32 +246,32 @@ def test_losses_of_sampled_steps_make_one_line_that_nan_alone_interrupts() -> No
     plain = {"skipped": 0, "exponents": None, "loss_scale": None, "lr": None}
     losses = [3.0, None, None, 2.0, None, "nan", None, 1.0]
     history = [{"step": step, "loss": loss, **plain} for step, loss in enumerate(losses)]
-    found = history_data(history)
+    found = make_history_panels(history)
     assert found is not None
     (panel,) = found["panels"]
     assert panel["lines"][0]["points"] == [(0, 3.0), (3, 2.0), (5, None), (7, 1.0)]
     assert panel["crosses"] == [5]
-    assert history_words(history) == "8 steps on record; loss from 3 to 1; loss NaN or infinite in 1 of 4 steps."
-    broken = history_data([{"step": step, "loss": "inf", **plain} for step in range(3)])
+    assert describe_history(history) == "8 steps on record; loss from 3 to 1; loss NaN or infinite in 1 of 4 steps."
+    broken = make_history_panels([{"step": step, "loss": "inf", **plain} for step in range(3)])
     assert broken is not None
     assert broken["panels"][0]["note"] == "× 3 steps with NaN or infinity"
 
 
 def test_without_a_step_the_headline_does_not_say_that_all_is_well() -> None:
-    assert "Nothing was observed" in observation_html({"findings": [], "causes": [], "steps": 0})
+    assert "Nothing was observed" in render_observation_page({"findings": [], "causes": [], "steps": 0})
     twice = [
         {"number": k, "model": "M", "optimizers": [], "steps": 60, "overlaps": [], "shown": k == 1} for k in (1, 2)
     ]
     for one in twice:
         one["findings"] = []
-    assert "Nothing to mend in 120 steps of 2 trainings" in observation_html(
+    assert "Nothing to mend in 120 steps of 2 trainings" in render_observation_page(
         {"findings": [], "causes": [], "steps": 60, "trainings": twice}
     )
 
 
 def test_a_card_says_what_its_code_means_and_links_to_the_codes_place_in_the_page_alone() -> None:
     finding = hu.observation.Finding("updates-lost", ("a",), "error", 1.0)
-    text = observation_html({**plain_findings(finding), "steps": 1}).partition("<main")[2]
+    text = render_observation_page({**plain_findings(finding), "steps": 1}).partition("<main")[2]
     assert 'class="meaning">Updates are smaller than half the gap' in text
     assert re.findall(r'href="([^"]*)"', text) == ["#code-updates-lost"]
     assert text.count('id="code-updates-lost"') == 1
@@ -272,7 +280,7 @@ def test_a_card_says_what_its_code_means_and_links_to_the_codes_place_in_the_pag
 
 def test_a_users_code_has_no_page_in_the_documentation() -> None:
     finding = hu.observation.Finding("mine-alone", ("a",), "error", 1.0)
-    text = observation_html({**plain_findings(finding), "steps": 1})
+    text = render_observation_page({**plain_findings(finding), "steps": 1})
     assert 'id="code-mine-alone"' in text
     assert "docs/findings/" not in text
 
@@ -288,5 +296,5 @@ def test_pages_and_terminal_say_powers_of_two_and_shares_lost(
         assert not WORDS_OF_BEFORE.search(shown), name
     for said in (str(observation), str(forecast), str(observation.findings), str(forecast.findings)):
         assert not WORDS_OF_BEFORE.search(re.sub(r"'realised'", "", said))
-    for kind in KINDS.values():
+    for kind in FINDING_KINDS.values():
         assert not WORDS_OF_BEFORE.search(f"{kind.__doc__} {kind.cure} {kind.says}")

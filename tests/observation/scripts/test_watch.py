@@ -110,19 +110,6 @@ def step_both(one, other, optimizers):
         optimizer.step()
 
 
-def test_the_code_of_a_cure_names_the_model_that_it_is_of():
-    with Watch(1) as watch:
-        maker, critic = nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8)
-        optimizers = [torch.optim.SGD(one.parameters(), lr=1e-7) for one in (maker, critic)]
-        for _ in range(3):
-            critic(maker(torch.randn(3, 8).bfloat16()).float()).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    (cause, *_) = watch.trainings[0].to_dict()["causes"]
-    assert cause["code"] == "updates-lost"
-    assert 'hu.optim.SGD(maker.parameters(), lr=1e-07, weight_update="kahan")' in cause["write"]
-
-
 def test_to_read_names_keeps_no_model_alive():
     with Watch(1):
         models = nn.Linear(4, 4), nn.Linear(4, 4)

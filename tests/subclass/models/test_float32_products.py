@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 import halfulp as hu
 from halfulp import recipes
 from halfulp.arithmetic._float32_products import PRODUCTS
-from halfulp.environment._narrow_products import NARROW, float32_products_of, widened_dtypes
+from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, float32_products_of, widened_dtypes
 from halfulp.kernels import report, same_bits
 from halfulp.subclass.models._float32_products import has_float32_products
 
-DTYPES = pytest.mark.parametrize("dtype", NARROW, ids=["bf16", "fp16"])
+DTYPES = pytest.mark.parametrize("dtype", SIXTEEN_BIT_DTYPES, ids=["bf16", "fp16"])
 # One of every class of torch.nn that multiplies, with the shapes of its inputs.
 LAYERS = {
     "Linear": (lambda: nn.Linear(6, 4), [(3, 6)]),
@@ -114,7 +114,7 @@ class NarrowProducts(TorchDispatchMode):
         multiplies = name.removesuffix("_backward") in self.NAMES or any(
             x in name for x in ("attention", "rnn", "lstm")
         )
-        if multiplies and any(isinstance(x, Tensor) and x.dtype in NARROW for x in args):
+        if multiplies and any(isinstance(x, Tensor) and x.dtype in SIXTEEN_BIT_DTYPES for x in args):
             self.found.append(name)
         return function(*args, **(kwargs or {}))
 
@@ -125,7 +125,7 @@ def test_every_layer_that_multiplies(name, dtype):
     make, shapes = LAYERS[name]
     model = make().to(dtype)
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
-    with float32_products_of(*NARROW):
+    with float32_products_of(*SIXTEEN_BIT_DTYPES):
         plain = model(*inputs)
         before = products()
         hu.float32_products(model)

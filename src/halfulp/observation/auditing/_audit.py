@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from ..._qualified_names import pattern_of
-from .._finding import Finding, Severity, in_words, listing, plain_causes, worst_severity
+from .._finding import Finding, Severity, describe_names, find_worst_severity, listing, plain_causes
+from .._record import Realised, to_plain_data
 from ..page import write_page
 
-Status = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
-Role = Literal["parameter", "average", "buffer", "unknown"]
+TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
+TensorRole = Literal["parameter", "average", "buffer", "unknown"]
 # As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
-WORDS: dict[Status, str] = {
+STATUS_WORDS: dict[TensorStatus, str] = {
     "nonfinite": "has NaN or infinity",
     "dtype-changed": "another dtype",
     "unchanged": "did not move",
@@ -29,7 +30,7 @@ WORDS: dict[Status, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class TensorStatistics:
     """One checkpoint's statistics of a tensor.
 
     Attributes:
@@ -76,16 +77,16 @@ class TensorAudit:
     name: str
     shape: tuple[int, ...]
     numel: int
-    role: Role
-    a: Side
-    b: Side
+    role: TensorRole
+    a: TensorStatistics
+    b: TensorStatistics
     unchanged: int
     histogram: Mapping[int, int]
     mean: float
     median: float
     largest: float
     companions_moved: bool | None
-    status: Status
+    status: TensorStatus
 
     @property
     def share_unchanged(self) -> float:
@@ -97,42 +98,15 @@ class TensorAudit:
         both = ("nan", "infinite", "zeros", "saturated", "constant", "storage")
         return {
             "name": self.name,
-            "dtypes": _plain([self.a.dtype, self.b.dtype]),
+            "dtypes": to_plain_data([self.a.dtype, self.b.dtype]),
             "shape": list(self.shape),
             "role": self.role,
             "status": self.status,
             "share_unchanged": self.share_unchanged,
             "histogram": {str(key): count for key, count in sorted(self.histogram.items())},
-            **{f"{key}_change_ulps": _plain(getattr(self, key)) for key in ("largest", "median", "mean")},
-            **{key: _plain([getattr(self.a, key), getattr(self.b, key)]) for key in both},
+            **{f"{key}_change_ulps": to_plain_data(getattr(self, key)) for key in ("largest", "median", "mean")},
+            **{key: to_plain_data([getattr(self.a, key), getattr(self.b, key)]) for key in both},
         }
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """The counts of wanted changes of elements that round away, by how the element is stored.
-
-    Attributes:
-        wanted: elements whose wanted change is not zero and finite.
-        lost: those of them that nearest rounding to the stored dtype leaves as they are.
-        realised: sum of wanted times realised change over the sum of squares of the wanted ones; 1 where all moved.
-        lost_by: weight update -> those that it would lose.
-    """
-
-    wanted: int
-    lost: int
-    realised: float = 1.0
-    lost_by: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def share(self) -> float:
-        """Lost over wanted; 0 where nothing was wanted."""
-        return self.lost / self.wanted if self.wanted else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return shares as plain data."""
-        by = {name: count / max(1, self.wanted) for name, count in self.lost_by.items()}
-        return {"wanted": self.wanted, "lost": self.share, "realised": self.realised, "lost_by": by}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +126,8 @@ class StateAudit:
         unchanged: share of unchanged elements of its second moment and of averages.
         nonfinite: NaN and infinities of each state, in A and B; states without any are left out.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
-        decay: decoupled weight decay alone, likewise.
+        lost_by: weight update -> share of that update's elements that it would lose.
+        decay: decoupled weight decay alone, under nearest rounding.
         reduced: names of the states that have another shape than the parameter.
         coded: whether a state is codes, or a scale or table that codes need.
     """
@@ -168,8 +143,9 @@ class StateAudit:
     all_zero: bool = False
     unchanged: Mapping[str, float] = field(default_factory=dict)
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    update: Lost | None = None
-    decay: Lost | None = None
+    update: Realised | None = None
+    lost_by: Mapping[str, float] = field(default_factory=dict)
+    decay: Realised | None = None
     reduced: tuple[str, ...] = ()
     coded: bool = False
 
@@ -178,23 +154,6 @@ class StateAudit:
         """Steps made from A to B, None where not known."""
         before, after = self.steps
         return None if before is None or after is None else after - before
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data that JSON can hold."""
-        return {
-            "name": self.name,
-            "options": {key: _plain(value) for key, value in self.options.items()},
-            "steps": list(self.steps),
-            "dtypes": {key: _plain(pair) for key, pair in self.dtypes.items()},
-            "weight_update": self.weight_update,
-            "compensated": self.compensated,
-            "coded": self.coded,
-            "compensation_moved": self.compensation_moved,
-            "unchanged": dict(self.unchanged),
-            "nonfinite": {key: list(pair) for key, pair in self.nonfinite.items()},
-            "update": None if self.update is None else self.update.to_dict(),
-            "decay": None if self.decay is None else self.decay.to_dict(),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +166,7 @@ class LayerGroup:
         dtypes: of A and B, in words.
         numel: elements of all.
         share_unchanged: of their elements.
-        median: smallest and largest median change in ulps.
+        median_change_ulps: the smallest and the largest of their medians.
         verdict: in words.
         severity: of the worst finding that names one of them.
     """
@@ -217,15 +176,9 @@ class LayerGroup:
     dtypes: str
     numel: int
     share_unchanged: float
-    median: tuple[float, float]
+    median_change_ulps: tuple[float, float]
     verdict: str
     severity: Severity | None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain data that JSON can hold."""
-        found = asdict(self) | {"names": list(self.names), "median_change_ulps": _plain(self.median)}
-        del found["median"]
-        return found
 
 
 @dataclass(frozen=True)
@@ -254,7 +207,7 @@ class Audit:
     @property
     def passed(self) -> bool:
         """Whether nothing above a note was found."""
-        return worst_severity(self.findings) not in ("warning", "error")
+        return find_worst_severity(self.findings) not in ("warning", "error")
 
     @property
     def advanced(self) -> int | None:
@@ -269,7 +222,7 @@ class Audit:
             found = told.get(name)
             key = pattern_of(name), row.a.dtype, row.b.dtype, row.status, found.code if found else ""
             kinds.setdefault(key, []).append(row)
-        made = [_group(rows, told.get(rows[0].name), self.share) for rows in kinds.values()]
+        made = [_make_layer_group(rows, told.get(rows[0].name), self.share) for rows in kinds.values()]
         order = {"error": 0, "warning": 1, "note": 2, None: 3}
         return sorted(made, key=lambda group: order[group.severity])
 
@@ -279,8 +232,8 @@ class Audit:
             "findings": [finding.to_dict() for finding in self.findings],
             "causes": plain_causes(self.findings),
             "tensors": [row.to_dict() for row in self.tensors.values()],
-            "states": [state.to_dict() for state in self.states.values()],
-            "groups": [group.to_dict() for group in self.groups()],
+            "states": [to_plain_data(state) for state in self.states.values()],
+            "groups": [to_plain_data(group) for group in self.groups()],
             "contract": [{"name": name, "difference": said} for name, said in self.contract],
             "share": self.share,
             "steps": self.advanced,
@@ -301,37 +254,26 @@ class Audit:
         return "\n".join([*listing(self.findings), *(groups or ["no tensors"]), *self.unseen])
 
 
-def _group(rows: list[TensorAudit], found: Finding | None, share: float) -> LayerGroup:
+def _make_layer_group(rows: list[TensorAudit], found: Finding | None, share: float) -> LayerGroup:
     first, numel = rows[0], sum(row.numel for row in rows)
     names = tuple(row.name for row in rows)
     unchanged = sum(row.unchanged for row in rows) / numel if numel else 1.0
     medians = [row.median for row in rows if not math.isnan(row.median)]
     ends = (min(medians), max(medians)) if medians else (math.nan, math.nan)
-    dtypes = " -> ".join(dict.fromkeys(_plain([first.a.dtype, first.b.dtype])))
-    verdict = found.summary if found is not None else _verdict(first, unchanged, ends, share)
+    dtypes = " -> ".join(dict.fromkeys(to_plain_data([first.a.dtype, first.b.dtype])))
+    verdict = found.summary if found is not None else _describe_verdict(first, unchanged, ends, share)
     severity = found.severity if found is not None else None
-    return LayerGroup(in_words(names), names, dtypes, numel, unchanged, ends, verdict, severity)
+    return LayerGroup(describe_names(names), names, dtypes, numel, unchanged, ends, verdict, severity)
 
 
-def _verdict(row: TensorAudit, unchanged: float, median: tuple[float, float], share: float) -> str:
+def _describe_verdict(row: TensorAudit, unchanged: float, median: tuple[float, float], share: float) -> str:
     if not row.numel:
         return "empty"
     if row.status == "barely-moved":
         return f"hardly moved: less than {share:g} ulp on average"
     if row.status != "changed":
-        return WORDS[row.status]
+        return STATUS_WORDS[row.status]
     if math.isnan(median[0]) or row.role == "buffer":
         return f"moved in {1 - unchanged:.3g} of its elements"
     ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in median))
     return f"moved: {100 * unchanged:.3g}% unchanged, median {ends} ulps"
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: dtypes by their names, None for NaN and words for infinities."""
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return None if math.isnan(value) else str(value)

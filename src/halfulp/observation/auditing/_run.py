@@ -12,17 +12,17 @@ from typing import Any
 from ..._messages import a_kind
 from ...recipes._contract import Contract, contract_differences
 from ..checkpoints._files import Checkpoint
-from ..checkpoints._names import name_states, read_parts
+from ..checkpoints._names import name_optimizer_states, read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
 from ..findings import findings_of
 from ._audit import Audit
 from ._states import compare_states
 from ._tensors import compare_tensors, find_tied_names
 
-Given = str | os.PathLike[str] | Mapping[str, Any]
+CheckpointOrPath = str | os.PathLike[str] | Mapping[str, Any]
 
 
-def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -> Audit:
+def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: float | None = None) -> Audit:
     """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
 
     Files are read by memory map, tensor by tensor; no model code is needed, and nothing that they hold is executed.
@@ -53,36 +53,36 @@ def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -
         known = isinstance(number, int | float) and not isinstance(number, bool)
         if number is not None and not (known and 0 <= number <= sys.float_info.max):
             raise ValueError(f"{name}={number!r}: give a number from 0 on")
-    if _is_same(a, b):
+    if _is_same_checkpoint(a, b):
         same = a_kind(a) if isinstance(a, Mapping) else a
         raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
     before, after = _open_given(a, "A"), _open_given(b, "B")
     unseen = [*before.unseen, *after.unseen]
-    earlier, later = name_states(before, unseen), name_states(after, unseen)
+    earlier, later = name_optimizer_states(before, unseen), name_optimizer_states(after, unseen)
     after.unseen.clear()
-    complete = len(later) >= after.stepped
+    complete = len(later) >= after.stepped_count
     for tied, held in find_tied_names(after, set(later)).items():
         later[tied] = later[held]
         if held in earlier:
             earlier.setdefault(tied, earlier[held])
     tensors = compare_tensors(before, after, set(earlier) | set(later), share)
     states = compare_states(earlier, later, after, lr)
-    contract = _compared_contracts(before, after, unseen)
+    contract = _compare_contracts(before, after, unseen)
     unseen += [said for said in after.unseen if said not in unseen]
     said = tuple(dict.fromkeys(unseen))
     made = Audit(tensors, states, share, contract, said, states_complete=complete)
     return dataclasses.replace(made, findings=findings_of("audit", made))
 
 
-def _open_given(given: Given, which: str) -> Checkpoint:
+def _open_given(given: CheckpointOrPath, which: str) -> Checkpoint:
     if isinstance(given, Mapping):
-        return read_parts(given, which)
+        return read_checkpoint_content(given, which)
     if isinstance(given, str | os.PathLike):
         return open_checkpoint(Path(given))
     raise TypeError(f"checkpoint {which} is {a_kind(given)}: give a path or a state_dict")
 
 
-def _is_same(a: Given, b: Given) -> bool:
+def _is_same_checkpoint(a: CheckpointOrPath, b: CheckpointOrPath) -> bool:
     if isinstance(a, str | os.PathLike) and isinstance(b, str | os.PathLike):
         try:
             return Path(a).samefile(b)
@@ -91,7 +91,7 @@ def _is_same(a: Given, b: Given) -> bool:
     return a is b
 
 
-def _compared_contracts(a: Checkpoint, b: Checkpoint, unseen: list[str]) -> tuple[tuple[str, str], ...]:
+def _compare_contracts(a: Checkpoint, b: Checkpoint, unseen: list[str]) -> tuple[tuple[str, str], ...]:
     if a.contract is None or b.contract is None:
         return ()
     try:

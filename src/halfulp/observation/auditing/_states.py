@@ -13,29 +13,30 @@ from ... import formats
 from ..._messages import listed
 from ...formats import Format
 from ...rounding import quantize
-from .._text import WIDE, is_narrow, precision
-from ..checkpoints._files import Checkpoint, Stored
-from ..checkpoints._names import NamedState
-from ._audit import SECOND_MOMENTS, Lost, StateAudit
-from ._tensors import AT_ONCE, count_same_elements
+from .._record import Realised
+from .._text import FLOAT32_PRECISION, get_precision, is_narrow_dtype
+from ..checkpoints._files import Checkpoint, StoredTensor, split_tensors
+from ..checkpoints._names import NamedParameterState
+from ._audit import SECOND_MOMENTS, StateAudit
+from ._tensors import ELEMENTS_AT_ONCE, count_same_elements
 
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
-_COMPENSATION = ("residual", "low_bits", "master", "kahan_comp", "kahan_compensation", "master_param", "shift")
+_COMPENSATION_STATES = ("residual", "low_bits", "master", "kahan_comp", "kahan_compensation", "master_param", "shift")
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-_OPTIONS = ("lr", "weight_decay", "betas", "eps", "momentum", "alpha", "amsgrad", "maximize", "fused", "nesterov")
-_OWN = ("decoupled_weight_decay", "weight_update")
+_OPTION_NAMES = ("lr", "weight_decay", "betas", "eps", "momentum", "alpha", "amsgrad", "maximize", "fused", "nesterov")
+_HALFULP_OPTION_NAMES = ("decoupled_weight_decay", "weight_update")
 
 
 def compare_states(
-    a: Mapping[str, NamedState], b: Mapping[str, NamedState], weights: Checkpoint, lr: float | None
+    a: Mapping[str, NamedParameterState], b: Mapping[str, NamedParameterState], weights: Checkpoint, lr: float | None
 ) -> dict[str, StateAudit]:
     """Compare the optimizer states of two checkpoints, by parameter."""
     found = {}
     reasons: dict[str, list[str]] = {}
     for name, after in b.items():
         if name in weights.tensors and (after.tensors or after.values):
-            found[name] = _compare_states(name, a.get(name), after, weights.tensors[name], lr)
-            reason = _why_not_replayed(found[name], _elements(after), weights.tensors[name])
+            found[name] = _compare_parameter_states(name, a.get(name), after, weights.tensors[name], lr)
+            reason = _explain_missing_update(found[name], _get_state_tensors(after), weights.tensors[name])
             if reason is not None:
                 reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
@@ -43,10 +44,10 @@ def compare_states(
     return found
 
 
-def _why_not_replayed(state: StateAudit, states: Mapping[str, Stored], weight: Stored) -> str | None:
+def _explain_missing_update(state: StateAudit, states: Mapping[str, StoredTensor], weight: StoredTensor) -> str | None:
     """Return why the last update is not known; None where it is, or where nothing of it can be lost."""
     stays = state.compensated or state.weight_update not in (None, "nearest")
-    if state.update is not None or stays or precision(weight.dtype) is None or not weight.numel or not states:
+    if state.update is not None or stays or get_precision(weight.dtype) is None or not weight.numel or not states:
         return None
     if not state.options.get("lr"):
         return "their group has no learning rate, or it is 0; give lr="
@@ -57,76 +58,75 @@ def _why_not_replayed(state: StateAudit, states: Mapping[str, Stored], weight: S
     return f"no rule is known that has the states {listed(states)}" if state.shapes_match else None
 
 
-def _compare_states(
-    name: str, before: NamedState | None, after: NamedState, weight: Stored, lr: float | None
+def _compare_parameter_states(
+    name: str, before: NamedParameterState | None, after: NamedParameterState, weight: StoredTensor, lr: float | None
 ) -> StateAudit:
-    options = _options(after.options)
+    options = _read_options(after.options)
     # At the end of a schedule B's is 0.
     if lr is None and options.get("lr") == 0 and before is not None:
-        lr = _options(before.options).get("lr")
+        lr = _read_options(before.options).get("lr")
     if lr is not None:
         options["lr"] = lr
-    ours = {} if before is None else _elements(before)
-    theirs = _elements(after)
-    steps = None if before is None else _step(before), _step(after)
-    compensation = [key for key in _COMPENSATION if key in theirs]
+    ours = {} if before is None else _get_state_tensors(before)
+    theirs = _get_state_tensors(after)
+    steps = None if before is None else _read_step(before), _read_step(after)
+    compensation = [key for key in _COMPENSATION_STATES if key in theirs]
     moved = None
     if compensation and all(key in ours for key in compensation):
         moved = any(count_same_elements(ours[key], theirs[key]) < theirs[key].numel for key in compensation)
-    narrow = [key for key in SECOND_MOMENTS if key in ours and key in theirs and is_narrow(theirs[key].dtype)]
-    weight_update = _weight_update(after.options, theirs)
+    narrow = [key for key in SECOND_MOMENTS if key in ours and key in theirs and is_narrow_dtype(theirs[key].dtype)]
+    weight_update = _name_weight_update(after.options, theirs)
     to_nearest = not compensation and weight_update in (None, "nearest")
-    numbers = weight.dtype.is_floating_point and precision(weight.dtype) is not None
-    update, decay = replay(weight, theirs, options, steps[1]) if to_nearest and numbers else (None, None)
+    numbers = weight.dtype.is_floating_point and get_precision(weight.dtype) is not None
+    replayed = replay_last_update(weight, theirs, options, steps[1]) if to_nearest and numbers else (None, {}, None)
     return StateAudit(
         name,
-        {key: value for key, value in options.items() if key not in _OWN},
+        {key: value for key, value in options.items() if key not in _HALFULP_OPTION_NAMES},
         steps,
         {key: (ours[key].dtype if key in ours else None, stored.dtype) for key, stored in theirs.items()},
         all(theirs[key].shape == weight.shape for key in (*_FIRST_MOMENTS, *SECOND_MOMENTS[:3]) if key in theirs),
         weight_update,
         bool(compensation),
         moved,
-        any(_count(theirs[key], lambda part: part != 0) == 0 for key in _FIRST_MOMENTS if key in theirs),
+        any(_count_elements(theirs[key], lambda part: part != 0) == 0 for key in _FIRST_MOMENTS if key in theirs),
         {key: count_same_elements(ours[key], theirs[key]) / max(1, theirs[key].numel) for key in narrow},
         {
             key: (_count_nonfinite(ours.get(key)), found)
             for key, one in theirs.items()
             if (found := _count_nonfinite(one))
         },
-        update,
-        decay,
+        *replayed,
         tuple(key for key, stored in theirs.items() if stored.shape != weight.shape),
-        any(_is_code(key, stored) for key, stored in theirs.items()),
+        any(_is_coded_state(key, stored) for key, stored in theirs.items()),
     )
 
 
-def _elements(state: NamedState) -> dict[str, Stored]:
+def _get_state_tensors(state: NamedParameterState) -> dict[str, StoredTensor]:
     """Return the tensors of a state but for its step and checksums."""
     return {key: one for key, one in state.tensors.items() if key != "step" and "checksum" not in key}
 
 
-def _is_code(key: str, stored: Stored) -> bool:
+def _is_coded_state(key: str, stored: StoredTensor) -> bool:
     """Return whether a state means nothing without a scale or a table: of bitsandbytes, torchao, halfulp."""
     scale = key.endswith(("_scale", "_codes", "_residual", "_qmap")) or key.startswith(("absmax", "qmap"))
     return scale or (stored.dtype.itemsize == 1 and stored.dtype != torch.bool)
 
 
-def _step(state: NamedState) -> int | None:
+def _read_step(state: NamedParameterState) -> int | None:
     step = state.values.get("step")
     if "step" in state.tensors and state.tensors["step"].numel == 1:
-        step = state.tensors["step"].read(None).item()
+        step = state.tensors["step"].read().item()
     return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: group[key] for key in (*_OPTIONS, *_OWN) if group.get(key) is not None}
+def _read_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: group[key] for key in (*_OPTION_NAMES, *_HALFULP_OPTION_NAMES) if group.get(key) is not None}
     return {
         key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in found.items()
     }
 
 
-def _weight_update(group: Mapping[str, Any], states: Mapping[str, Stored]) -> str | None:
+def _name_weight_update(group: Mapping[str, Any], states: Mapping[str, StoredTensor]) -> str | None:
     """Return the name of a weight update of halfulp's optimizers; None of others."""
     if "weight_update" not in group:
         return None
@@ -136,54 +136,48 @@ def _weight_update(group: Mapping[str, Any], states: Mapping[str, Stored]) -> st
     return str(given.get("name")) if isinstance(given, Mapping) else str(given)
 
 
-def _count(stored: Stored, is_counted: Callable[[Tensor], Tensor]) -> int:
-    parts = (stored.read(rows) for rows in stored.rows(AT_ONCE // 4))
-    return sum(int(is_counted(part.float() if part.itemsize == 1 else part).sum()) for part in parts)
+def _count_elements(stored: StoredTensor, is_counted: Callable[[Tensor], Tensor]) -> int:
+    parts = split_tensors([stored], ELEMENTS_AT_ONCE)
+    return sum(int(is_counted(part.float() if part.itemsize == 1 else part).sum()) for (part,) in parts)
 
 
-def _count_nonfinite(stored: Stored | None) -> int:
+def _count_nonfinite(stored: StoredTensor | None) -> int:
     if stored is None or not stored.dtype.is_floating_point:
         return 0
-    return _count(stored, lambda part: ~part.isfinite())
+    return _count_elements(stored, lambda part: ~part.isfinite())
 
 
-_AT_ONCE = 1 << 18
+def replay_last_update(
+    weight: StoredTensor, states: Mapping[str, StoredTensor], options: Mapping[str, Any], step: int | None
+) -> tuple[Realised | None, Mapping[str, float], Realised | None]:
+    """Return what nearest rounding left of the last update, which share others would lose, what was left of decay.
 
-
-def replay(
-    weight: Stored, states: Mapping[str, Stored], options: Mapping[str, Any], step: int | None
-) -> tuple[Lost | None, Lost | None]:
-    """Count the losses of the last update, and of weight decay alone, where nearest rounding stores the weight.
-
-    The weight is that after the step: an update that was lost left it as it was.
-
-    Returns:
-        None where the rule is not known from the names of its states, and for decay where the optimizer does not
-        round it on its own.
+    The weight is that after the step: an update that was lost left it as it was. The update is None where the rule is
+    not known from the names of its states, and the decay where the optimizer does not round it on its own.
     """
-    rule = _find_rule(states, options, step)
+    rule = _find_update_rule(states, options, step)
     if rule is None or weight.numel == 0:
-        return None, None
+        return None, {}, None
     parts, compute_update = rule
     if any(part.shape != weight.shape or not part.dtype.is_floating_point for part in parts):
-        return None, None
+        return None, {}, None
     # torch's AdamW rounds the decay by itself, before the update.
     apart = options.get("decoupled_weight_decay") and not options.get("fused") and "weight_update" not in options
     rate = float(options["lr"]) * float(options.get("weight_decay") or 0) if apart and len(parts) == 2 else 0.0
     form = formats.get(weight.dtype)
     update, decay = _RoundedChanges(form), _RoundedChanges(form)
-    for rows in weight.rows(_AT_ONCE):
-        w = weight.read(rows).double()
-        wanted = compute_update(*(part.read(rows).double() for part in parts))
-        update.add(w, -wanted if options.get("maximize") else wanted)
+    for elements in split_tensors([weight, *parts], ELEMENTS_AT_ONCE // 8):
+        w, *moments = (part.double() for part in elements)
+        wanted = compute_update(*moments)
+        update.add_changes(w, -wanted if options.get("maximize") else wanted)
         if rate:
-            decay.add(w, rate * w)
-    return update.lost(), decay.lost() if rate else None
+            decay.add_changes(w, rate * w)
+    return update.summarize_changes(), update.lost_by(), decay.summarize_changes() if rate else None
 
 
-def _find_rule(
-    states: Mapping[str, Stored], options: Mapping[str, Any], step: int | None
-) -> tuple[list[Stored], Callable[..., Tensor]] | None:
+def _find_update_rule(
+    states: Mapping[str, StoredTensor], options: Mapping[str, Any], step: int | None
+) -> tuple[list[StoredTensor], Callable[..., Tensor]] | None:
     """Return the states that an update is made of, and the function that makes it; None where they are not known.
 
     Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1; AdamW, amsgrad): lr m' / (sqrt(v') + eps) with bias-corrected
@@ -216,9 +210,9 @@ class _RoundedChanges:
         self._form = form
         self._wanted, self._lost = 0, 0
         self._squares, self._products = 0.0, 0.0
-        self._lost_by = {"split8": 0, "kahan": 0, "float32": 0} if form.precision < WIDE else {}
+        self._lost_by = {"split8": 0, "kahan": 0, "float32": 0} if form.precision < FLOAT32_PRECISION else {}
 
-    def add(self, w: Tensor, u: Tensor) -> None:
+    def add_changes(self, w: Tensor, u: Tensor) -> None:
         known = w.isfinite() & u.isfinite() & (u != 0)
         w, u = w[known], u[known]
         if not len(w):
@@ -238,6 +232,11 @@ class _RoundedChanges:
             self._lost_by["kahan"] += int((halves < 2.0 ** -(self._form.precision + 2)).sum())
             self._lost_by["float32"] += int((quantize(w - u, "fp32") == w).sum())
 
-    def lost(self) -> Lost:
-        realised = self._products / self._squares if self._squares else 1.0
-        return Lost(self._wanted, self._lost, realised if math.isfinite(realised) else 1.0, self._lost_by)
+    def lost_by(self) -> dict[str, float]:
+        """Return the share of the changes that each weight update would lose."""
+        return {name: count / max(1, self._wanted) for name, count in self._lost_by.items()}
+
+    def summarize_changes(self) -> Realised:
+        """Return what nearest rounding leaves of the changes."""
+        share = self._products / self._squares if self._squares else 1.0
+        return Realised(self._wanted, self._lost, self._wanted, self._wanted * (share if math.isfinite(share) else 1.0))

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ... import formats
 from ..._messages import listed
-from ...formats import Format
 from ...kernels import (
     CHUNK,
     IndexMap,
@@ -33,25 +32,20 @@ from ...kernels import _operations as o
 from ...kernels._device_function import Recording, Table
 from ...kernels._tensor_writer import as_signed
 from ...kernels._trace import COPIES
-from ...kernels.vector._table_loop import compile_table
-from .._text import holds_numbers
-from ..checkpoints._files import Checkpoint, Stored, map_pages
-from ..checkpoints._names import COUNTERS
-from ._audit import Role, Side, Status, TensorAudit
+from .._text import holds_signed_floats
+from ..checkpoints._files import Checkpoint, StoredTensor, split_tensors
+from ..checkpoints._names import RUNNING_STATISTICS
+from ..sampling._sampler import compile_once
+from ._audit import TensorAudit, TensorRole, TensorStatistics, TensorStatus
 
 # What is counted; from A_NAN on first of A, then of B.
 SAME, FINITE, A_NAN, A_INFINITE, A_ZEROS, A_TOP, A_VARIES, B_NAN, B_INFINITE, B_ZEROS, B_TOP, B_VARIES = range(12)
-COUNTS = 12
+NUMBER_OF_COUNTS = 12
 # Changes in ulps by binade, from 2^LOWEST on, and by the first FINE bits of their fraction.
 FINE, LOWEST, BINADES = 5, -192, 512
-SLOTS = BINADES << FINE
-# Sums of `codes_table`: elements of equal codes and such that are no finite numbers, then per tensor.
-EQUAL, SPECIAL, SIDES = 0, 1, (A_ZEROS, A_TOP, A_VARIES, B_ZEROS, B_TOP, B_VARIES)
-# Sums of `record_changes_table`, then the sum of changes in ulps and the largest.
-CHANGED = SAME, FINITE, A_NAN, A_INFINITE, B_NAN, B_INFINITE
-
+HISTOGRAM_SLOTS = BINADES << FINE
 # By the dtype of memory: the first code that is no finite number, and that of infinity.
-NATIVE = {
+NONFINITE_CODES = {
     torch.float8_e4m3fn: (0x7F, None),
     torch.float8_e5m2: (0x7C, 0x7C),
     torch.float16: (0x7C00, 0x7C00),
@@ -59,87 +53,73 @@ NATIVE = {
     torch.float32: (0x7F800000, 0x7F800000),
     torch.float64: (0x7FF << 52, 0x7FF << 52),
 }
-_LOAD: dict[int, Any] = {1: o.load8, 2: o.load16, 4: o.load32, 8: o.load64}
+_LOAD_OPERATIONS: dict[int, Any] = {1: o.load8, 2: o.load16, 4: o.load32, 8: o.load64}
 
 
 @dataclass(frozen=True)
-class _Code:
+class _CodeParts:
     """A code, its part without the sign, and whether it is no finite number, or infinite."""
 
     code: Any
     size: Any
-    special: Any
+    is_special: Any
     infinite: Any
 
     @classmethod
-    def read(cls, element: Recording, which: int, dtype: torch.dtype) -> _Code:
+    def read(cls, element: Recording, which: int, dtype: torch.dtype) -> _CodeParts:
         """Return the code of an element of one of the tensors."""
-        code = _LOAD[dtype.itemsize](element.arrays[which], element.index)
+        code = _LOAD_OPERATIONS[dtype.itemsize](element.arrays[which], element.index)
         size = o.bit_and(code, (1 << (8 * dtype.itemsize - 1)) - 1)
-        first, infinity = NATIVE[dtype]
+        first, infinity = NONFINITE_CODES[dtype]
         return cls(code, size, size >= first, size != size if infinity is None else size == infinity)
-
-
-@functools.cache
-def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
-    """Return the kernel that counts equal and unequal elements of two tensors by their codes alone.
-
-    Columns: A and B. Constants: the codes of their first elements, and of their largest numbers.
-    """
-    element = Recording(2, 4, "w64")
-    count = functools.partial(element.trace.gather_sum, "count")
-    x, y = (_Code.read(element, which, dtype) for which, dtype in enumerate((a, b)))
-    count(x.code == y.code if a == b else x.code != x.code)
-    count(x.special | y.special)
-    for which, (one, dtype) in enumerate(((x, a), (y, b))):
-        words = element.constants[which::2]
-        first, top = words if dtype.itemsize == 8 else map(o.low_word, words)
-        for mask in (one.size == 0, one.size == top, one.code != first):
-            count(mask)
-    return Table(element.trace, 2, constants=4)
 
 
 @functools.cache
 def record_changes_table(a: torch.dtype, b: torch.dtype) -> Table:
     """Return the kernel that measures changes in spacings of the coarser of two formats, at the element of A.
 
-    Columns: A, B, and int64 (SLOTS,), what changed by the size of its change. Constants: of each format the biased
-    exponent of its smallest normal number and the bits of its mantissa.
+    Columns: A, B, and int64 (SLOTS,), what changed by the size of its change. Constants: the codes of the first
+    elements, and of the largest numbers; then of each format the biased exponent of its smallest normal number and the
+    bits of its mantissa. Sums: the counts, then the sum of changes in ulps and the largest.
     """
-    element = Recording(3, 4, "w64")
+    element = Recording(3, 8, "w64")
     count = functools.partial(element.trace.gather_sum, "count")
-    x, y = (_Code.read(element, which, dtype) for which, dtype in enumerate((a, b)))
-    finite = ~(x.special | y.special)
-    u, v = (_value(element, dtype, one, finite) for one, dtype in ((x, a), (y, b)))
-    both_nan = x.special & ~x.infinite & y.special & ~y.infinite
+    x, y = (_CodeParts.read(element, which, dtype) for which, dtype in enumerate((a, b)))
+    finite = ~(x.is_special | y.is_special)
+    u, v = (_decode_code(element, dtype, one, finite) for one, dtype in ((x, a), (y, b)))
+    both_nan = x.is_special & ~x.infinite & y.is_special & ~y.infinite
     plus = [one.code == one.size for one in (x, y)]
     same_signs = (plus[0] & plus[1]) | ~(plus[0] | plus[1])
     count((finite & (u == v)) | both_nan | (x.infinite & y.infinite & same_signs))
     count(finite)
-    for one in (x, y):
-        count(one.special & ~one.infinite)
-        count(one.infinite)
-    field, fraction = _change(element, u, v, wide=8 in (a.itemsize, b.itemsize))
+    for which, (one, dtype) in enumerate(((x, a), (y, b))):
+        words = element.constants[which:4:2]
+        first, top = words if dtype.itemsize == 8 else map(o.low_word, words)
+        for mask in (one.is_special & ~one.infinite, one.infinite, one.size == 0, one.size == top, one.code != first):
+            count(mask)
+    field, fraction = _measure_change_in_ulps(element, u, v, wide=8 in (a.itemsize, b.itemsize))
     changed, zero = finite & (u != v), np.uint64(0)
     # Fields are biased: that of a size in ulps by 1023 and 4096.
-    slot = _between(o.sub(field, 4096 + 1023 + LOWEST), BINADES - 1)
+    slot = _clamp_word(o.sub(field, 4096 + 1023 + LOWEST), BINADES - 1)
     fine = o.low_word(o.shr(fraction, 52 - FINE))
     place = o.bit_or(o.shl(slot, FINE), fine)
-    o.deposit64(element.arrays[2], select(changed, place, np.uint32(0)), select(changed, np.uint64(1), zero), SLOTS)
-    exponent = o.add(_between(o.sub(field, 4096 + 1), 2045), 1)
+    o.deposit64(
+        element.arrays[2], select(changed, place, np.uint32(0)), select(changed, np.uint64(1), zero), HISTOGRAM_SLOTS
+    )
+    exponent = o.add(_clamp_word(o.sub(field, 4096 + 1), 2045), 1)
     ulps: Any = o.real(select(changed, o.bit_or(fraction, o.shl(o.widen(exponent), 52)), zero))
     element.trace.gather_sum("sum", ulps)
     element.trace.gather_sum("max", ulps)
-    return Table(element.trace, 3, constants=4)
+    return Table(element.trace, 3, constants=8)
 
 
-def _between(word: Any, most: int) -> Any:
+def _clamp_word(word: Any, most: int) -> Any:
     """Return a signed word within [0, most]."""
     above = select(word > most, np.uint32(most), word)
     return select(word >= 1 << 31, np.uint32(0), above)
 
 
-def _value(element: Recording, dtype: torch.dtype, one: _Code, finite: Any) -> Any:
+def _decode_code(element: Recording, dtype: torch.dtype, one: _CodeParts, finite: Any) -> Any:
     """Return a code's number as a float64; 0 where one of the two is not finite."""
     if dtype == torch.float64:
         return o.real(select(finite, one.code, np.uint64(0)))
@@ -158,7 +138,7 @@ def _value(element: Recording, dtype: torch.dtype, one: _Code, finite: Any) -> A
     return element.trace.emit("to_float64", (real,), None, "f64")
 
 
-def _change(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
+def _measure_change_in_ulps(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
     """Return the exponent field, biased by 1023 + 4096, and the fraction, of |v - u| in ulps."""
     zero, halved = np.float64(0.0), np.uint32(0)
     if wide:
@@ -179,7 +159,7 @@ def _change(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
         bits = select(small, o.word(o.real(bits) * np.float64(2.0**54)), bits)
     binade = o.add(o.shr(o.high_word(o.word(abs(u))), 20), halved)
     spacings = []
-    for lowest, mantissa in zip(*[map(o.low_word, element.constants)] * 2):
+    for lowest, mantissa in zip(*[map(o.low_word, element.constants[4:])] * 2):
         spacings.append(o.sub(select(binade > lowest, binade, lowest), mantissa))
     # Fields below 0 are compared as if 64 higher.
     higher = [o.add(spacing, 64) for spacing in spacings]
@@ -189,11 +169,11 @@ def _change(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
 
 
 # Elements of the parts that are converted, or read, one after another.
-AT_ONCE = 1 << 21
+ELEMENTS_AT_ONCE = 1 << 21
 
 
 @dataclass(slots=True)
-class Differences:
+class TensorDifferences:
     """The differences of two floating-point tensors, summed over the parts that were compared.
 
     Attributes:
@@ -203,8 +183,8 @@ class Differences:
         first: the first element of A and B.
     """
 
-    counts: np.ndarray = field(default_factory=lambda: np.zeros(COUNTS, np.int64))
-    table: np.ndarray = field(default_factory=lambda: np.zeros(SLOTS, np.int64))
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(NUMBER_OF_COUNTS, np.int64))
+    table: np.ndarray = field(default_factory=lambda: np.zeros(HISTOGRAM_SLOTS, np.int64))
     total: float = 0.0
     largest: float = 0.0
     first: tuple[float, float] | None = None
@@ -232,7 +212,7 @@ class Differences:
         return self.total / finite if finite else math.nan
 
 
-def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
+def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
     """Compare a part of A with the same part of B, both of one shape and floating-point.
 
     A change is measured in the spacing, at the element of A, of that dtype of the two which is coarser there.
@@ -243,58 +223,39 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
     a, b = (plain(x.detach()).reshape(-1) for x in (a, b))
     if found.first is None:
         found.first = float(a[0].double()), float(b[0].double())
-    count = _count_by_kernel if select_engine("cpu") == "llvm" else _count_tensors
-    for parts in zip(a.split(AT_ONCE), b.split(AT_ONCE), strict=True):
-        count(found, [_native(part) for part in parts], forms)
-
-
-def _native(x: Tensor) -> Tensor:
-    """Return the elements in a row, in a dtype that has them all and whose codes are read."""
-    wide = x if x.dtype in NATIVE else x.to(torch.float32)
-    return wide.contiguous().cpu()
-
-
-def _constants(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> tuple[list[int], list[int]]:
-    """Return the constants of the kernels of codes and of changes, as words."""
-    assert found.first is not None
-    firsts, tops = (
-        [_word(x.dtype, value) for x, value in zip(parts, pair)] for pair in (found.first, [form.max for form in forms])
-    )
-    return [*firsts, *tops], [word for form in forms for word in (form.emin + 1023, form.mantissa_bits)]
+    kinds = [x.dtype if x.dtype in NONFINITE_CODES else torch.float32 for x in (a, b)]
+    constants = [
+        _encode_number(kind, value) for kind, value in zip(kinds * 2, (*found.first, *(form.max for form in forms)))
+    ]
+    constants += [word for form in forms for word in (form.emin + 1023, form.mantissa_bits)]
+    measure = _measure_by_kernel if select_engine("cpu") == "llvm" else _measure_by_reference
+    for parts in zip(a.split(ELEMENTS_AT_ONCE), b.split(ELEMENTS_AT_ONCE), strict=True):
+        natives = [part.to("cpu", kind).contiguous() for part, kind in zip(parts, kinds)]
+        sums, table = measure(record_changes_table(*kinds), natives, constants)
+        found.counts += sums[:, :NUMBER_OF_COUNTS].sum(0).astype(np.int64)
+        found.table += table
+        found.total += float(sums[:, -2].sum())
+        found.largest = max(found.largest, float(sums[:, -1].max()))
 
 
 @functools.cache
-def _word(dtype: torch.dtype, value: float) -> int:
+def _encode_number(dtype: torch.dtype, value: float) -> int:
     """Return a number's code, as a word."""
     code = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype)
     return int(code.view(getattr(torch, f"int{8 * dtype.itemsize}"))) & ((1 << 8 * dtype.itemsize) - 1)
 
 
-def _count_by_kernel(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
-    kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
+def _measure_by_kernel(table: Table, parts: list[Tensor], constants: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sums of each chunk, and the changes by size; each thread counts those in a table of its own."""
     cut = chunks(IndexMap.whole((parts[0].numel(),)), 0)
-    counted = _run(codes_table(*kinds), cut, parts, of_codes)
-    whole = (counted[:, EQUAL] == cut[:, 2]) & (counted[:, SPECIAL] == 0) & (kinds[0] == kinds[1])
-    found.counts[list(SIDES)] += counted[:, 2:].sum(0).astype(np.int64)
-    found.counts[[SAME, FINITE]] += int(cut[whole, 2].sum())
-    if (rest := cut[~whole]).size:
-        table = np.zeros((torch.get_num_threads(), COPIES, SLOTS), np.int64)
-        changed = _run(record_changes_table(*kinds), rest, parts, of_changes, table)
-        _add_changes(found, table.sum((0, 1)), changed[:, :-1].sum(0), float(changed[:, -1].max()))
-
-
-def _run(table: Table, cut: np.ndarray, parts: list[Tensor], constants: list[int], *counters: np.ndarray) -> np.ndarray:
-    """Run a device function on chunks, those of each thread with counters of its own; return the chunks' sums."""
-    groups = len(counters[0]) if counters else len(cut)
+    groups = torch.get_num_threads()
+    counters = np.zeros((groups, COPIES, HISTOGRAM_SLOTS), np.int64)
     edges = np.linspace(0, len(cut), groups + 1).astype(np.int64)
-    lengths, cut = np.diff(edges), cut.copy()
+    lengths = np.diff(edges)
     cut[:, 0] = np.repeat(np.arange(groups), lengths)
-    pointers = np.empty((groups, table.columns), np.int64)
-    pointers[:, :2] = [address(x) for x in parts]
-    for own in counters:
-        pointers[:, 2] = [address_of(one) for one in own]
+    pointers = np.array([[*map(address, parts), address_of(own)] for own in counters], np.int64)
     words, sums = np.array([constants], np.uint64), np.empty((len(cut), table.sums))
-    kernel = _kernel(table)
+    kernel = compile_once(table)
     given = cut, pointers, np.zeros(groups, np.int64), words, np.zeros(0, np.int64), sums
     run_chunks(
         lambda first, last, *places: kernel(int(edges[first]), int(edges[last]), *places),
@@ -302,35 +263,17 @@ def _run(table: Table, cut: np.ndarray, parts: list[Tensor], constants: list[int
         *map(address_of, given),
         0,
     )
-    return sums
+    return sums, counters.sum((0, 1))
 
 
-@functools.cache
-def _kernel(table: Table) -> Callable[..., None]:
-    return compile_table("compare", table)
+def _measure_by_reference(table: Table, parts: list[Tensor], constants: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    slots = torch.zeros(1, HISTOGRAM_SLOTS, dtype=torch.int64, device="cpu")
+    inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(constants)}
+    return np.array([run_on_tensors(table.trace, [*parts, slots], inputs)[1]]), slots[0].numpy()
 
 
-def _count_tensors(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
-    kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
-    table = torch.zeros(1, SLOTS, dtype=torch.int64, device="cpu")
-    sums = []
-    for one, words in ((codes_table(*kinds), of_codes), (record_changes_table(*kinds), of_changes)):
-        inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(words)}
-        sums.append(np.array(run_on_tensors(one.trace, [*parts, table], inputs)[1]))
-    found.counts[list(SIDES)] += sums[0][2:].astype(np.int64)
-    _add_changes(found, table[0].numpy(), sums[1][:-1], sums[1][-1])
-
-
-def _add_changes(found: Differences, table: np.ndarray, sums: np.ndarray, largest: float) -> None:
-    *counted, total = sums.tolist()
-    found.counts[list(CHANGED)] += np.array(counted, np.int64)
-    found.table += table
-    found.total += total
-    found.largest = max(found.largest, largest)
-
-
-_COMPANION = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
-_StoredPair = tuple[Stored, Stored]
+_COMPANION_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
+_StoredPair = tuple[StoredTensor, StoredTensor]
 
 
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: float) -> dict[str, TensorAudit]:
@@ -343,16 +286,18 @@ def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: f
             continue
         after = sides[1][0][name]
         beside = sides[0][1].get(name, {}), sides[1][1].get(name, {})
-        found[name] = _compare(name, (before, after), beside, parameters, share)
+        found[name] = _compare_tensor(name, (before, after), beside, parameters, share)
     return found
 
 
-def _split_companions(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, dict[str, Stored]]]:
-    """Return tensors by name, and those beside them that hold a scale or further components."""
-    bases: dict[str, Stored] = {}
-    beside: dict[str, dict[str, Stored]] = {}
+def _split_companions(
+    tensors: Mapping[str, StoredTensor],
+) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
+    """Return tensors by name, and the scales and further components beside each of them."""
+    bases: dict[str, StoredTensor] = {}
+    beside: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in tensors.items():
-        match = _COMPANION.search(name)
+        match = _COMPANION_PATTERN.search(name)
         base = name[: match.start()] if match else ""
         if match and base in tensors:
             beside.setdefault(base, {})[match[1]] = stored
@@ -361,9 +306,9 @@ def _split_companions(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored],
     return bases, beside
 
 
-def _check_names(a: Checkpoint, b: Checkpoint, ours: dict[str, Stored], theirs: dict[str, Stored]) -> None:
-    missing = _leave_out_tied(a, [name for name in ours if name not in theirs])
-    foreign = _leave_out_tied(b, [name for name in theirs if name not in ours])
+def _check_names(a: Checkpoint, b: Checkpoint, ours: dict[str, StoredTensor], theirs: dict[str, StoredTensor]) -> None:
+    missing = _leave_out_tied_names(a, [name for name in ours if name not in theirs])
+    foreign = _leave_out_tied_names(b, [name for name in theirs if name not in ours])
     # Averages are kept from some step on, by some runs.
     for which, names in (("A", missing), ("B", foreign)):
         averages = [name for name in names if name.startswith("ema.")]
@@ -385,42 +330,44 @@ def _check_names(a: Checkpoint, b: Checkpoint, ours: dict[str, Stored], theirs: 
 def find_tied_names(checkpoint: Checkpoint, held: set[str]) -> dict[str, str]:
     """Return the further names of tensors that an optimizer holds under one name, with that name."""
     places: dict[object, str] = {
-        place: name for name in held & checkpoint.tensors.keys() if (place := checkpoint.place(name))
+        place: name for name in held & checkpoint.tensors.keys() if (place := checkpoint.find_memory_place(name))
     }
-    found = {name: places.get(checkpoint.place(name)) for name in checkpoint.tensors if name not in held}
+    found = {name: places.get(checkpoint.find_memory_place(name)) for name in checkpoint.tensors if name not in held}
     return {name: other for name, other in found.items() if other is not None}
 
 
-def _leave_out_tied(checkpoint: Checkpoint, names: list[str]) -> list[str]:
-    """Return those of some names to whose memory no other name leads, as files without tied names leave out."""
-    places = {name: checkpoint.place(name) for name in checkpoint.tensors} if names else {}
+def _leave_out_tied_names(checkpoint: Checkpoint, names: list[str]) -> list[str]:
+    """Return the names whose memory has no other name: files may leave out the further names of tied tensors."""
+    places = {name: checkpoint.find_memory_place(name) for name in checkpoint.tensors} if names else {}
     times = Counter(places.values())
     return [name for name in names if places[name] is None or times[places[name]] == 1]
 
 
-def _compare(
+def _compare_tensor(
     name: str,
     pair: _StoredPair,
-    beside: tuple[dict[str, Stored], dict[str, Stored]],
+    beside: tuple[dict[str, StoredTensor], dict[str, StoredTensor]],
     parameters: set[str],
     share: float,
 ) -> TensorAudit:
     if all(one.dtype.is_complex for one in pair):
-        a, b = (_real_parts(one) for one in pair)
+        a, b = (_view_as_real_parts(one) for one in pair)
     else:
         a, b = pair
-    numbers = all(holds_numbers(one.dtype) for one in (a, b))
-    found = measure_differences(a, b) if numbers else Differences()
+    numbers = all(holds_signed_floats(one.dtype) for one in (a, b))
+    found = TensorDifferences()
+    if numbers:
+        add_differences(found, a.read(), b.read())
     unchanged = int(found.counts[SAME]) if numbers else count_same_elements(a, b)
-    moved = None if not beside[0] and not beside[1] else _has_moved(*beside)
-    before = _side(pair[0].dtype, a, found, A_NAN, 0, _storage(beside[0]), numbers)
-    after = _side(pair[1].dtype, b, found, B_NAN, 1, _storage(beside[1]), numbers)
+    moved = None if not beside[0] and not beside[1] else _have_companions_moved(*beside)
+    before = _make_statistics(pair[0].dtype, a, found, A_NAN, 0, _name_storage(beside[0]), numbers)
+    after = _make_statistics(pair[1].dtype, b, found, B_NAN, 1, _name_storage(beside[1]), numbers)
     mean = found.mean()
     return TensorAudit(
         name,
         pair[0].shape,
         a.numel,
-        _role(name, numbers, parameters),
+        _choose_role(name, numbers, parameters),
         before,
         after,
         unchanged,
@@ -429,11 +376,11 @@ def _compare(
         found.median(),
         found.largest if found.counts[FINITE] else math.nan,
         moved,
-        _status(before, after, unchanged == a.numel and not moved, mean < share and not moved),
+        _choose_status(before, after, unchanged == a.numel and not moved, mean < share and not moved),
     )
 
 
-def _status(a: Side, b: Side, still: bool, little: bool) -> Status:
+def _choose_status(a: TensorStatistics, b: TensorStatistics, still: bool, little: bool) -> TensorStatus:
     if b.nonfinite > a.nonfinite:
         return "nonfinite"
     if a.dtype != b.dtype:
@@ -445,68 +392,65 @@ def _status(a: Side, b: Side, still: bool, little: bool) -> Status:
     return "constant" if b.constant is not None and a.constant is None else "changed"
 
 
-def _real_parts(stored: Stored) -> Stored:
+def _view_as_real_parts(stored: StoredTensor) -> StoredTensor:
     """Return a complex tensor as its real and imaginary parts, in one more dimension."""
+    return StoredTensor(
+        stored.dtype.to_real(),
+        (*stored.shape, 2),
+        lambda: torch.view_as_real(stored.read().resolve_conj()),
+        stored.mapped,
+    )
 
-    def read(rows: slice | None) -> Tensor:
-        return torch.view_as_real(stored.read(rows).resolve_conj())
 
-    return Stored(stored.dtype.to_real(), (*stored.shape, 2), read, stored.mapped)
-
-
-def _role(name: str, numbers: bool, parameters: set[str]) -> Role:
+def _choose_role(name: str, numbers: bool, parameters: set[str]) -> TensorRole:
     if name in parameters:
         return "parameter"
     if not numbers:
         return "buffer"
-    return "average" if name.startswith("ema.") or name.rpartition(".")[2] in COUNTERS else "unknown"
+    return "average" if name.startswith("ema.") or name.rpartition(".")[2] in RUNNING_STATISTICS else "unknown"
 
 
-def _side(
-    dtype: torch.dtype, stored: Stored, found: Differences, place: int, which: int, storage: str, numbers: bool
-) -> Side:
+def _make_statistics(
+    dtype: torch.dtype,
+    stored: StoredTensor,
+    found: TensorDifferences,
+    place: int,
+    which: int,
+    storage: str,
+    numbers: bool,
+) -> TensorStatistics:
     if not numbers or not stored.numel:
-        return Side(dtype, storage=storage)
+        return TensorStatistics(dtype, storage=storage)
     nan, infinite, zeros, top, varies = (int(count) for count in found.counts[place : place + 5])
     constant = None
     if stored.numel > 1 and found.first is not None and not nan:
         constant = 0.0 if zeros == stored.numel else None if varies else found.first[which]
-    return Side(dtype, nan, infinite, zeros, top, constant, storage)
+    return TensorStatistics(dtype, nan, infinite, zeros, top, constant, storage)
 
 
-def _storage(beside: Mapping[str, Stored]) -> str:
+def _name_storage(beside: Mapping[str, StoredTensor]) -> str:
     components = sum(key.startswith("component_") and key != "component_scale" for key in beside)
     if components:
         return f"{1 + components} components"
     return "scaled" if beside else "plain"
 
 
-def _has_moved(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> bool:
+def _have_companions_moved(a: Mapping[str, StoredTensor], b: Mapping[str, StoredTensor]) -> bool:
     if a.keys() != b.keys():
         return True
     return any(count_same_elements(a[key], b[key]) < a[key].numel for key in a)
 
 
-def measure_differences(a: Stored, b: Stored) -> Differences:
-    """Return how two stored tensors of floating-point numbers and one shape differ, read in parts where they must."""
-    found = Differences()
-    for rows in a.rows(AT_ONCE):
-        parts = a.read(rows), b.read(rows)
-        for part in parts:
-            if part.is_contiguous():
-                map_pages(part)
-        add_differences(found, *parts)
-    return found
-
-
-def count_same_elements(a: Stored, b: Stored) -> int:
+def count_same_elements(a: StoredTensor, b: StoredTensor) -> int:
     """Return how many elements of two stored tensors of one shape are equal, NaN being equal to none."""
     if a.shape != b.shape:
         return 0
-    return sum(int((_comparable(a.read(rows)) == _comparable(b.read(rows))).sum()) for rows in a.rows(AT_ONCE))
+    return sum(
+        int((_make_comparable(x) == _make_comparable(y)).sum()) for x, y in split_tensors((a, b), ELEMENTS_AT_ONCE)
+    )
 
 
-def _comparable(x: Tensor) -> Tensor:
+def _make_comparable(x: Tensor) -> Tensor:
     if x.dtype.is_floating_point and x.dtype.itemsize == 1:
         return x.view(torch.uint8)
     return x.float() if x.dtype in (torch.uint16, torch.uint32) else x

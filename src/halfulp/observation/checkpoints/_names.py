@@ -9,8 +9,7 @@ import json
 import logging
 import re
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,34 +18,33 @@ import torch
 from torch import Tensor
 
 from ..._messages import a_kind, listed
-from ..._qualified_names import pattern_of
 from ...mctensor import MCTensor
 from ...optim.parameters._random_identity import plain_names
 from ...scaled import ScaledTensor
-from ._files import Checkpoint, OptimizerStates, Stored, wrap_tensor
+from ._files import Checkpoint, OptimizerStates, StoredTensor, wrap_tensor
 
 # Returns whether a parameter decays, given its name and itself.
-Decays = Callable[[str, Stored], bool]
+DecayRule = Callable[[str, StoredTensor], bool]
 # As `Trainer.get_decay_parameter_names` of transformers has them (transformers/trainer.py).
-_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+_NO_DECAY_PATTERN = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-def list_decay_rules(tensors: Mapping[str, Stored]) -> list[Decays]:
-    """Return the usual rules of who decays: of transformers by name, the same with norms by shape, matrices alone."""
+def list_decay_rules(tensors: Mapping[str, StoredTensor]) -> list[DecayRule]:
+    """Return the usual rules of weight decay: by names as transformers, with norms told by shape, matrices alone."""
     vectors = {
         name.rpartition(".")[0]
         for name, stored in tensors.items()
         if name.rpartition(".")[2] == "weight" and len(stored.shape) == 1
     }
     return [
-        lambda name, stored: not _NO_DECAY.search(name.lower()),
-        lambda name, stored: not _NO_DECAY.search(name.lower()) and name.rpartition(".")[0] not in vectors,
+        lambda name, stored: not _NO_DECAY_PATTERN.search(name.lower()),
+        lambda name, stored: not _NO_DECAY_PATTERN.search(name.lower()) and name.rpartition(".")[0] not in vectors,
         lambda name, stored: len(stored.shape) >= 2,
     ]
 
 
-def order_by_config(config: Path, tensors: Mapping[str, Stored]) -> tuple[list[str], Decays] | None:
-    """Return the names of a model of transformers in its own order, and who decays under its Trainer.
+def order_by_config(config: Path, tensors: Mapping[str, StoredTensor]) -> tuple[list[str], DecayRule] | None:
+    """Return the parameter names of a transformers model in its own order, and its Trainer's rule of weight decay.
 
     The model is made from its config on the meta device, by the class of the installed transformers that it names; code
     beside the config is not run.
@@ -72,41 +70,42 @@ def order_by_config(config: Path, tensors: Mapping[str, Stored]) -> tuple[list[s
     norms = {name for name, module in modules.items() if isinstance(module, torch.nn.LayerNorm)}
     # A tied weight is saved once.
     names = [name for name, _ in model.named_parameters() if name in tensors]
-    return names, lambda name, stored: name.rpartition(".")[0] not in norms and not _NO_DECAY.search(name.lower())
+    return (
+        names,
+        lambda name, stored: name.rpartition(".")[0] not in norms and not _NO_DECAY_PATTERN.search(name.lower()),
+    )
 
 
-COUNTERS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
-_COMPANIONS = (".component_1", ".component_2", ".component_3", ".component_scale", ".payload_scale")
+RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
+COMPANION_SUFFIXES = (".component_1", ".component_2", ".component_3", ".component_scale", ".payload_scale")
 
 
 @dataclass(slots=True)
-class NamedState:
+class NamedParameterState:
     """States of one parameter: tensors and plain values by the state's name, and its group's options."""
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     values: dict[str, Any]
     options: dict[str, Any]
 
 
-def name_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedState]:
+def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedParameterState]:
     """Return the states of every parameter of a checkpoint; sentences on those that have no name go to `unseen`."""
-    found: dict[str, NamedState] = {}
+    found: dict[str, NamedParameterState] = {}
     for optimizer in checkpoint.optimizers:
         groups = {key: group for keys, group in zip(optimizer.keys, optimizer.groups) for key in keys}
-        names = _given_names(optimizer, list(groups))
+        names = _read_saved_names(optimizer, list(groups))
         if names is None:
-            names = _names_by_order(checkpoint, optimizer, len(groups))
+            names = _name_by_model_order(checkpoint, optimizer, len(groups))
         if names is None:
-            names = _names_by_shape(checkpoint, optimizer)
-            lost = len(groups) - len(names)
             order = ", or install the transformers that saved it, which has the model's order"
-            if lost:
-                unseen.append(
-                    f"{lost} of {len(groups)} optimizer states of the checkpoint have no names and no order: they "
-                    "were not compared; make the optimizer from model.named_parameters(), which saves names"
-                    + (order if checkpoint.config else "")
-                )
-        names = _strip_prefix(names, checkpoint.tensors)
+            unseen.append(
+                f"the {len(groups)} optimizer states of the checkpoint have no names and no order: they were not "
+                "compared; make the optimizer from model.named_parameters(), which saves names"
+                + (order if checkpoint.config else "")
+            )
+            continue
+        names = _strip_common_prefix(names, checkpoint.tensors)
         strange = [name for name in names.values() if name not in checkpoint.tensors]
         if strange:
             unseen.append(
@@ -114,11 +113,11 @@ def name_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSta
                 "a name; save weights and states under the same names"
             )
         for key, name in names.items():
-            found[name] = _named_state(optimizer.state.get(key) or {}, groups[key])
+            found[name] = _make_named_state(optimizer.state.get(key) or {}, groups[key])
     return found
 
 
-def _strip_prefix(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, str]:
+def _strip_common_prefix(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, str]:
     """Return names as the weights have them, where one prefix alone, of a wrapper or of a module, sets both apart."""
     strange = next((name for name in names.values() if name not in tensors), None)
     if strange is None:
@@ -139,15 +138,15 @@ def _strip_prefix(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, 
     return found[0] if len(found) == 1 else names
 
 
-def _named_state(state: dict[str, Any], group: dict[str, Any]) -> NamedState:
-    tensors = {key: value for key, value in state.items() if isinstance(value, Stored)}
+def _make_named_state(state: dict[str, Any], group: dict[str, Any]) -> NamedParameterState:
+    tensors = {key: value for key, value in state.items() if isinstance(value, StoredTensor)}
     values = {key: value for key, value in state.items() if key not in tensors}
     left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
     options = {key: value for key, value in group.items() if key not in left_out}
-    return NamedState(tensors, values, options)
+    return NamedParameterState(tensors, values, options)
 
 
-def _given_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
+def _read_saved_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
     if keys and all(isinstance(key, str) for key in keys):
         return dict(zip(keys, plain_names(keys), strict=True))
     given = [group.get("param_names") for group in optimizer.groups]
@@ -157,200 +156,151 @@ def _given_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] 
     return dict(zip(keys, plain_names(itertools.chain(*own)), strict=True))
 
 
-def _names_by_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
+def _name_by_model_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
     """Return names in the order of the model, where numbers and shapes of all parameters agree with it."""
-    candidates = dict(_parameters(checkpoint))
+    candidates = dict(_list_parameters(checkpoint))
     if len(candidates) != count:
         return None
-    if checkpoint.ordered:
-        found = _names_by_groups(candidates, optimizer, list_decay_rules(candidates))
-        return found if found is not None else _names_by_fit(candidates, optimizer)
-    known = None if checkpoint.config is None else order_by_config(checkpoint.config, candidates)
-    if known is None or len(known[0]) != len(candidates):
-        return None
-    ordered = {name: candidates[name] for name in known[0]}
-    return _names_by_groups(ordered, optimizer, [known[1], *list_decay_rules(ordered)])
-
-
-def _names_by_groups(
-    ordered: Mapping[str, Stored], optimizer: OptimizerStates, rules: Sequence[Decays]
-) -> dict[Any, str] | None:
-    """Return names where one way alone to give them to one group, or to one that decays and one that does not, fits."""
+    rules = list_decay_rules(candidates)
+    if not checkpoint.ordered:
+        known = None if checkpoint.config is None else order_by_config(checkpoint.config, candidates)
+        if known is None or len(known[0]) != len(candidates):
+            return None
+        candidates = {name: candidates[name] for name in known[0]}
+        rules.insert(0, known[1])
     found: list[dict[Any, str]] = []
-    for parts in _partitions(ordered, len(optimizer.groups), rules):
-        pairs = {key: name for keys, names in zip(optimizer.keys, parts) for key, name in zip(keys, names)}
-        same_lengths = list(map(len, parts)) == list(map(len, optimizer.keys))
-        fits = all(_fits(optimizer.state.get(key), ordered[name].shape) for key, name in pairs.items())
-        if same_lengths and fits and pairs not in found:
-            found.append(pairs)
+    for decays in rules:
+        names = _assign_names(candidates, optimizer, decays)
+        if names is not None and names not in found:
+            found.append(names)
     return found[0] if len(found) == 1 else None
 
 
-def _partitions(ordered: Mapping[str, Stored], groups: int, rules: Sequence[Decays]) -> Iterator[list[list[str]]]:
-    """Yield the names of each group: those that decay come first, or second, in as many groups as there are."""
-    if groups == 1:
-        yield [list(ordered)]
-    for decays in rules if groups == 2 else ():
-        parts = [[name for name in ordered if decays(name, ordered[name]) == wanted] for wanted in (True, False)]
-        yield parts
-        yield parts[::-1]
-
-
-def _names_by_fit(ordered: Mapping[str, Stored], optimizer: OptimizerStates) -> dict[Any, str] | None:
-    """Return names in order, each given to the only group whose next state fits."""
+def _assign_names(
+    ordered: Mapping[str, StoredTensor], optimizer: OptimizerStates, decays: DecayRule
+) -> dict[Any, str] | None:
+    """Return names in order, each given to the group whose next state fits, of several the one that decays or not."""
     waiting = optimizer.keys
     found = {}
     for name, stored in ordered.items():
         fitting = [
-            number for number, keys in enumerate(waiting) if keys and _fits(optimizer.state.get(keys[0]), stored.shape)
+            number
+            for number, keys in enumerate(waiting)
+            if keys and _has_parameter_shape(optimizer.state.get(keys[0]), stored.shape)
         ]
         if len(fitting) > 1:
-            # The usual split: matrices decay, vectors do not.
-            decays = len(stored.shape) >= 2
-            fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == decays]
+            decaying = decays(name, stored)
+            fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == decaying]
         if len(fitting) != 1:
             return None
         found[waiting[fitting[0]].pop(0)] = name
     return found
 
 
-def _names_by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[Any, str]:
-    """Return the names of parameters whose shape only they have in their group, they and the same of other layers.
-
-    Layers of a list are in the order of their numbers, whatever the order of what is inside one.
-    """
-    tensors = dict(_parameters(checkpoint))
-    shapes = [[_shape(optimizer.state.get(key)) for key in keys] for keys in optimizer.keys]
-    possible: list[list[list[str]]] = []
-    for parts in _partitions(tensors, len(shapes), list_decay_rules(tensors)):
-        agree = all(Counter(own) == Counter(tensors[n].shape for n in names) for own, names in zip(shapes, parts))
-        if agree and parts not in possible:
-            possible.append(parts)
-    found: dict[Any, str] = {}
-    for number, members in enumerate(optimizer.keys):
-        elsewhere = {shape for k, own in enumerate(shapes) if k != number for shape in own}
-        for shape in dict.fromkeys(shapes[number]):
-            if shape is None or (len(possible) != 1 and shape in elsewhere):
-                continue
-            names = possible[0][number] if len(possible) == 1 else list(tensors)
-            fitting = [name for name in names if tensors[name].shape == shape]
-            keys = [key for key, own in zip(members, shapes[number]) if own == shape]
-            if len(keys) == len(fitting) and len(set(map(pattern_of, fitting))) == 1:
-                found |= dict(zip(keys, sorted(fitting, key=_layer_sort_key)))
-    return found
-
-
-def _layer_sort_key(name: str) -> list[tuple[bool, int, str]]:
-    """Return a sort key for names that orders layers by their numbers."""
-    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
-
-
-def _parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, Stored]]:
+def _list_parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, StoredTensor]]:
     """Yield the tensors that may be parameters, under one of several names for the same memory."""
     seen: set[object] = set()
     for name, stored in checkpoint.tensors.items():
         last = name.rpartition(".")[2]
-        if last in COUNTERS or name.endswith(_COMPANIONS) or name.startswith("ema."):
+        if last in RUNNING_STATISTICS or name.endswith(COMPANION_SUFFIXES) or name.startswith("ema."):
             continue
         if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
             continue
-        place = checkpoint.place(name)
+        place = checkpoint.find_memory_place(name)
         if place not in seen:
             yield name, stored
         if place is not None:
             seen.add(place)
 
 
-def _shape(state: dict[str, Any] | None) -> tuple[int, ...] | None:
-    """Return the shape of the parameter that a state belongs to: that of its largest tensor."""
-    shapes = [value.shape for value in (state or {}).values() if isinstance(value, Stored)]
-    return max(shapes, key=lambda shape: (len(shape), shape), default=None)
+def _has_parameter_shape(state: dict[str, Any] | None, shape: tuple[int, ...]) -> bool:
+    """Return whether a state may be that of a parameter of a shape: its largest tensor has it."""
+    shapes = [value.shape for value in (state or {}).values() if isinstance(value, StoredTensor)]
+    return not shapes or max(shapes, key=lambda one: (len(one), one)) == shape
 
 
-def _fits(state: dict[str, Any] | None, shape: tuple[int, ...]) -> bool:
-    return not state or _shape(state) == shape
-
-
-CONTRACT = "precision_contract"
-_MODEL = re.compile(
+CONTRACT_KEY = "precision_contract"
+_MODEL_KEY_PATTERN = re.compile(
     r"^(model|net|network|module|weights|params|model_?state|(model_?)?state_?dict|model_state_dict)$", re.I
 )
-_AVERAGE = re.compile(r"(^|_)(ema|swa|avg|average|averaged|shadow)(_|$)", re.I)
+_AVERAGE_KEY_PATTERN = re.compile(r"(^|_)(ema|swa|avg|average|averaged|shadow)(_|$)", re.I)
 # What runs keep beside their weights: tensors here are a generator's state, a best score, a counter.
-_BESIDE = re.compile(
+_OTHER_KEY_PATTERN = re.compile(
     r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
 )
-_DEEPEST = 64
-_Leaves = dict[tuple[Any, ...], Stored]
+_DEEPEST_NESTING = 64
+_TensorsByPath = dict[tuple[Any, ...], StoredTensor]
 
 
-def read_parts(content: object, path: str) -> Checkpoint:
-    """Return the parts of what a file holds: nested mappings and lists of tensors, or `Stored`, and plain data."""
+def read_checkpoint_content(content: object, path: str) -> Checkpoint:
+    """Return the parts of what a file holds: nested mappings and lists of tensors, `StoredTensor`, and plain data."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds {a_kind(content)}: give a checkpoint with a model's state_dict")
-    leaves: _Leaves = {}
+    leaves: _TensorsByPath = {}
     found = Checkpoint(path, {})
-    for where, leaf in _walk(content, ()):
+    for where, leaf in _walk_content(content, ()):
         if isinstance(leaf, OptimizerStates):
             found.optimizers.append(leaf)
-        elif isinstance(leaf, _Unreadable):
+        elif isinstance(leaf, _UnreadablePart):
             found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf.reason}")
-        elif where[-1] == CONTRACT and isinstance(leaf, Mapping):
+        elif where[-1] == CONTRACT_KEY and isinstance(leaf, Mapping):
             found.contract = dict(leaf)
-        elif isinstance(leaf, Stored):
+        elif isinstance(leaf, StoredTensor):
             leaves[where] = leaf
         elif isinstance(leaf, Tensor):
-            leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _entries(leaf)}
-    found.tensors = _name_leaves(leaves, found.unseen)
+            leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _split_into_entries(leaf)}
+    found.tensors = _name_model_tensors(leaves, found.unseen)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
+        rest += f" ({'; '.join(found.unseen)})" if found.unseen else ""
         raise ValueError(f"{path} holds {rest if content else 'nothing'}: give a checkpoint with a model's state_dict")
     return found
 
 
 def find_optimizers(content: object) -> list[OptimizerStates]:
     """Return the states of all optimizers in nested data."""
-    return [leaf for _, leaf in _walk(content, ()) if isinstance(leaf, OptimizerStates)]
+    return [leaf for _, leaf in _walk_content(content, ()) if isinstance(leaf, OptimizerStates)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Unreadable:
+class _UnreadablePart:
     """A part of a checkpoint that cannot be compared, and why."""
 
     reason: str
 
 
-def _walk(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
-    if len(where) > _DEEPEST:
+def _walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+    if len(where) > _DEEPEST_NESTING:
         raise ValueError(
-            f"a checkpoint is nested more than {_DEEPEST} levels deep, or holds itself: give the model's state_dict"
+            f"a checkpoint is nested more than {_DEEPEST_NESTING} levels deep, or holds itself: give the model's "
+            "state_dict"
         )
     if isinstance(content, Mapping) and "param_groups" in content:
-        yield where, _optimizer(content)
+        yield where, _read_optimizer_states(content)
     elif isinstance(content, Mapping):
         for key, value in content.items():
-            if key == CONTRACT:
+            if key == CONTRACT_KEY:
                 yield (*where, key), value
             else:
-                yield from _walk(value, (*where, key))
+                yield from _walk_content(value, (*where, key))
     elif isinstance(content, list | tuple):
         for number, value in enumerate(content):
-            yield from _walk(value, (*where, number))
+            yield from _walk_content(value, (*where, number))
     elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
         kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
-        yield where, _Unreadable(f"it is {kind}")
+        yield where, _UnreadablePart(f"it is {kind}")
     elif where:
         yield where, content
 
 
-def _optimizer(content: Mapping[Any, Any]) -> OptimizerStates | _Unreadable:
+def _read_optimizer_states(content: Mapping[Any, Any]) -> OptimizerStates | _UnreadablePart:
     state, groups = content.get("state") or {}, content["param_groups"]
     groups = list(groups.values()) if isinstance(groups, Mapping) else groups
     whole = isinstance(state, Mapping) and isinstance(groups, list | tuple)
     if not whole or not all(
         isinstance(group, Mapping) and isinstance(group.get("params") or (), list | tuple) for group in groups
     ):
-        return _Unreadable("its param_groups and state are not those of a torch optimizer")
+        return _UnreadablePart("its param_groups and state are not those of a torch optimizer")
     kept = {
         key: {name: wrap_tensor(one) if isinstance(one, Tensor) else one for name, one in value.items()}
         for key, value in state.items()
@@ -359,7 +309,7 @@ def _optimizer(content: Mapping[Any, Any]) -> OptimizerStates | _Unreadable:
     return OptimizerStates(kept, [dict(group) for group in groups])
 
 
-def _entries(tensor: Tensor) -> Iterator[tuple[str, Stored]]:
+def _split_into_entries(tensor: Tensor) -> Iterator[tuple[str, StoredTensor]]:
     """Yield a tensor as a state_dict names its parts."""
     if isinstance(tensor, MCTensor):
         for number, part in enumerate(tensor.components):
@@ -371,34 +321,34 @@ def _entries(tensor: Tensor) -> Iterator[tuple[str, Stored]]:
         yield "", wrap_tensor(getattr(tensor, "_local_tensor", tensor))
 
 
-def _name_leaves(leaves: _Leaves, unseen: list[str]) -> dict[str, Stored]:
-    """Return the model's tensors by name, those of averages under "ema."."""
+def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, StoredTensor]:
+    """Return the model's tensors by name, and tensors of averages under "ema."."""
     while leaves and len({where[0] for where in leaves}) == 1 and all(len(where) > 1 for where in leaves):
         leaves = {where[1:]: leaf for where, leaf in leaves.items()}
-    groups: dict[Any, _Leaves] = {}
+    groups: dict[Any, _TensorsByPath] = {}
     for where, leaf in leaves.items():
         groups.setdefault(where[0] if len(where) > 1 else None, {})[where] = leaf
-    models = [key for key in groups if isinstance(key, str) and _MODEL.match(key)]
+    models = [key for key in groups if isinstance(key, str) and _MODEL_KEY_PATTERN.match(key)]
     if not models:
-        models = [key for key in groups if key is None or not _is_beside(key)]
+        models = [key for key in groups if key is None or not _is_no_model_key(key)]
         # Loose tensors beside a model's dict are a loss or a counter.
         models = [key for key in models if key is not None or len(models) == 1]
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for key in models:
         prefix = f"{key}." if len(models) > 1 else ""
-        found |= _merge_leaves(groups[key], prefix, 1 if key is not None else 0)
+        found |= _name_tensors(groups[key], prefix, 1 if key is not None else 0)
     for key in [key for key in groups if key not in models]:
-        if isinstance(key, str) and _AVERAGE.search(key):
-            found |= _merge_leaves(groups[key], "ema.", 1)
-        elif key is not None and not _is_beside(key):
+        if isinstance(key, str) and _AVERAGE_KEY_PATTERN.search(key):
+            found |= _name_tensors(groups[key], "ema.", 1)
+        elif key is not None and not _is_no_model_key(key):
             unseen.append(f"tensors under {key!r} were not compared: they are not the model's")
     return found
 
 
-def _is_beside(key: object) -> bool:
-    return isinstance(key, int) or bool(_BESIDE.search(str(key)))
+def _is_no_model_key(key: object) -> bool:
+    return isinstance(key, int) or bool(_OTHER_KEY_PATTERN.search(str(key)))
 
 
-def _merge_leaves(leaves: _Leaves, prefix: str, skip: int) -> dict[str, Stored]:
+def _name_tensors(leaves: _TensorsByPath, prefix: str, skip: int) -> dict[str, StoredTensor]:
     names = [".".join(map(str, where[skip:])) for where in leaves]
     return {prefix + name: leaf for name, leaf in zip(plain_names(names), leaves.values(), strict=True)}

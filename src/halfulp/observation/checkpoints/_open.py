@@ -10,22 +10,21 @@ from typing import Any
 from ..._messages import listed
 from ...optim.parameters._random_identity import plain_names
 from ._files import (
-    METADATA,
+    METADATA_FILE,
     Checkpoint,
-    Stored,
-    find_partitions,
-    is_inside,
-    is_partition,
+    StoredTensor,
+    find_deepspeed_partitions,
+    is_deepspeed_partition,
+    is_inside_folder,
     load_torch_file,
+    make_partition_error,
     open_dcp,
     open_safetensors,
-    refuse,
-    refuse_other_kind,
 )
-from ._names import CONTRACT, find_optimizers, read_parts
+from ._names import CONTRACT_KEY, find_optimizers, read_checkpoint_content
 
-_TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_WEIGHTS = (
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_WEIGHT_FILE_STEMS = (
     "model",
     "pytorch_model",
     "adapter_model",
@@ -34,11 +33,11 @@ _WEIGHTS = (
     "weights",
     "checkpoint",
 )
-_OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
-_NO_WEIGHTS = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
-_NUMBERED_OPTIMIZER = re.compile(r"^optimizer_\d+\.(pt|bin|pth)$")
-_NUMBERED = re.compile(r"-(\d+)-of-(\d+)$")
-REMEDY = "give a file of safetensors or torch.save, a sharded folder with its index, or a DCP folder"
+_OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
+_NO_WEIGHTS_PATTERN = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
+_NUMBERED_OPTIMIZER_PATTERN = re.compile(r"^optimizer_\d+\.(pt|bin|pth)$")
+_SHARD_NUMBER_PATTERN = re.compile(r"-(\d+)-of-(\d+)$")
+CHECKPOINT_REMEDY = "give a file of safetensors or torch.save, a sharded folder with its index, or a DCP folder"
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -56,11 +55,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             found = _open_file(path)
         else:
             said = "is neither a file nor a folder" if path.exists() else "does not exist"
-            raise ValueError(f"{path} {said}: {REMEDY}")
+            raise ValueError(f"{path} {said}: {CHECKPOINT_REMEDY}")
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}; {REMEDY}") from None
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}; {CHECKPOINT_REMEDY}") from None
     if not found.tensors:
-        raise ValueError(f"{path} holds no tensors: {REMEDY}")
+        raise ValueError(f"{path} holds no tensors: {CHECKPOINT_REMEDY}")
     if not any(stored.numel for stored in found.tensors.values()):
         raise ValueError(f"{path} holds only empty tensors, as ZeRO-3 leaves them: give a checkpoint of whole weights")
     found.path = str(path)
@@ -69,72 +68,72 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def _open_file(path: Path) -> Checkpoint:
     if not path.stat().st_size:
-        raise ValueError(f"{path} is empty: {REMEDY}")
-    if is_partition(path.name):
-        raise refuse(path, [path.name])
+        raise ValueError(f"{path} is empty: {CHECKPOINT_REMEDY}")
+    if is_deepspeed_partition(path.name):
+        raise make_partition_error(path, [path.name])
     if path.name.endswith(".index.json"):
         return _open_sharded(path)
-    if path.suffix == ".safetensors" or _begins_like_safetensors(path):
+    if path.suffix == ".safetensors" or _is_safetensors_file(path):
         return _open_safetensors([path])
-    return read_parts(load_torch_file(path), str(path))
+    return read_checkpoint_content(load_torch_file(path), str(path))
 
 
-def _begins_like_safetensors(path: Path) -> bool:
+def _is_safetensors_file(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(9)
     return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    if (folder / METADATA).is_file():
+    if (folder / METADATA_FILE).is_file():
         return _open_dcp_folder(folder)
-    partitioned = find_partitions(folder)
+    partitioned = find_deepspeed_partitions(folder)
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in partitioned)
     if partitioned and not any(_holds_weights(path) for path in files):
-        raise refuse(folder, partitioned)
-    found = _weights(folder, files)
+        raise make_partition_error(folder, partitioned)
+    found = _open_weight_files(folder, files)
     if partitioned:
         found.unseen.append(
             f"{listed(partitioned)} hold DeepSpeed's partitions of the optimizer's states, which were not compared"
         )
-    for path in (folder / name for name in _OPTIMIZERS):
+    for path in (folder / name for name in _OPTIMIZER_FILES):
         if path.is_file() and not found.optimizers:
             found.optimizers = find_optimizers(load_torch_file(path))
             if not found.optimizers:
                 found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
-    more = [path.name for path in files if _NUMBERED_OPTIMIZER.match(path.name)]
+    more = [path.name for path in files if _NUMBERED_OPTIMIZER_PATTERN.match(path.name)]
     if more:
         found.unseen.append(f"{listed(more)} are further optimizers' states, and were not compared")
     if (folder / "config.json").is_file():
         found.config = folder / "config.json"
-    beside = folder / f"{CONTRACT}.json"
+    beside = folder / f"{CONTRACT_KEY}.json"
     if found.contract is None and beside.is_file():
-        found.contract = _parse(beside.read_text(encoding="utf-8", errors="replace"), beside)
+        found.contract = _parse_json_object(beside.read_text(encoding="utf-8", errors="replace"), beside)
     return found
 
 
 def _holds_weights(path: Path) -> bool:
     return path.name.endswith(".index.json") or (
-        path.suffix in (".safetensors", *_TORCH) and not _NO_WEIGHTS.match(path.name)
+        path.suffix in (".safetensors", *_TORCH_SUFFIXES) and not _NO_WEIGHTS_PATTERN.match(path.name)
     )
 
 
-def _weights(folder: Path, files: list[Path]) -> Checkpoint:
+def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
     for kind in (".safetensors.index.json", ".bin.index.json"):
         for index in files:
             if index.name.endswith(kind):
                 return _open_sharded(index)
-    tensors = [path for path in files if path.suffix == ".safetensors" and not _NO_WEIGHTS.match(path.name)]
-    saved = [path for path in files if path.suffix in _TORCH and not _NO_WEIGHTS.match(path.name)]
+    tensors = [path for path in files if path.suffix == ".safetensors" and not _NO_WEIGHTS_PATTERN.match(path.name)]
+    saved = [path for path in files if path.suffix in _TORCH_SUFFIXES and not _NO_WEIGHTS_PATTERN.match(path.name)]
     for group, opened in ((tensors, _open_safetensors), (saved, _open_torch_files)):
-        known = [path for path in group if path.stem in _WEIGHTS]
+        known = [path for path in group if path.stem in _WEIGHT_FILE_STEMS]
         if len(known) == 1 or len(group) == 1:
             found = opened(known[:1] or group)
             rest = [path.name for path in group if path not in (known[:1] or group)]
             if rest:
                 found.unseen.append(f"{listed(rest)} lie beside {known[0].name}, and were not compared")
             return found
-        numbered = [match for path in group if (match := _NUMBERED.search(path.stem))]
+        numbered = [match for path in group if (match := _SHARD_NUMBER_PATTERN.search(path.stem))]
         if group and len(numbered) == len(group):
             if any(int(match[2]) != len(group) for match in numbered):
                 raise ValueError(f"{folder} has {len(group)} shards of {numbered[-1][2]}: copy the missing ones")
@@ -145,16 +144,14 @@ def _weights(folder: Path, files: list[Path]) -> Checkpoint:
     inner = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
     if inner:
         raise ValueError(f"{folder} is no checkpoint, but holds the folders {listed(inner)}: give one of them")
-    for path in files:
-        refuse_other_kind(path)
-    raise ValueError(f"{folder} {'holds no checkpoint' if files else 'is an empty folder'}: {REMEDY}")
+    raise ValueError(f"{folder} {'holds no checkpoint' if files else 'is an empty folder'}: {CHECKPOINT_REMEDY}")
 
 
 def _open_sharded(index: Path) -> Checkpoint:
-    placed = _parse(index.read_text(encoding="utf-8", errors="replace"), index).get("weight_map")
+    placed = _parse_json_object(index.read_text(encoding="utf-8", errors="replace"), index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
-        raise ValueError(f"{index} has no weight_map: it is no index of shards; {REMEDY}")
-    strange = [name for name in placed.values() if not is_inside(name)]
+        raise ValueError(f"{index} has no weight_map: it is no index of shards; {CHECKPOINT_REMEDY}")
+    strange = [name for name in placed.values() if not is_inside_folder(name)]
     if strange:
         raise ValueError(
             f"{index} names {listed(strange)}, which are no files of its folder: not read; copy the index again"
@@ -175,19 +172,19 @@ def _open_sharded(index: Path) -> Checkpoint:
 
 
 def _open_safetensors(paths: list[Path]) -> Checkpoint:
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     contract = None
     for path in paths:
         part, metadata = open_safetensors(path)
         tensors |= part
-        if CONTRACT in metadata:
-            contract = _parse(metadata[CONTRACT], path)
+        if CONTRACT_KEY in metadata:
+            contract = _parse_json_object(metadata[CONTRACT_KEY], path)
     named = dict(zip(plain_names(tensors), tensors.values(), strict=True))
     return Checkpoint(str(paths[0]), named, ordered=False, contract=contract)
 
 
 def _open_torch_files(paths: list[Path]) -> Checkpoint:
-    parts = [read_parts(load_torch_file(path), str(path)) for path in paths]
+    parts = [read_checkpoint_content(load_torch_file(path), str(path)) for path in paths]
     found = parts[0]
     for part in parts[1:]:
         found.tensors |= part.tensors
@@ -204,13 +201,13 @@ def _open_dcp_folder(folder: Path) -> Checkpoint:
         for key in path[:-1]:
             at = at.setdefault(key, {})
         at[path[-1]] = value
-    found = read_parts(nested, str(folder))
+    found = read_checkpoint_content(nested, str(folder))
     found.unseen += unseen
     found.ordered = False
     return found
 
 
-def _parse(text: str, path: Path) -> dict[str, Any]:
+def _parse_json_object(text: str, path: Path) -> dict[str, Any]:
     try:
         read = json.loads(text)
     except ValueError:

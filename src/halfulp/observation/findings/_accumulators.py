@@ -8,21 +8,30 @@ from typing import TYPE_CHECKING, Any
 from ...optim import OPTIMIZERS
 from .._finding import Finding, Severity
 from .._record import ParameterRecord, Realised, Record
-from .._text import confidence_of, dtype_name, is_narrow, is_wide, loses_state_decay, optimizer_code, percent, precision
+from .._text import (
+    compute_confidence,
+    dtype_name,
+    format_percent,
+    get_precision,
+    is_narrow_dtype,
+    is_wide_dtype,
+    loses_state_decay,
+    write_optimizer_code,
+)
 from ..auditing._audit import SECOND_MOMENTS, Audit, StateAudit
 from ._kind import FindingKind, register_finding
-from ._updates import is_maybe_chance, measured
+from ._updates import is_explained_by_chance, make_change_evidence
 
 if TYPE_CHECKING:
     from ..forecasting._forecast import Forecast
 
-FEWEST_ADDED = 32
+FEWEST_ADDED_ELEMENTS = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.
-SUMS_WARNING = 0.9
-SUMS_ERROR = 0.5
+REALISED_SUMS_WARNING = 0.9
+REALISED_SUMS_ERROR = 0.5
 # Sums of 8 gradients of many examples in bfloat16 are off by 0.4%, of 96 by 1.2%; a fiftieth is the work of sums that
 # grow until what is added to them is about their spacing.
-SUMS_OFF = 0.02
+SUM_ERROR_WARNING = 0.02
 
 
 @register_finding
@@ -39,49 +48,51 @@ class AccumulationSwamped(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             sums = parameter.accumulation
-            severity = _grade_sums(parameter)
+            severity = _grade_gradient_sums(parameter)
             if sums is None or severity is None:
                 continue
             held_in, realised = parameter.gradient_dtype or parameter.dtype, sums.realised_share
             off = parameter.accumulation_error
             assert realised is not None
-            said = f"{percent(max(0.0, 1 - realised))} of what is added to .grad is lost"
-            if realised >= SUMS_WARNING and off is not None:
-                said = f"sums in .grad are off by {percent(min(1.0, off))}"
+            said = f"{format_percent(max(0.0, 1 - realised))} of what is added to .grad is lost"
+            if realised >= REALISED_SUMS_WARNING and off is not None:
+                said = f"sums in .grad are off by {format_percent(min(1.0, off))}"
             yield self.found(
                 name,
                 severity,
-                confidence_of(sums.seen, FEWEST_ADDED),
+                compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS),
                 f"{said} in {dtype_name(held_in)}",
                 cure=self.cure_in(held_in),
                 error=off,
-                **measured(sums, held_in),
+                **make_change_evidence(sums, held_in),
             )
 
 
-def _grade_sums(parameter: ParameterRecord) -> Severity | None:
+def _grade_gradient_sums(parameter: ParameterRecord) -> Severity | None:
     """Return how bad it is: by the share of what is added that is lost, and by how far the sums are off."""
     sums = parameter.accumulation
     realised = None if sums is None else sums.realised_share
-    if sums is None or realised is None or sums.seen < FEWEST_ADDED:
+    if sums is None or realised is None or sums.seen < FEWEST_ADDED_ELEMENTS:
         return None
-    if realised < SUMS_WARNING:
-        return "error" if realised < SUMS_ERROR else "warning"
+    if realised < REALISED_SUMS_WARNING:
+        return "error" if realised < REALISED_SUMS_ERROR else "warning"
     # In float32 sums are off where they cancel: there the exact sum is small, and not the error large.
     off = parameter.accumulation_error
     return (
         "warning"
-        if off is not None and off >= SUMS_OFF and not is_wide(parameter.gradient_dtype or parameter.dtype)
+        if off is not None
+        and off >= SUM_ERROR_WARNING
+        and not is_wide_dtype(parameter.gradient_dtype or parameter.dtype)
         else None
     )
 
 
 FEWEST_CHANGES = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
-AVERAGE_WARNING = 0.5
-AVERAGE_ERROR = 0.1
+REALISED_AVERAGE_WARNING = 0.5
+REALISED_AVERAGE_ERROR = 0.1
 # An average that takes in what is new changes nearly everywhere; a few elements may stand still by chance.
-STUCK = 0.95
+STUCK_SHARE = 0.95
 
 
 @register_finding
@@ -99,27 +110,28 @@ class AverageStuck(FindingKind):
         for name, average in record.averages.items():
             change = average.change
             realised = change.realised_share
-            if change.seen < FEWEST_CHANGES or realised is None or not realised < AVERAGE_WARNING:
+            if change.seen < FEWEST_CHANGES or realised is None or not realised < REALISED_AVERAGE_WARNING:
                 continue
             retention = "" if average.retention is None else f", of which a step keeps {average.retention:.6g}"
             yield self.found(
                 name,
-                "note" if is_wide(average.dtype) else "error" if realised < AVERAGE_ERROR else "warning",
-                confidence_of(change.seen, FEWEST_CHANGES),
-                f"{percent(change.lost_share)} of changes lost in {dtype_name(average.dtype)}{retention}",
+                "note" if is_wide_dtype(average.dtype) else "error" if realised < REALISED_AVERAGE_ERROR else "warning",
+                compute_confidence(change.seen, FEWEST_CHANGES),
+                f"{format_percent(change.lost_share)} of changes lost in {dtype_name(average.dtype)}{retention}",
                 cure=self.cure_in(average.dtype),
                 retention=average.retention,
-                **measured(change, average.dtype),
+                **make_change_evidence(change, average.dtype),
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         moved = any(row.status == "changed" and row.role != "average" for row in audit.tensors.values())
         for name, row in audit.tensors.items():
-            if row.role != "average" or not moved or row.numel < FEWEST_CHANGES or not is_narrow(row.a.dtype):
+            if row.role != "average" or not moved or row.numel < FEWEST_CHANGES or not is_narrow_dtype(row.a.dtype):
                 continue
-            if row.share_unchanged < STUCK or row.companions_moved or row.b.nonfinite or row.b.constant == 0:
+            if row.share_unchanged < STUCK_SHARE or row.companions_moved or row.b.nonfinite or row.b.constant == 0:
                 continue
-            said = f"{percent(row.share_unchanged)} unchanged in {dtype_name(row.a.dtype)}, while the weights moved"
+            share = format_percent(row.share_unchanged)
+            said = f"{share} unchanged in {dtype_name(row.a.dtype)}, while the weights moved"
             severity: Severity = "error" if row.status == "unchanged" else "warning"
             yield self.found(name, severity, 0.8, said, unchanged=row.share_unchanged, elements=row.numel)
 
@@ -137,17 +149,17 @@ class PositionsCollide(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, positions in record.positions.items():
-            digits = precision(positions.dtype)
+            digits = get_precision(positions.dtype)
             assert digits is not None
             dtype, counted = dtype_name(positions.dtype), 2**digits
             said = f"of {positions.length} positions those from {counted} on are rounded to {dtype}'s whole numbers"
             yield self.found(name, "error", 1.0, said, length=positions.length, counted=counted, dtype=dtype)
 
 
-FEWEST_RESIDUALS = 256
+FEWEST_RESIDUAL_CHANGES = 256
 # Rounding a sum is right on average while what is added is larger than half a spacing; where half is gone it is not.
-RESIDUAL_WARNING = 0.5
-RESIDUAL_ERROR = 0.1
+REALISED_RESIDUAL_WARNING = 0.5
+REALISED_RESIDUAL_ERROR = 0.1
 
 
 @register_finding
@@ -166,26 +178,26 @@ class ResidualSwamped(FindingKind):
         for name, residual in record.residuals.items():
             change = residual.change
             realised = change.realised_share
-            if realised is None or change.seen < FEWEST_RESIDUALS or not realised < RESIDUAL_WARNING:
+            if realised is None or change.seen < FEWEST_RESIDUAL_CHANGES or not realised < REALISED_RESIDUAL_WARNING:
                 continue
             yield self.found(
                 name,
-                "error" if realised < RESIDUAL_ERROR else "warning",
-                confidence_of(change.seen, FEWEST_RESIDUALS),
-                f"{percent(min(1.0, 1 - realised))} of what it adds to the residual stream is lost in "
+                "error" if realised < REALISED_RESIDUAL_ERROR else "warning",
+                compute_confidence(change.seen, FEWEST_RESIDUAL_CHANGES),
+                f"{format_percent(min(1.0, 1 - realised))} of what it adds to the residual stream is lost in "
                 f"{dtype_name(residual.dtype)}: it adds {residual.added:.3g} to numbers of {residual.stream:.3g}",
                 added=residual.added,
                 stream=residual.stream,
-                **measured(change, residual.dtype),
+                **make_change_evidence(change, residual.dtype),
             )
 
 
 FEWEST_DECREASES = 32
 # With half of its changes missing the average follows a different, slower horizon than beta2 says.
-HALF = 0.5
+STUCK_MOMENT_SHARE = 0.5
 # Squares of gradients spread over decades, and a few of the largest decide how much movement took place: 400 decreases
 # that were rounded stochastically have shown 15% of it by chance.
-FEWEST_STOCHASTIC = 4000
+FEWEST_STOCHASTIC_DECREASES = 4000
 
 
 @register_finding
@@ -195,7 +207,7 @@ class SecondMomentStuck(FindingKind):
     code = "second-moment-stuck"
     cure = "keep the state in float32 (state_dtype=torch.float32 of hu.optim), or a beta2 of at most 0.99"
     says = "the second moment of {place} cannot fall: {lost:share} of its decreases are lost in {dtype}"
-    write = optimizer_code(None, {}, "state_dtype=torch.float32")
+    write = write_optimizer_code(None, "state_dtype=torch.float32")
     role = "second moment"
     wide_cure = "nothing, if steps may follow gradients of long ago; else a smaller beta2, or float64"
     worst = "lost"
@@ -205,26 +217,30 @@ class SecondMomentStuck(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             for state, change in parameter.states.items():
-                if state not in SECOND_MOMENTS or change.seen < FEWEST_DECREASES or not _is_stuck(parameter, change):
+                if (
+                    state not in SECOND_MOMENTS
+                    or change.seen < FEWEST_DECREASES
+                    or not _is_moment_stuck(parameter, change)
+                ):
                     continue
                 dtype = parameter.state_dtypes.get(state)
                 # Nothing to write for an optimizer that is not here.
-                code = optimizer_code(parameter.optimizer, parameter.options, "state_dtype=torch.float32")
+                code = write_optimizer_code(parameter.optimizer, "state_dtype=torch.float32")
                 yield self.found(
                     name,
-                    "note" if is_wide(dtype or parameter.dtype) else "warning",
-                    confidence_of(change.seen, FEWEST_DECREASES),
-                    f"{percent(change.lost_share)} of decreases of {state} lost in {dtype_name(dtype)}",
+                    "note" if is_wide_dtype(dtype or parameter.dtype) else "warning",
+                    compute_confidence(change.seen, FEWEST_DECREASES),
+                    f"{format_percent(change.lost_share)} of decreases of {state} lost in {dtype_name(dtype)}",
                     cure=self.cure_in(dtype),
                     write=code if parameter.optimizer in OPTIMIZERS else "",
                     state=state,
-                    **measured(change, dtype),
+                    **make_change_evidence(change, dtype),
                 )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         """Find second moments that can only rise, since their format loses every decay by beta2."""
         for name, state in audit.states.items():
-            rate = _rate_of_second_moment(state)
+            rate = _read_second_moment_rate(state)
             if rate is None or state.weight_update is not None:
                 continue
             for moment, (_, dtype) in state.dtypes.items():
@@ -232,8 +248,8 @@ class SecondMomentStuck(FindingKind):
                     continue
                 said = f"{moment} in {dtype_name(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
                 unchanged = state.unchanged.get(moment)
-                if unchanged is not None and unchanged > HALF and state.advanced:
-                    said += f"; {percent(unchanged)} of it unchanged in {state.advanced} steps"
+                if unchanged is not None and unchanged > STUCK_MOMENT_SHARE and state.advanced:
+                    said += f"; {format_percent(unchanged)} of it unchanged in {state.advanced} steps"
                 told: dict[str, Any] = {
                     "state": moment,
                     "dtype": dtype_name(dtype),
@@ -253,7 +269,7 @@ class SecondMomentStuck(FindingKind):
             yield self.found(names, "warning", 1.0, said, cure=cure, beta2=beta2, dtype=dtype)
 
 
-def _is_stuck(parameter: ParameterRecord, change: Realised) -> bool:
+def _is_moment_stuck(parameter: ParameterRecord, change: Realised) -> bool:
     """Return whether an average stands still.
 
     Only decreases are counted: gradients above the average make changes that are large enough. torch rounds to nearest,
@@ -261,14 +277,14 @@ def _is_stuck(parameter: ParameterRecord, change: Realised) -> bool:
     movement tells.
     """
     if parameter.optimizer_module.startswith("torch.optim."):
-        return change.known and change.lost_share >= HALF
+        return change.known and change.lost_share >= STUCK_MOMENT_SHARE
     realised = change.realised_share
-    if realised is None or realised >= HALF or change.seen < FEWEST_STOCHASTIC:
+    if realised is None or realised >= STUCK_MOMENT_SHARE or change.seen < FEWEST_STOCHASTIC_DECREASES:
         return False
-    return not is_maybe_chance(change, realised)
+    return not is_explained_by_chance(change, realised)
 
 
-def _rate_of_second_moment(state: StateAudit) -> float | None:
+def _read_second_moment_rate(state: StateAudit) -> float | None:
     betas, alpha = state.options.get("betas"), state.options.get("alpha")
     if isinstance(betas, list | tuple) and len(betas) >= 2:
         return 1.0 - float(betas[1])

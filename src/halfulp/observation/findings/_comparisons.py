@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from ... import formats
 from .._finding import Finding
 from .._record import Difference, Record
-from .._text import confidence_of, dtype_name, percent
+from .._text import compute_confidence, dtype_name, format_percent
 from ._kind import FindingKind, register_finding
 
 # Another order of a layer's sums changes a float32 result by some units in the last place; a rounding to 16 bits that
 # one side leaves out is thousands of them.
-UNITS = 64
-FLOAT32 = 2.0**-23
+FLOAT32_TOLERANCE_UNITS = 64
+FLOAT32_EPS = 2.0**-23
 
 
-def is_explained_by_order(difference: Difference) -> bool:
+def is_explained_by_sum_order(difference: Difference) -> bool:
     """Return whether float32 sums in another order, rounded once more to the outputs' own format, explain it."""
     try:
         eps = max(formats.get(dtype).eps for dtype in difference.dtypes)
     except ValueError:
         return difference.differing == 0
-    return difference.relative <= (eps if eps > FLOAT32 else UNITS * eps)
+    return difference.relative <= (eps if eps > FLOAT32_EPS else FLOAT32_TOLERANCE_UNITS * eps)
 
 
 @register_finding
@@ -38,21 +38,21 @@ class CompiledDiffers(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for pair in record.compiled:
-            if pair.differing and not is_explained_by_order(pair):
+            if pair.differing and not is_explained_by_sum_order(pair):
                 yield self.found(
                     pair.name,
                     "warning",
                     1.0,
-                    f"{percent(pair.differing)} of outputs in {pair.dtypes[1]} differ from eager, by "
-                    f"{percent(pair.relative)} of their size",
+                    f"{format_percent(pair.differing)} of outputs in {pair.dtypes[1]} differ from eager, by "
+                    f"{format_percent(pair.relative)} of their size",
                     differing=pair.differing,
                     relative=pair.relative,
                 )
 
 
 # Where neighbouring numbers are as far apart as the loss changes from step to step, half of its changes are not seen.
-GAP = 1.0
-FEWEST = 4
+LOSS_GAP_LIMIT = 1.0
+FEWEST_LOSSES = 4
 
 
 @register_finding
@@ -69,13 +69,13 @@ class LossCancels(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         losses, gap = sum(step.loss is not None for step in record.history), record.loss_gap
-        if gap is None or losses < FEWEST or not gap >= GAP:
+        if gap is None or losses < FEWEST_LOSSES or not gap >= LOSS_GAP_LIMIT:
             return
         dtype = dtype_name(record.loss_dtype)
         said = f"neighbouring losses in {dtype} are {gap:.3g} times as far apart as the loss changes from step to step"
         if math.isinf(gap):
             said = f"neighbouring losses in {dtype} are so far apart that the loss stands still"
-        sure, cure = confidence_of(losses, FEWEST), self.cure_in(record.loss_dtype)
+        sure, cure = compute_confidence(losses, FEWEST_LOSSES), self.cure_in(record.loss_dtype)
         yield self.found((), "warning", sure, said, cure=cure, gap=gap, dtype=dtype, losses=losses)
 
 
@@ -94,14 +94,15 @@ class RecomputeDiffers(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for pair in record.recomputed:
             first, second = pair.dtypes
-            if first == second and (not pair.differing or is_explained_by_order(pair)):
+            if first == second and (not pair.differing or is_explained_by_sum_order(pair)):
                 continue
             said = f"computed in {first}, recomputed in {second}" if first != second else f"recomputed in {second} too"
             yield self.found(
                 pair.name,
                 "error",
                 1.0,
-                f"{said}; {percent(pair.differing)} of outputs differ, by {percent(pair.relative)} of their size",
+                f"{said}; {format_percent(pair.differing)} of outputs differ, by {format_percent(pair.relative)} of "
+                "their size",
                 first=first,
                 second=second,
                 differing=pair.differing,

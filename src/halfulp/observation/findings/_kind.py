@@ -10,15 +10,15 @@ import torch
 
 from ..._names import enter, unknown, words_of
 from .._finding import Finding, Severity, rank_findings
-from .._text import is_wide
+from .._text import is_wide_dtype
 
 if TYPE_CHECKING:
     from .._record import Record
 
-KINDS: dict[str, type[FindingKind]] = {}
-_METHODS = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}
+FINDING_KINDS: dict[str, type[FindingKind]] = {}
+_INSTRUMENT_METHODS = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}
 # The most that a forecast is sure: the schedule, and the gradients that make the updates, are still to come.
-FORECAST = 0.9
+MOST_FORECAST_CONFIDENCE = 0.9
 
 
 class FindingKind:
@@ -58,11 +58,11 @@ class FindingKind:
         return ()
 
     def in_audit(self, audit: Any) -> Iterable[Finding]:
-        """Find it in two checkpoints that `hu.audit` compared."""
+        """Yield this kind's findings from two checkpoints that `hu.audit` compared."""
         return ()
 
     def in_forecast(self, forecast: Any) -> Iterable[Finding]:
-        """Find it in what `hu.forecast` computed."""
+        """Yield this kind's findings from a forecast of `hu.forecast`."""
         return ()
 
     def found(
@@ -102,12 +102,16 @@ class FindingKind:
 
     def cure_in(self, dtype: torch.dtype | None) -> str:
         """Return what to do about numbers of a dtype: float32 is no cure of what is float32."""
-        return self.wide_cure if self.wide_cure and dtype is not None and is_wide(dtype) else self.cure
+        return self.wide_cure if self.wide_cure and dtype is not None and is_wide_dtype(dtype) else self.cure
 
     @classmethod
     def instruments(cls) -> tuple[str, ...]:
         """Return the instruments that can show it."""
-        own = [name for name, method in _METHODS.items() if getattr(cls, method) is not getattr(FindingKind, method)]
+        own = [
+            name
+            for name, method in _INSTRUMENT_METHODS.items()
+            if getattr(cls, method) is not getattr(FindingKind, method)
+        ]
         return tuple(own)
 
 
@@ -123,40 +127,42 @@ def register_finding(kind: type[FindingKind]) -> type[FindingKind]:
     for attribute in ("code", "cure"):
         if not getattr(kind, attribute, ""):
             raise ValueError(f"finding {kind.__name__} has no {attribute}: give it one as a class attribute")
-    enter("finding", KINDS, kind.code, kind, words_of(kind))
+    enter("finding", FINDING_KINDS, kind.code, kind, words_of(kind))
     return kind
 
 
-def get_kind(code: str) -> type[FindingKind]:
+def get_finding_kind(code: str) -> type[FindingKind]:
     """Return the class of a code."""
-    if code not in KINDS:
-        raise ValueError(unknown("finding", code, KINDS))
-    return KINDS[code]
+    if code not in FINDING_KINDS:
+        raise ValueError(unknown("finding", code, FINDING_KINDS))
+    return FINDING_KINDS[code]
 
 
 def findings_of(instrument: str, measured: Any) -> list[Finding]:
     """Return everything that an instrument's measurements show, the worst first."""
-    found = (one for kind in KINDS.values() for one in getattr(kind(), _METHODS[instrument])(measured))
+    found = (
+        one for kind in FINDING_KINDS.values() for one in getattr(kind(), _INSTRUMENT_METHODS[instrument])(measured)
+    )
     classes: dict[str, str] = {}  # of the module of each name; checkpoints tell none, but how many dimensions there are
     if instrument == "observe":
         classes = {name: tensor.kind for (_, name), tensor in measured.tensors.items()}
         classes |= {name: parameter.kind for name, parameter in measured.parameters.items()}
     elif instrument == "audit":
         classes = {name: f"{len(row.shape)} dimensions" for name, row in measured.tensors.items()}
-    most = FORECAST if instrument == "forecast" else 1.0
-    return rank_with_causes(
-        replace(one, confidence=min(most, one.confidence), kind=_class_of(one, classes)) for one in found
+    most = MOST_FORECAST_CONFIDENCE if instrument == "forecast" else 1.0
+    return rank_by_causes(
+        replace(one, confidence=min(most, one.confidence), kind=_find_common_class(one, classes)) for one in found
     )
 
 
-def rank_with_causes(findings: Iterable[Finding]) -> list[Finding]:
+def rank_by_causes(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings joined and ranked as `rank_findings` does, with what the registered codes say of causes."""
-    causes = {code: kind.explained_by for code, kind in KINDS.items()}
-    worst = {code: kind.worst for code, kind in KINDS.items()}
-    return rank_findings(findings, causes, {code for code, kind in KINDS.items() if kind.spreads}, worst)
+    causes = {code: kind.explained_by for code, kind in FINDING_KINDS.items()}
+    worst = {code: kind.worst for code, kind in FINDING_KINDS.items()}
+    return rank_findings(findings, causes, {code for code, kind in FINDING_KINDS.items() if kind.spreads}, worst)
 
 
-def _class_of(finding: Finding, classes: Mapping[str, str]) -> str:
+def _find_common_class(finding: Finding, classes: Mapping[str, str]) -> str:
     """Return what a finding's names have in common; nothing where they differ, or are not known."""
     found = {classes.get(name, "") for name in finding.where}
     return found.pop() if len(found) == 1 else finding.kind

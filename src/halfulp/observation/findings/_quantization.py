@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from ... import formats
 from .._finding import Finding
 from .._record import Record, TensorRecord
-from .._text import confidence_of, dtype_name, is_narrow, percent, precision
+from .._text import compute_confidence, dtype_name, format_percent, get_precision, is_narrow_dtype
 from ..auditing._audit import Audit
 from ._kind import FindingKind, register_finding
-from ._ranges import GRADIENTS, count_nonzero, has_wide_range, storage_format, tensors
+from ._ranges import GRADIENT_ROLES, count_nonzero, get_storage_format, has_wide_range, list_tensors
 
-FEWEST_IN_BLOCKS = 64
+FEWEST_BLOCK_ELEMENTS = 64
 # Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.
-HIDDEN_WARNING = 0.25
-HIDDEN_ERROR = 0.5
+HIDDEN_SHARE_WARNING = 0.25
+HIDDEN_SHARE_ERROR = 0.5
 
 
 @register_finding
@@ -33,17 +33,17 @@ class BlockHidden(FindingKind):
         for tensor in record.tensors.values():
             count = count_nonzero(tensor)
             hidden = tensor.block_hidden.get(tensor.asked_format or "")
-            if hidden is None or count < FEWEST_IN_BLOCKS:
+            if hidden is None or count < FEWEST_BLOCK_ELEMENTS:
                 continue
             share = min(1.0, hidden / count)
-            if share < HIDDEN_WARNING:
+            if share < HIDDEN_SHARE_WARNING:
                 continue
             yield self.found(
                 tensor.name,
-                "error" if share >= HIDDEN_ERROR else "warning",
-                confidence_of(count, FEWEST_IN_BLOCKS),
-                f"{percent(share)} of nonzero elements of {tensor.role} become 0 beside their block's largest in "
-                f"{tensor.asked_format}",
+                "error" if share >= HIDDEN_SHARE_ERROR else "warning",
+                compute_confidence(count, FEWEST_BLOCK_ELEMENTS),
+                f"{format_percent(share)} of nonzero elements of {tensor.role} become 0 beside their block's largest "
+                f"in {tensor.asked_format}",
                 hidden=share,
                 role=tensor.role,
                 format=tensor.asked_format,
@@ -53,7 +53,7 @@ class BlockHidden(FindingKind):
 
 # "FP4 All the Way", arXiv 2505.19115, section 4: training with quantized gradients stalls where the gradient's norm
 # falls below sqrt(3) times the standard deviation of the quantization noise times the square root of the size.
-NOISE_RATIO = math.sqrt(3.0)
+STALLING_NOISE_RATIO = math.sqrt(3.0)
 
 
 @register_finding
@@ -66,16 +66,16 @@ class GradientBelowNoise(FindingKind):
     explained_by = ("block-hidden", "gradient-underflow", "payload-saturated", "quantized-to-zero")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in tensors(record, *GRADIENTS):
+        for tensor in list_tensors(record, *GRADIENT_ROLES):
             noise = tensor.quantization_error
-            if tensor.asked_format is None or not noise or not tensor.rms < NOISE_RATIO * noise:
+            if tensor.asked_format is None or not noise or not tensor.rms < STALLING_NOISE_RATIO * noise:
                 continue
             yield self.found(
                 tensor.name,
                 "warning",
-                max(0.5, confidence_of(tensor.steps, 4)),
+                max(0.5, compute_confidence(tensor.steps, 4)),
                 f"{tensor.role} is {tensor.rms / noise:.2g} times the quantization noise of {tensor.asked_format}; "
-                f"training stalls below {NOISE_RATIO:.2f}",
+                f"training stalls below {STALLING_NOISE_RATIO:.2f}",
                 ratio=tensor.rms / noise,
                 rms=tensor.rms,
                 noise=noise,
@@ -85,14 +85,14 @@ class GradientBelowNoise(FindingKind):
 
 
 # A scale taken from the largest magnitude puts one element of each tensor there, and its near neighbours.
-FEWEST_SATURATED = 8
-SATURATED_WARNING = 0.001
+FEWEST_SATURATED_ELEMENTS = 8
+SATURATED_SHARE_WARNING = 0.001
 # The largest elements carry most of a product: with a hundredth of them cut off the layer computes something else.
-SATURATED_ERROR = 0.01
-SCALE_FIRST = (
+SATURATED_SHARE_ERROR = 0.01
+SCALE_FIRST_CURE = (
     "scale this tensor before it is rounded (hu.scalify gives every tensor a scale), or round it to mxfp8_e4m3, "
 )
-SCALE_FIRST += "whose blocks have scales, or to e5m2"
+SCALE_FIRST_CURE += "whose blocks have scales, or to e5m2"
 
 
 @register_finding
@@ -107,27 +107,29 @@ class PayloadSaturated(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
-            held_in, asked = storage_format(tensor), tensor.asked_format or ""
+            held_in, asked = get_storage_format(tensor), tensor.asked_format or ""
             counts = tensor.formats.get(asked)
             # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
             if counts is not None and asked not in tensor.block_hidden:
-                said = f"beyond {asked}'s largest number{_largest_of(asked)} and reach {tensor.amax:.4g}"
-                yield from self._cut_off(tensor, counts.overflow, counts.elements, asked, said, SCALE_FIRST)
+                said = f"beyond {asked}'s largest number{_describe_largest_number(asked)} and reach {tensor.amax:.4g}"
+                yield from self._find_saturation(
+                    tensor, counts.overflow, counts.elements, asked, said, SCALE_FIRST_CURE
+                )
             if held_in is not None and not has_wide_range(held_in):
                 said = f"at {held_in.name}'s largest number, {held_in.max:.6g}"
                 count = tensor.largest - tensor.steps  # a scale puts one there in each step
-                yield from self._cut_off(tensor, count, tensor.elements, held_in.name, said, self.cure)
+                yield from self._find_saturation(tensor, count, tensor.elements, held_in.name, said, self.cure)
 
-    def _cut_off(
+    def _find_saturation(
         self, tensor: TensorRecord, count: int, elements: int, format: str, said: str, cure: str
     ) -> Iterator[Finding]:
         share = count / max(1, elements)
-        if count >= FEWEST_SATURATED and share >= SATURATED_WARNING:
+        if count >= FEWEST_SATURATED_ELEMENTS and share >= SATURATED_SHARE_WARNING:
             yield self.found(
                 tensor.name,
-                "error" if share >= SATURATED_ERROR else "warning",
-                confidence_of(count, FEWEST_SATURATED),
-                f"{percent(share)} of {tensor.role} elements are {said}",
+                "error" if share >= SATURATED_SHARE_ERROR else "warning",
+                compute_confidence(count, FEWEST_SATURATED_ELEMENTS),
+                f"{format_percent(share)} of {tensor.role} elements are {said}",
                 cure=cure,
                 saturated=share,
                 count=count,
@@ -140,23 +142,23 @@ class PayloadSaturated(FindingKind):
         for name, row in audit.tensors.items():
             dtype, count = row.b.dtype, row.b.saturated - 1  # a scale that follows the largest element puts one there
             share = count / max(1, row.numel)
-            if count < FEWEST_SATURATED or share < SATURATED_WARNING or row.b.constant is not None:
+            if count < FEWEST_SATURATED_ELEMENTS or share < SATURATED_SHARE_WARNING or row.b.constant is not None:
                 continue
             # Formats of float32's range do not saturate; a mask is filled with their lowest number.
-            if not dtype.is_floating_point or not is_narrow(dtype) or has_wide_range(formats.get(dtype)):
+            if not dtype.is_floating_point or not is_narrow_dtype(dtype) or has_wide_range(formats.get(dtype)):
                 continue
             yield self.found(
                 name,
-                "error" if share >= SATURATED_ERROR else "warning",
+                "error" if share >= SATURATED_SHARE_ERROR else "warning",
                 0.9,
-                f"{percent(share)} of elements at the largest number of {dtype_name(dtype)}",
+                f"{format_percent(share)} of elements at the largest number of {dtype_name(dtype)}",
                 share=share,
                 before=row.a.saturated / max(1, row.numel),
                 elements=row.numel,
             )
 
 
-def _largest_of(name: str) -> str:
+def _describe_largest_number(name: str) -> str:
     """Return the largest number of a format between commas; a user's own need not be known by its name."""
     try:
         return f", {formats.get(name).max:.6g},"
@@ -178,7 +180,7 @@ class QuantizedToZero(FindingKind):
     explained_by = ("activation-underflow", "dtype-not-asked")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in tensors(record, "activation"):
+        for tensor in list_tensors(record, "activation"):
             entered = tensor.input_amax
             # Zeros in 16 bits and more are those of a ReLU, a mask or a zero weight, unless a quantizer made them.
             quantizes = tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()
@@ -187,7 +189,7 @@ class QuantizedToZero(FindingKind):
             yield self.found(
                 tensor.name,
                 "error",
-                confidence_of(tensor.elements, 8),
+                compute_confidence(tensor.elements, 8),
                 f"all {tensor.elements} outputs in {dtype_name(tensor.dtype)} are 0, of inputs up to {entered:.3g}",
                 elements=tensor.elements,
                 input_amax=entered,
@@ -196,12 +198,15 @@ class QuantizedToZero(FindingKind):
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
-            if precision(row.b.dtype) is None or row.numel < 2 or row.role == "buffer":
+            if get_precision(row.b.dtype) is None or row.numel < 2 or row.role == "buffer":
                 continue
             share, before = row.b.zeros / row.numel, row.a.zeros / row.numel
-            sure, said = 1.0, f"all zeros in B, {percent(before)} zeros in A"
+            sure, said = 1.0, f"all zeros in B, {format_percent(before)} zeros in A"
             if share < 1 or before == 1:
-                sure, said = 0.9, f"{percent(share)} zeros in {dtype_name(row.b.dtype)}, {percent(before)} before"
+                sure, said = (
+                    0.9,
+                    f"{format_percent(share)} zeros in {dtype_name(row.b.dtype)}, {format_percent(before)} before",
+                )
                 if share - before <= 0.5 or row.a.dtype == row.b.dtype:
                     continue
             yield self.found(name, "error", sure, said, zeros=share, before=before, elements=row.numel)

@@ -10,9 +10,9 @@ import torch
 
 from ... import formats
 from ...formats import Format
-from .._finding import Finding, Severity, in_words
+from .._finding import Finding, Severity, describe_names
 from .._record import ParameterRecord, Record, Role, TensorRecord
-from .._text import confidence_of, dtype_name, number, percent, plural
+from .._text import compute_confidence, dtype_name, format_percent, pluralize, read_option
 from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from ..forecasting._forecast import Forecast
 
 # bfloat16's and float32's largest numbers are beyond this power of two.
-WIDE = 2.0**100
-GRADIENTS: tuple[Role, ...] = ("activation gradient", "weight gradient")
+WIDE_RANGE_MAX = 2.0**100
+GRADIENT_ROLES: tuple[Role, ...] = ("activation gradient", "weight gradient")
 
 
-def storage_format(tensor: TensorRecord) -> Format | None:
-    """Return the format of a tensor's dtype; None for what is none, such as integers."""
+def get_storage_format(tensor: TensorRecord) -> Format | None:
+    """Return the format of a tensor's dtype; None for integers and other dtypes without a format."""
     try:
         return formats.get(tensor.dtype)
     except ValueError:
         return None
 
 
-def tensors(record: Record, *roles: Role) -> list[TensorRecord]:
+def list_tensors(record: Record, *roles: Role) -> list[TensorRecord]:
     """Return the tensors of some roles, in order of computation."""
     return sorted((tensor for (role, _), tensor in record.tensors.items() if role in roles), key=lambda t: t.order)
 
@@ -86,7 +86,7 @@ def count_binades_left(tensor: TensorRecord, format: Format) -> float:
 
 def has_wide_range(format: Format | None) -> bool:
     """Return whether a format reaches as far as float32 does: what leaves it finds no more room in bfloat16 either."""
-    return format is not None and format.max >= WIDE
+    return format is not None and format.max >= WIDE_RANGE_MAX
 
 
 def is_unscaled(tensor: TensorRecord) -> bool:
@@ -102,9 +102,9 @@ def has_scaled_loss(record: Record) -> bool:
 FEWEST_ACTIVATIONS = 32
 # Products sum activations, so what counts is the error's energy: small ones beside large ones, as in a softmax, harm
 # nothing. e4m3 rounds with a relative error of 2^-4 / sqrt(3) = 3.6%; a float16 tensor that is worse has lost its use.
-NOISE_WARNING = 0.036
-NOISE_ERROR = 0.5
-ZERO_STEPS = 2
+ROUNDING_NOISE_WARNING = 0.036
+ROUNDING_NOISE_ERROR = 0.5
+FEWEST_ZERO_STEPS = 2
 
 
 @register_finding
@@ -123,32 +123,32 @@ class ActivationUnderflow(FindingKind):
     explained_by = ("dtype-not-asked",)
 
     def in_record(self, record: Record) -> Iterator[Finding]:
-        for tensor in tensors(record, "activation"):
-            held_in, count = storage_format(tensor), count_nonzero(tensor)
+        for tensor in list_tensors(record, "activation"):
+            held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
-            if _has_vanished(tensor, held_in):
+            if _has_output_vanished(tensor, held_in):
                 # All are zeros, of which no histogram tells.
                 weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
                 said = f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
                 said += f"{tensor.input_amax:.3g}{weights}"
-                yield self._lost(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
+                yield self._report_underflow(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
             elif count >= FEWEST_ACTIVATIONS and tensor.rms > 0 and tensor.amax < held_in.smallest_normal * 2:
                 # Rounding to multiples of q errs by q / sqrt(12) on average.
                 noise = held_in.smallest_subnormal / (math.sqrt(12) * tensor.rms)
                 subnormal = measure_subnormal_share(tensor, held_in)
-                said = f"{percent(subnormal)} of nonzero activations are subnormal in {held_in.name}, with a rounding "
-                said += f"error of {percent(min(1.0, noise))} of their size"
-                if noise >= NOISE_WARNING:
-                    sure = confidence_of(count, FEWEST_ACTIVATIONS)
-                    yield self._lost(tensor, held_in, sure, said, subnormal, noise)
+                said = f"{format_percent(subnormal)} of nonzero activations are subnormal in {held_in.name}, with a "
+                said += f"rounding error of {format_percent(min(1.0, noise))} of their size"
+                if noise >= ROUNDING_NOISE_WARNING:
+                    sure = compute_confidence(count, FEWEST_ACTIVATIONS)
+                    yield self._report_underflow(tensor, held_in, sure, said, subnormal, noise)
 
-    def _lost(
+    def _report_underflow(
         self, tensor: TensorRecord, held_in: Format, confidence: float, said: str, subnormal: float, noise: float
     ) -> Finding:
         return self.found(
             tensor.name,
-            "error" if noise >= NOISE_ERROR else "warning",
+            "error" if noise >= ROUNDING_NOISE_ERROR else "warning",
             confidence,
             said,
             cure=self.wide_cure if has_wide_range(held_in) else self.cure,
@@ -160,15 +160,15 @@ class ActivationUnderflow(FindingKind):
         )
 
 
-def _has_vanished(tensor: TensorRecord, held_in: Format) -> bool:
-    """Return whether outputs are zeros because what they are made of is below their format's numbers."""
-    if tensor.steps < ZERO_STEPS or not tensor.elements or tensor.zeros < tensor.elements:
+def _has_output_vanished(tensor: TensorRecord, held_in: Format) -> bool:
+    """Return whether all outputs are zeros because inputs times weights underflow in their format."""
+    if tensor.steps < FEWEST_ZERO_STEPS or not tensor.elements or tensor.zeros < tensor.elements:
         return False
     return tensor.input_amax is not None and is_rounded_to_zero(tensor.input_amax, tensor.weight_amax, held_in)
 
 
 # Where the optimizer's states are kept in float32, its denominators are.
-DENOMINATORS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
+DENOMINATOR_STATES = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
 
 
 @register_finding
@@ -186,11 +186,11 @@ class EpsZero(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
-            eps, dtype = number(parameter.options, "eps"), _find_denominator(parameter)
+            eps, dtype = read_option(parameter.options, "eps"), _find_denominator_dtype(parameter)
             if parameter.optimizer is None or eps is None or not eps > 0 or dtype is None:
                 continue
             if float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
-                yield self._found(name, eps, dtype)
+                yield self._report_eps(name, eps, dtype)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         zero: dict[tuple[float, torch.dtype], list[str]] = {}
@@ -199,34 +199,34 @@ class EpsZero(FindingKind):
             if eps and dtype is not None and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
                 zero.setdefault((eps, dtype), []).append(layer.name)
         for (eps, dtype), names in zero.items():
-            yield self._found(names, eps, dtype)
+            yield self._report_eps(names, eps, dtype)
 
-    def _found(self, names: str | list[str], eps: float, dtype: torch.dtype) -> Finding:
+    def _report_eps(self, names: str | list[str], eps: float, dtype: torch.dtype) -> Finding:
         said = f"eps {eps:.3g} is 0 in {dtype_name(dtype)}"
         cure = self.wide_cure if has_wide_range(formats.get(dtype)) else self.cure
         return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=dtype_name(dtype))
 
 
-def _find_denominator(parameter: ParameterRecord) -> torch.dtype | None:
+def _find_denominator_dtype(parameter: ParameterRecord) -> torch.dtype | None:
     """Return the dtype in which the optimizer adds eps; None where it does so in float32 whatever it stores."""
     if not parameter.optimizer_module.startswith("torch.optim."):
         return None
-    found = [parameter.state_dtypes[state] for state in DENOMINATORS if state in parameter.state_dtypes]
+    found = [parameter.state_dtypes[state] for state in DENOMINATOR_STATES if state in parameter.state_dtypes]
     dtype = found[0] if found else parameter.dtype
     return dtype if dtype.is_floating_point else None
 
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
-NONFINITE_STEPS = 3
-FORWARD = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
-FORWARD_WIDE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
-BACKWARD = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
-LOSS = "see what the loss divides by in its backward pass (sqrt, norm or log at 0), and add an eps inside"
-STORED_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
+FEWEST_NONFINITE_STEPS = 3
+FORWARD_CURE = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
+FORWARD_CURE_IN_WIDE_RANGE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
+BACKWARD_CURE = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
+LOSS_CURE = "see what the loss divides by in its backward pass (sqrt, norm or log at 0), and add an eps inside"
+LAST_CLEAN_CHECKPOINT_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
 GO_BACK_ADVICE = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
 GO_FURTHER_BACK_ADVICE = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
 OBSERVE_EVERY_STEP_ADVICE = (
-    STORED_ADVICE + ", and observe from there with interval=1 to see where the first one comes from"
+    LAST_CLEAN_CHECKPOINT_ADVICE + ", and observe from there with interval=1 to see where the first one comes from"
 )
 
 
@@ -235,9 +235,9 @@ class FirstNonfinite(FindingKind):
     """NaN or infinity appeared; this is the first module or tensor that had it."""
 
     code = "first-nonfinite"
-    cure = FORWARD
+    cure = FORWARD_CURE
     says = "{place} [has|have] the first NaN or infinity: [its|their] {role}, in step {step}"
-    wide_cure = FORWARD_WIDE
+    wide_cure = FORWARD_CURE_IN_WIDE_RANGE
     explained_by = ("eps-zero",)
     spreads = True
 
@@ -246,35 +246,41 @@ class FirstNonfinite(FindingKind):
         outputs_alone = all(tensor.role == "activation" for tensor in found)
         if has_scaled_loss(record):
             found = [
-                one for one in found if one.role not in GRADIENTS or one.nonfinite_steps == one.steps >= NONFINITE_STEPS
+                one
+                for one in found
+                if one.role not in GRADIENT_ROLES or one.nonfinite_steps == one.steps >= FEWEST_NONFINITE_STEPS
             ]
         if not found:
             return
-        first = min(found, key=_first_seen)
-        step, others = _first_seen(first)[0], len(found) - 1
-        broken = [one for one in found if one.role == "weight" and _first_seen(one)[0] == step]
+        first = min(found, key=_get_first_nonfinite_place)
+        step, others = _get_first_nonfinite_place(first)[0], len(found) - 1
+        broken = [one for one in found if one.role == "weight" and _get_first_nonfinite_place(one)[0] == step]
         if broken:
             # A weight that was not finite before the first step in which it is looked at.
             own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
-            weight = min(own or broken, key=_first_seen)
+            weight = min(own or broken, key=_get_first_nonfinite_place)
             before = max((one for one in record.sampled_steps if one < step), default=None)
-            also = f", as {plural(len(broken) - 1, 'other weight')} did" if len(broken) > 1 else ""
+            also = f", as {pluralize(len(broken) - 1, 'other weight')} did" if len(broken) > 1 else ""
             clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
             said = f"held NaN or infinity before step {step} began{also}{clean}"
-            cure = STORED_ADVICE if before is None else OBSERVE_EVERY_STEP_ADVICE
+            cure = LAST_CLEAN_CHECKPOINT_ADVICE if before is None else OBSERVE_EVERY_STEP_ADVICE
             sure = 1 - 0.5 ** len(found)
-            yield self._first(weight.name, weight, "error", sure, said, cure, step, len(found), weights=len(broken))
+            yield self._report_first_nonfinite(
+                weight.name, weight, "error", sure, said, cure, step, len(found), weights=len(broken)
+            )
             return
         # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
         finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
-        alone = outputs_alone and finite and (not others or any(role in GRADIENTS for role, _ in record.tensors))
+        alone = outputs_alone and finite and (not others or any(role in GRADIENT_ROLES for role, _ in record.tensors))
         counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
-        said = f"{_name_maker(first)} the first NaN or infinity, {counted}; {others} more tensors have some since"
+        said = f"{_describe_origin(first)} the first NaN or infinity, {counted}; {others} more tensors have some since"
         where, sure = first.sources or first.name, 1 - 0.5 ** (1 + others)
         severity: Severity = "note" if alone else "error"
-        yield self._first(where, first, severity, sure, said, _choose_cure(first), step, len(found))
+        yield self._report_first_nonfinite(
+            where, first, severity, sure, said, _choose_nonfinite_cure(first), step, len(found)
+        )
 
-    def _first(
+    def _report_first_nonfinite(
         self,
         where: str | tuple[str, ...],
         tensor: TensorRecord,
@@ -293,7 +299,9 @@ class FirstNonfinite(FindingKind):
         new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
         old = [row for row in audit.tensors.values() if 0 < row.b.nonfinite <= row.a.nonfinite]
         if new:
-            said = f"{_count_nonfinite(new)} in B, none of these in A: A is the last clean checkpoint of the two"
+            said = (
+                f"{_describe_nonfinite_counts(new)} in B, none of these in A: A is the last clean checkpoint of the two"
+            )
             nan, infinite = sum(row.b.nan for row in new), sum(row.b.infinite for row in new)
             names = [row.name for row in new]
             yield self.found(names, "error", 1.0, said, cure=GO_BACK_ADVICE, nan=nan, infinite=infinite, last_clean="A")
@@ -304,7 +312,7 @@ class FirstNonfinite(FindingKind):
                 said, cure = "the same infinities in both: a mask?", "nothing, if it is a mask"
                 yield self.found(row.name, "note", 0.5, said, cure=cure, **told)
             else:
-                said = f"{_count_nonfinite([row])}, in A already"
+                said = f"{_describe_nonfinite_counts([row])}, in A already"
                 yield self.found(row.name, "error", 1.0, said, cure=GO_FURTHER_BACK_ADVICE, **told)
         for name, state in audit.states.items():
             for key, (before, after) in state.nonfinite.items():
@@ -313,13 +321,13 @@ class FirstNonfinite(FindingKind):
                 yield self.found(name, "error", 1.0, said, cure=cure, state=key, before=before, after=after)
 
 
-def _count_nonfinite(rows: list[TensorAudit]) -> str:
+def _describe_nonfinite_counts(rows: list[TensorAudit]) -> str:
     counts = {"NaN": sum(row.b.nan for row in rows), "infinite": sum(row.b.infinite for row in rows)}
     elements = sum(row.numel for row in rows)
     return " and ".join(f"{count} {word}" for word, count in counts.items() if count) + f" of {elements} elements"
 
 
-def _name_maker(tensor: TensorRecord) -> str:
+def _describe_origin(tensor: TensorRecord) -> str:
     """Name what made the first non-finite numbers: for an output's gradient, the backward pass of its reader."""
     if tensor.role != "activation gradient":
         return f"{tensor.role} has"
@@ -327,38 +335,38 @@ def _name_maker(tensor: TensorRecord) -> str:
     return f"the backward pass {'' if tensor.sources else 'of the loss '}gives {to}"
 
 
-def _choose_cure(tensor: TensorRecord) -> str:
+def _choose_nonfinite_cure(tensor: TensorRecord) -> str:
     if tensor.role == "activation":
-        return FORWARD_WIDE if has_wide_range(storage_format(tensor)) else FORWARD
+        return FORWARD_CURE_IN_WIDE_RANGE if has_wide_range(get_storage_format(tensor)) else FORWARD_CURE
     if tensor.role == "activation gradient" and not tensor.sources:
-        return LOSS
-    return BACKWARD if tensor.role in GRADIENTS else STORED_ADVICE
+        return LOSS_CURE
+    return BACKWARD_CURE if tensor.role in GRADIENT_ROLES else LAST_CLEAN_CHECKPOINT_ADVICE
 
 
-def _first_seen(tensor: TensorRecord) -> tuple[int, int]:
+def _get_first_nonfinite_place(tensor: TensorRecord) -> tuple[int, int]:
     return tensor.first_nonfinite or (0, 0)
 
 
 FEWEST_GRADIENTS = 32
 # Gradients span many binades and each drives its own weight, so shares count, not energy. Of a tensor whose typical
 # element has lost digits half is subnormal; with a fifth at zero whole rows of weights stop.
-SUBNORMAL = 0.5
-VANISHED_WARNING = 0.05
-VANISHED_ERROR = 0.2
+SUBNORMAL_SHARE_WARNING = 0.5
+VANISHED_SHARE_WARNING = 0.05
+VANISHED_SHARE_ERROR = 0.2
 # float32's and bfloat16's numbers begin below this power of two: gradients that are all 0 in these are no underflow.
-NARROW = -100
-VANISHED_STEPS = 3
+NARROW_RANGE_EMIN = -100
+FEWEST_VANISHED_STEPS = 3
 UNSCALED_LOSS_REMEDY = (
     "scale the loss: torch.amp.GradScaler, or hu.AdaptiveGradScaler, which gives each layer its own scale"
 )
-SCALER = (
+SCALER_CODE = (
     "import halfulp as hu\n"
     "scaler = hu.AdaptiveGradScaler(model)\n"
     "scaler.scale(loss).backward()\n"
     "scaler.step(optimizer)\n"
     "scaler.update()"
 )
-SUBNORMALS = "gradients of {place} are too small for {format}: {subnormal:share} have lost digits"
+SUBNORMAL_DIAGNOSIS = "gradients of {place} are too small for {format}: {subnormal:share} have lost digits"
 SCALED_LOSS_REMEDY = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
 WIDE_RANGE_REMEDY = "hu.AdaptiveGradScaler, which gives each layer its own scale"
 
@@ -370,50 +378,50 @@ class GradientUnderflow(FindingKind):
     code = "gradient-underflow"
     cure = UNSCALED_LOSS_REMEDY
     says = "gradients of {place} are too small for {format}: {vanished:share} became zero"
-    write = SCALER
+    write = SCALER_CODE
     worst = "vanished"
     explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
-        found = tensors(record, *GRADIENTS)
-        if min((one.steps for one in found), default=0) >= VANISHED_STEPS and all(map(_is_zero, found)):
-            yield from self._first_of_zeros(found, cure)
+        found = list_tensors(record, *GRADIENT_ROLES)
+        if min((one.steps for one in found), default=0) >= FEWEST_VANISHED_STEPS and all(map(_is_all_zero, found)):
+            yield from self._find_first_zero_gradient(found, cure)
         for tensor in found:
-            held_in, count = storage_format(tensor), count_nonzero(tensor)
+            held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
-            if _has_vanished_here(record, tensor, held_in):
+            if _has_gradient_vanished(record, tensor, held_in):
                 said = f"all {tensor.role}s are 0 in {held_in.name} in all {tensor.steps} sampled steps"
                 if tensor.before_cast:
                     said += f", to which a cast rounds {tensor.before_cast:.3g} and less"
                 elif tensor.role != "weight gradient":
-                    said += f", on the way back from {in_words(tensor.sources)}, whose own are not"
+                    said += f", on the way back from {describe_names(tensor.sources)}, whose own are not"
                 else:
                     said += ", which those that they are made of are not"
-                yield self._lost(tensor, "error", 1 - 0.5**tensor.steps, said, cure, 0.0, 1.0)
+                yield self._report_underflow(tensor, "error", 1 - 0.5**tensor.steps, said, cure, 0.0, 1.0)
             elif count >= FEWEST_GRADIENTS:
                 subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
                 severity = _grade_underflow(subnormal, vanished)
-                said = f"{percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, about "
-                said += f"{percent(vanished)} became zero"
+                said = f"{format_percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, about "
+                said += f"{format_percent(vanished)} became zero"
                 own = WIDE_RANGE_REMEDY if cure == SCALED_LOSS_REMEDY and has_wide_range(held_in) else cure
-                says = self.says if vanished >= VANISHED_WARNING else SUBNORMALS
+                says = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_DIAGNOSIS
                 if severity is not None:
-                    sure, told = confidence_of(count, FEWEST_GRADIENTS), {"says": says, "format": held_in.name}
-                    yield self._lost(tensor, severity, sure, said, own, subnormal, vanished, **told)
+                    sure, told = compute_confidence(count, FEWEST_GRADIENTS), {"says": says, "format": held_in.name}
+                    yield self._report_underflow(tensor, severity, sure, said, own, subnormal, vanished, **told)
 
-    def _first_of_zeros(self, found: list[TensorRecord], cure: str) -> Iterator[Finding]:
+    def _find_first_zero_gradient(self, found: list[TensorRecord], cure: str) -> Iterator[Finding]:
         """Find a loss whose first gradient is zero already, of which no later gradient tells."""
         for tensor in found:
-            held_in = storage_format(tensor)
-            if tensor.role == "activation gradient" and held_in is not None and held_in.emin > NARROW:
+            held_in = get_storage_format(tensor)
+            if tensor.role == "activation gradient" and held_in is not None and held_in.emin > NARROW_RANGE_EMIN:
                 steps = min(one.steps for one in found)
                 said = f"all gradients are 0 in all {steps} sampled steps, from here in {held_in.name} on"
-                yield self._lost(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=held_in.name)
+                yield self._report_underflow(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=held_in.name)
                 return
 
-    def _lost(
+    def _report_underflow(
         self,
         tensor: TensorRecord,
         severity: Severity,
@@ -429,20 +437,20 @@ class GradientUnderflow(FindingKind):
         return self.found(tensor.name, severity, confidence, said, cure=cure, **told)
 
 
-def _is_zero(tensor: TensorRecord) -> bool:
+def _is_all_zero(tensor: TensorRecord) -> bool:
     return tensor.zeros >= tensor.elements
 
 
-def _has_vanished_here(record: Record, tensor: TensorRecord, held_in: Format) -> bool:
-    """Return whether gradients that are all zeros were lost where they are: those that they come from are not zeros."""
+def _has_gradient_vanished(record: Record, tensor: TensorRecord, held_in: Format) -> bool:
+    """Return whether all gradients of a tensor are zeros though the gradients that they are computed from are not."""
     # Exponents of their own move gradients between modules.
-    if record.sites or tensor.steps < VANISHED_STEPS or not tensor.elements or not _is_zero(tensor):
+    if record.sites or tensor.steps < FEWEST_VANISHED_STEPS or not tensor.elements or not _is_all_zero(tensor):
         return False
     if tensor.role == "weight gradient":
         module, _, own = tensor.name.rpartition(".")
         back = record.tensors.get(("activation gradient", module))
-        made = [one.name for one in tensors(record, GRADIENTS[0]) if module in one.sources]
-        entered = [one.amax for one in tensors(record, "activation") if one.name in made]
+        made = [one.name for one in list_tensors(record, GRADIENT_ROLES[0]) if module in one.sources]
+        entered = [one.amax for one in list_tensors(record, "activation") if one.name in made]
         if back is None or own != "weight" or not entered:
             return False
         return is_rounded_to_zero(back.amax, max(entered), held_in)
@@ -457,13 +465,13 @@ def _has_vanished_here(record: Record, tensor: TensorRecord, held_in: Format) ->
 
 
 def _grade_underflow(subnormal: float, vanished: float) -> Severity | None:
-    if vanished >= VANISHED_ERROR:
+    if vanished >= VANISHED_SHARE_ERROR:
         return "error"
-    return "warning" if vanished >= VANISHED_WARNING or subnormal >= SUBNORMAL else None
+    return "warning" if vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING else None
 
 
 # From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.
-BINADES = 2.0
+NEAR_OVERFLOW_BINADES = 2.0
 
 
 @register_finding
@@ -482,8 +490,8 @@ class OverflowNear(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         gradients = () if has_scaled_loss(record) else ("activation gradient", "weight gradient")
-        for tensor in tensors(record, "activation", "weight", *gradients):
-            held_in = storage_format(tensor)
+        for tensor in list_tensors(record, "activation", "weight", *gradients):
+            held_in = get_storage_format(tensor)
             # What is stored in 8 bits has a scale that fills the range on purpose, also where nothing tells it.
             if held_in is None or tensor.dtype.itemsize < 2 or not is_unscaled(tensor):
                 continue
@@ -491,12 +499,12 @@ class OverflowNear(FindingKind):
             if has_wide_range(held_in) and tensor.amax == held_in.max:
                 continue
             left = count_binades_left(tensor, held_in)
-            if not left < BINADES:
+            if not left < NEAR_OVERFLOW_BINADES:
                 continue
             yield self.found(
                 tensor.name,
                 "warning",
-                max(0.5, confidence_of(tensor.steps, 2)),
+                max(0.5, compute_confidence(tensor.steps, 2)),
                 f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
                 "largest",
                 cure=self.wide_cure if has_wide_range(held_in) else self.cure,

@@ -6,7 +6,7 @@ import torch
 
 from .._finding import Finding, Severity
 from .._record import Record
-from .._text import dtype_name, precision
+from .._text import dtype_name, get_precision
 from ..auditing._audit import Audit, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
@@ -37,19 +37,19 @@ class DtypeChangedOnResume(FindingKind):
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
             if row.a.dtype != row.b.dtype:
-                yield self._report_change(name, "", row.a.dtype, row.b.dtype)
+                yield self._report_dtype_change(name, "", row.a.dtype, row.b.dtype)
             elif row.a.storage != row.b.storage:
                 said = f"{row.a.storage} storage in A, {row.b.storage} in B"
                 yield self.found(name, "warning", 1.0, said, before=row.a.storage, after=row.b.storage)
         for name, state in audit.states.items():
             for key, (before, after) in state.dtypes.items():
                 if before is not None and after is not None and before != after:
-                    yield self._report_change(name, f"{key} ", before, after)
+                    yield self._report_dtype_change(name, f"{key} ", before, after)
         for name, said in audit.contract:
             yield self.found((name,) if name else (), "error", 1.0, f"the precision contracts differ: {said}")
 
-    def _report_change(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
-        digits = precision(before), precision(after)
+    def _report_dtype_change(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
+        digits = get_precision(before), get_precision(after)
         said = f"{what}{dtype_name(before)} in A, {dtype_name(after)} in B"
         fewer = digits[0] is not None and (digits[1] is None or digits[1] < digits[0])
         if digits[0] is not None and digits[1] is not None and fewer:
@@ -144,15 +144,15 @@ class StateMismatch(FindingKind):
                 before, after = state.steps
                 said = f"step {after} in B, {before} in A: B is the older one, or its steps began anew"
                 yield self.found(name, "warning", 0.9, said, cure="swap A and B", before=before, after=after)
-            yield from self._other_digits(name, row, state)
+            yield from self._find_other_precision(name, row, state)
 
-    def _other_digits(self, name: str, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
+    def _find_other_precision(self, name: str, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
         # Optimizers of halfulp hold states in the dtype that they were asked for, beside what a weight's dtype loses.
         if state.weight_update is not None or state.compensated or state.coded:
             return
-        bits = precision(row.b.dtype)
+        bits = get_precision(row.b.dtype)
         for key, (_, dtype) in state.dtypes.items():
-            digits = precision(dtype)
+            digits = get_precision(dtype)
             if bits is None or digits is None or digits == bits or key in state.reduced:
                 continue
             stored, kept = dtype_name(row.b.dtype), dtype_name(dtype)

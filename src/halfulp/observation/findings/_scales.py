@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from ...formats import Format
 from .._finding import Finding
 from .._record import Record, TensorRecord
-from .._text import confidence_of, percent
+from .._text import compute_confidence, format_percent
 from ._kind import FindingKind, register_finding
 from ._ranges import (
     count_binades_left,
     count_nonzero,
     estimate_vanished_share,
+    get_storage_format,
     has_scaled_loss,
+    list_tensors,
     measure_subnormal_share,
-    storage_format,
-    tensors,
 )
 
 # A loss scale is there to make gradients larger. Below 1 it makes them smaller than they are.
-SCALE = 1.0
+SMALLEST_USEFUL_SCALE = 1.0
 # float32 underflows 166 halvings after 2^16, and the scale is exactly 0; 2^-24 is float16's smallest number.
-GONE = 2.0**-24
+VANISHED_SCALE = 2.0**-24
 
 
 @register_finding
@@ -39,16 +39,16 @@ class ScaleCollapsed(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         read = [*(step.loss_scale for step in record.history), record.loss_scale]
         scales = [scale for scale in read if scale is not None]
-        if not scales or not min(scales) < SCALE:
+        if not scales or not min(scales) < SMALLEST_USEFUL_SCALE:
             return
         lowest, steps = min(scales), len(record.history)
         share = record.skipped / max(1, steps + record.skipped)
         start = f"from {max(scales):.4g} " if max(scales) > lowest else ""
         yield self.found(
             (),
-            "error" if lowest < GONE or scales[-1] < SCALE else "warning",
-            max(0.5, confidence_of(record.skipped, 4)),
-            f"the loss scale fell {start}to {lowest:.4g}, with {percent(share)} of steps skipped",
+            "error" if lowest < VANISHED_SCALE or scales[-1] < SMALLEST_USEFUL_SCALE else "warning",
+            max(0.5, compute_confidence(record.skipped, 4)),
+            f"the loss scale fell {start}to {lowest:.4g}, with {format_percent(share)} of steps skipped",
             lowest=lowest,
             last=scales[-1],
             highest=max(scales),
@@ -57,9 +57,9 @@ class ScaleCollapsed(FindingKind):
 
 
 # Until its first scale fits, a scaler skips one to three steps of every run.
-USUAL = 3
+USUAL_SKIPPED_STEPS = 3
 # A schedule that is a hundredth ahead of its steps changes no result.
-SHARE = 0.01
+SKIPPED_SHARE_WARNING = 0.01
 
 
 @register_finding
@@ -80,15 +80,15 @@ class SchedulerOnSkips(FindingKind):
         taken = record.history[-1].step + 1
         ahead = scheduled - taken
         # One step more than was taken is what the constructor of a scheduler makes.
-        if ahead <= 1 or ahead < record.skipped - USUAL:
+        if ahead <= 1 or ahead < record.skipped - USUAL_SKIPPED_STEPS:
             return
         share = record.skipped / (taken + record.skipped)
         yield self.found(
             (),
-            "warning" if record.skipped > USUAL and share >= SHARE else "note",
-            confidence_of(record.skipped, 1),
+            "warning" if record.skipped > USUAL_SKIPPED_STEPS and share >= SKIPPED_SHARE_WARNING else "note",
+            compute_confidence(record.skipped, 1),
             f"the scheduler made {scheduled} steps and the optimizer {taken}: {record.skipped} were skipped "
-            f"({percent(share)})",
+            f"({format_percent(share)})",
             scheduled=scheduled,
             taken=taken,
             skipped=record.skipped,
@@ -97,12 +97,12 @@ class SchedulerOnSkips(FindingKind):
 
 # A dynamic scale is the largest at which nothing overflows. What is this near to the largest number stops it, by itself
 # or in a weight gradient, which is its sum over a batch.
-HOLDS = 6.0
+HOLDING_BINADES = 6.0
 # Everything else could take a scale larger by as many powers of two.
-APART = 6.0
+BINADES_APART = 6.0
 # Harm done, which a larger scale would save of another tensor.
-VANISHED = 0.05
-SUBNORMAL = 0.5
+VANISHED_SHARE = 0.05
+SUBNORMAL_SHARE = 0.5
 
 
 @register_finding
@@ -118,24 +118,28 @@ class SiteHoldsScale(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         if not has_scaled_loss(record) or record.sites:
             return
-        room = [(tensor, held_in) for tensor in tensors(record, "activation gradient") if (held_in := _narrow(tensor))]
+        room = [
+            (tensor, held_in)
+            for tensor in list_tensors(record, "activation gradient")
+            if (held_in := _get_narrow_format(tensor))
+        ]
         if len(room) < 3:
             return
         room.sort(key=lambda pair: count_binades_left(*pair))
-        gap = _largest_gap(room)
+        gap = _find_widest_gap(room)
         holding, others = room[:gap], room[gap:]
-        if not holding or count_binades_left(*holding[0]) > HOLDS:
+        if not holding or count_binades_left(*holding[0]) > HOLDING_BINADES:
             return
         vanished = max(estimate_vanished_share(*pair) for pair in others)
         subnormal = max(measure_subnormal_share(*pair) for pair in others)
         apart = count_binades_left(*others[0]) - count_binades_left(*holding[-1])
-        if apart < APART or (vanished < VANISHED and subnormal < SUBNORMAL):
+        if apart < BINADES_APART or (vanished < VANISHED_SHARE and subnormal < SUBNORMAL_SHARE):
             return
         yield self.found(
             [tensor.name for tensor, _ in holding],
             "warning",
-            confidence_of(min(count_nonzero(tensor) for tensor, _ in room), 32),
-            f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows {percent(subnormal)} "
+            compute_confidence(min(count_nonzero(tensor) for tensor, _ in room), 32),
+            f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows {format_percent(subnormal)} "
             "of another layer's are subnormal",
             margin=count_binades_left(*holding[0]),
             apart=apart,
@@ -144,13 +148,13 @@ class SiteHoldsScale(FindingKind):
         )
 
 
-def _narrow(tensor: TensorRecord) -> Format | None:
+def _get_narrow_format(tensor: TensorRecord) -> Format | None:
     """Return the format of a gradient that a loss scale is there for, None where it has none or float32's range."""
-    held_in = storage_format(tensor)
+    held_in = get_storage_format(tensor)
     return held_in if held_in is not None and held_in.emin > -100 and tensor.amax > 0 else None
 
 
-def _largest_gap(room: list[tuple[TensorRecord, Format]]) -> int:
+def _find_widest_gap(room: list[tuple[TensorRecord, Format]]) -> int:
     """Return how many of the tensors, nearest to overflow first, lie before the widest gap in their nearer half.
 
     A large gradient goes on to the layers before it until one makes it small, so that several may be as large.

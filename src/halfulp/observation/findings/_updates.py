@@ -11,18 +11,18 @@ from ..._qualified_names import pattern_of
 from .._finding import Finding, Severity
 from .._record import ParameterRecord, Realised, Record, RoundingRecord
 from .._text import (
-    KAHAN,
-    at_lr,
-    confidence_of,
+    KAHAN_ARGUMENT,
+    compute_confidence,
+    describe_lr,
     dtype_name,
-    is_narrow,
-    is_wide,
-    number,
-    optimizer_code,
-    percent,
-    precision,
+    format_percent,
+    get_precision,
+    is_narrow_dtype,
+    is_wide_dtype,
+    read_option,
+    write_optimizer_code,
 )
-from ..auditing._audit import Audit, Lost, StateAudit, TensorAudit
+from ..auditing._audit import Audit, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from ..forecasting._layers import LayerForecast
 
 # Fewer elements say nothing of a share of 10%.
-FEWEST = 32
+FEWEST_UPDATES = 32
 # A tenth of the movement missing is a learning rate a tenth smaller, which no training shows; half is a different run.
-LITTLE_LOST = 0.9
-HALF_LOST = 0.5
+REALISED_WARNING = 0.9
+REALISED_ERROR = 0.5
 # Large updates are most of the movement and survive, so that nearly all of it may take place while most elements stand
 # still: a character GPT in bfloat16 that loses 51% of its updates and realises 99% ends with a validation loss of 2.16
 # instead of float32's 2.12 (docs/compare.md).
-MOST_CANCELLED = 0.5
+CANCELLED_SHARE_WARNING = 0.5
 
 
 def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: float) -> Severity | None:
@@ -50,14 +50,14 @@ def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: f
     """
     if realised is None or realised != realised:
         return None
-    if realised < LITTLE_LOST:
-        if is_wide(dtype):
+    if realised < REALISED_WARNING:
+        if is_wide_dtype(dtype):
             return "note"
-        return "error" if realised < HALF_LOST else "warning"
-    return "warning" if is_narrow(dtype) and cancelled >= MOST_CANCELLED else None
+        return "error" if realised < REALISED_ERROR else "warning"
+    return "warning" if is_narrow_dtype(dtype) and cancelled >= CANCELLED_SHARE_WARNING else None
 
 
-def is_maybe_chance(change: Realised, realised: float, spread: float = 1.0) -> bool:
+def is_explained_by_chance(change: Realised, realised: float, spread: float = 1.0) -> bool:
     """Return whether stochastic rounding, which is right on average, may have made a share of movement by chance.
 
     The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself: within
@@ -68,14 +68,14 @@ def is_maybe_chance(change: Realised, realised: float, spread: float = 1.0) -> b
             and p halves from one to the next.
 
     >>> few, many = Realised(seen=250, cancelled=225), Realised(seen=25000, cancelled=22500)
-    >>> is_maybe_chance(few, 0.3), is_maybe_chance(many, 0.3)
+    >>> is_explained_by_chance(few, 0.3), is_explained_by_chance(many, 0.3)
     (True, False)
     """
     kept = 1 - change.lost_share
     return kept > 0 and (1 - realised) ** 2 < 16 * (spread / kept - 1) / change.seen
 
 
-def measured(change: Realised, dtype: torch.dtype | None) -> dict[str, Any]:
+def make_change_evidence(change: Realised, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return what a finding of changes that rounding loses has as evidence."""
     return {
         "lost": change.lost_share,
@@ -85,18 +85,18 @@ def measured(change: Realised, dtype: torch.dtype | None) -> dict[str, Any]:
     }
 
 
-def is_kept_beside(parameter: ParameterRecord) -> bool:
+def is_update_kept_beside(parameter: ParameterRecord) -> bool:
     """Return whether a weight update of halfulp's keeps what rounding drops, beside the weight or on average."""
     return parameter.weight_update not in ("nearest", "none")
 
 
-TOO_SMALL = "keep these in float32, or weight_update='split' of hu.optim: the updates are too small for 'kahan'"
-NO_GRADIENT = "see whether the loss depends on it; set requires_grad=False if it is to stay"
+SPLIT_CURE = "keep these in float32, or weight_update='split' of hu.optim: the updates are too small for 'kahan'"
+NO_GRADIENT_CURE = "see whether the loss depends on it; set requires_grad=False if it is to stay"
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
-FREEZE_WARNING = 0.02
-FREEZE_ERROR = 0.5
-FROZEN = "{place} [is|are] frozen from the first step on: {dtype} weights at lr {freeze_lr}"
-FROM_STATE = "the optimizer's state"
+FROZEN_SHARE_WARNING = 0.02
+FROZEN_SHARE_ERROR = 0.5
+FROZEN_FROM_START_DIAGNOSIS = "{place} [is|are] frozen from the first step on: {dtype} weights at lr {freeze_lr}"
+SIZES_FROM_STATE = "the optimizer's state"
 
 
 @register_finding
@@ -106,7 +106,7 @@ class FreezeAhead(FindingKind):
     code = "freeze-ahead"
     cure = "weight_update='kahan' or 'stochastic' of hu.optim, or keep these in float32"
     says = "{place} [freezes|freeze] from step {freeze_step} on: {dtype} weights at lr {freeze_lr}"
-    write = optimizer_code(None, {}, KAHAN)
+    write = write_optimizer_code(None, KAHAN_ARGUMENT)
 
     wide_cure = "nothing, if so little is not missed; else a schedule that ends earlier, or float64"
     worst = "after_freeze"
@@ -121,10 +121,10 @@ class FreezeAhead(FindingKind):
             yield self.found(
                 [layer.name for layer in layers],
                 severity,
-                1.0 if worst.updates == FROM_STATE else 0.8,
+                1.0 if worst.updates == SIZES_FROM_STATE else 0.8,
                 _describe_freeze(layers, worst, dtype, forecast.start),
-                says=FROZEN if worst.freeze_step == forecast.start else self.says,
-                write=optimizer_code(forecast.rule, {"lr": worst.lr, "weight_decay": worst.weight_decay}, KAHAN),
+                says=FROZEN_FROM_START_DIAGNOSIS if worst.freeze_step == forecast.start else self.says,
+                write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT),
                 cure=self.cure_in(worst.dtype),
                 freeze_step=worst.freeze_step,
                 freeze_lr=worst.freeze_lr,
@@ -134,9 +134,9 @@ class FreezeAhead(FindingKind):
 
 
 def _grade_freeze(layer: LayerForecast) -> Severity:
-    if layer.after_freeze >= FREEZE_ERROR:
+    if layer.after_freeze >= FROZEN_SHARE_ERROR:
         return "error"
-    return "warning" if layer.after_freeze >= FREEZE_WARNING else "note"
+    return "warning" if layer.after_freeze >= FROZEN_SHARE_WARNING else "note"
 
 
 def _describe_freeze(layers: list[LayerForecast], worst: LayerForecast, dtype: str, start: int) -> str:
@@ -147,11 +147,11 @@ def _describe_freeze(layers: list[LayerForecast], worst: LayerForecast, dtype: s
         f"frozen in {dtype} from {said} on, {lr}",
         f"freezes in {dtype} from {said} to step {steps[-1]}, first {lr}",
     )
-    rest = f"{percent(worst.after_freeze)} of the learning rate to come trains nothing"
+    rest = f"{format_percent(worst.after_freeze)} of the learning rate to come trains nothing"
     return f"{one if len(steps) == 1 else several}: {rest}"
 
 
-COPY = "set requires_grad=False if it is a copy of weights; else see whether the loss depends on it"
+COPY_CURE = "set requires_grad=False if it is a copy of weights; else see whether the loss depends on it"
 
 
 @register_finding
@@ -171,25 +171,25 @@ class NeverStepped(FindingKind):
             if not parameter.requires_grad:
                 continue
             if parameter.optimizer is None:
-                yield self._left_out(record, name, parameter.numel)
+                yield self._report_unoptimized(record, name, parameter.numel)
             # Of a shard without elements the gradient goes to other ranks.
             elif steps and parameter.gradients == 0 and parameter.numel:
                 said = f"no gradient in any of {steps} sampled steps"
-                yield self.found(name, "warning", 1 - 0.5**steps, said, cure=NO_GRADIENT, sampled_steps=steps)
+                yield self.found(name, "warning", 1 - 0.5**steps, said, cure=NO_GRADIENT_CURE, sampled_steps=steps)
 
-    def _left_out(self, record: Record, name: str, numel: int) -> Finding:
+    def _report_unoptimized(self, record: Record, name: str, numel: int) -> Finding:
         """Find a parameter in no optimizer: forgotten if the loss depends on it, else perhaps a copy."""
         steps, gradient = len(record.sampled_steps), record.tensors.get(("weight gradient", name))
         if not steps or (gradient is not None and gradient.zeros < gradient.elements):
             return self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
         said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a target or average"
-        return self.found(name, "note", 1 - 0.5**steps, said, cure=COPY, numel=numel, sampled_steps=steps)
+        return self.found(name, "note", 1 - 0.5**steps, said, cure=COPY_CURE, numel=numel, sampled_steps=steps)
 
 
 # In units of the standard deviation: a chance of one in 10^8 per tensor, of which a model has hundreds.
-DEVIATIONS = 6.0
+DEVIATION_LIMIT = 6.0
 # A correlation below a tenth leaves at least 99% of the variance independent: it slows no average down.
-CORRELATION = 0.1
+CORRELATION_LIMIT = 0.1
 FEWEST_ROUNDED = 256
 # Of small updates few are rounded up, and each that is by chance in two steps looks like a large correlation.
 COINCIDENCES = 6
@@ -209,17 +209,23 @@ class RandomBitsRepeat(FindingKind):
             if rounding is None or rounding.seen < FEWEST_ROUNDED:
                 continue
             steps = max(1, len(record.sampled_steps))
-            yield from self._each(name, rounding, steps, confidence_of(rounding.seen, FEWEST_ROUNDED))
+            yield from self._find_repeated_bits(
+                name, rounding, steps, compute_confidence(rounding.seen, FEWEST_ROUNDED)
+            )
 
-    def _each(self, name: str, rounding: RoundingRecord, steps: int, confidence: float) -> Iterator[Finding]:
+    def _find_repeated_bits(
+        self, name: str, rounding: RoundingRecord, steps: int, confidence: float
+    ) -> Iterator[Finding]:
         # A correlation is between two steps; of n decisions n times their mean variance are as good as open.
         seen, opened = rounding.seen, rounding.variance / steps
         # No decision's variance is over a quarter, so that chance correlates them by at most half of 1 over the root.
-        least = max(CORRELATION, DEVIATIONS / 2 / opened**0.5, COINCIDENCES / opened) if opened else float("inf")
+        least = (
+            max(CORRELATION_LIMIT, DEVIATION_LIMIT / 2 / opened**0.5, COINCIDENCES / opened) if opened else float("inf")
+        )
         # Of ranks the record has what chance does not explain.
         for what, correlation, limit in (
             ("steps", rounding.repeated, least),
-            ("ranks", rounding.between_ranks, CORRELATION),
+            ("ranks", rounding.between_ranks, CORRELATION_LIMIT),
         ):
             if correlation is not None and correlation > limit:
                 said = f"two {what} round the same way, with a correlation of {correlation:.2g}"
@@ -227,14 +233,14 @@ class RandomBitsRepeat(FindingKind):
         deviations = rounding.excess / rounding.variance**0.5 if rounding.variance > 0 else 0.0
         # A bias of a hundredth of a spacing per rounding is as small as the rounding of float32 arithmetic before it.
         bias = rounding.excess / seen
-        if abs(deviations) > DEVIATIONS and abs(bias) > 0.01:
+        if abs(deviations) > DEVIATION_LIMIT and abs(bias) > 0.01:
             way = "up" if bias > 0 else "down"
             said = f"rounds {way} too often by {abs(bias):.2g}, {abs(deviations):.3g} standard deviations"
             yield self.found(name, "error", confidence, said, bias=bias, deviations=deviations, seen=seen)
 
 
 # Without a computed update only the count of unchanged elements is left; half of them is more than a schedule explains.
-UNKNOWN_LOST = 0.5
+UNKNOWN_LOST_SHARE = 0.5
 
 
 @register_finding
@@ -244,7 +250,7 @@ class UpdatesLost(FindingKind):
     code = "updates-lost"
     cure = "weight_update='kahan' of hu.optim, or keep these in float32"
     says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
-    write = optimizer_code(None, {}, KAHAN)
+    write = write_optimizer_code(None, KAHAN_ARGUMENT)
     role = "update"
     wide_cure = "nothing, if these are at rest; else a larger learning rate, or float64"
     worst = "lost"
@@ -253,60 +259,63 @@ class UpdatesLost(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             update = parameter.update
-            if parameter.optimizer is None or update.seen < FEWEST or not update.cancelled:
+            if parameter.optimizer is None or update.seen < FEWEST_UPDATES or not update.cancelled:
                 continue
-            severity = _grade_loss(parameter)
+            severity = _grade_lost_updates(parameter)
             if severity is None:
                 continue
             said = _describe_lost_updates(update.lost_share, update.realised_share, parameter.dtype, parameter.options)
             yield self.found(
                 name,
                 severity,
-                confidence_of(update.seen, FEWEST) * (1.0 if update.known else 0.5),
+                compute_confidence(update.seen, FEWEST_UPDATES) * (1.0 if update.known else 0.5),
                 said,
                 cure=self.cure_in(parameter.dtype),
                 says=self.says if update.known else "",
-                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
-                **measured(update, parameter.dtype),
-                lr=number(parameter.options, "lr"),
+                write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT),
+                **make_change_evidence(update, parameter.dtype),
+                lr=read_option(parameter.options, "lr"),
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, state, row in _rounded_to_nearest(audit):
+        for name, state, row in _list_rounded(audit):
             update = state.update
-            if update is None or update.wanted < FEWEST:
+            if update is None or update.seen < FEWEST_UPDATES:
                 continue
-            severity = grade_lost_movement(row.b.dtype, update.realised, update.share)
+            realised = update.realised_share
+            severity = grade_lost_movement(row.b.dtype, realised, update.lost_share)
             if severity is None:
                 continue
-            said, confidence = _describe_lost_updates(update.share, update.realised, row.b.dtype, state.options), 1.0
-            if _is_kept_elsewhere(update, row, state):
+            said, confidence = _describe_lost_updates(update.lost_share, realised, row.b.dtype, state.options), 1.0
+            if _are_weights_kept_elsewhere(update, row, state):
                 severity, confidence = "warning", 0.5
                 said += ", unless wider weights are kept elsewhere"
-            too_small = not is_wide(row.b.dtype) and update.lost_by.get("kahan", 0) > update.wanted / 2
-            cure = TOO_SMALL if too_small else self.cure_in(row.b.dtype)
-            code = optimizer_code(None, state.options, 'weight_update="split"' if too_small else KAHAN)
-            yield self.found(name, severity, confidence, said, cure=cure, write=code, **_evidence(update, state, row))
+            too_small = not is_wide_dtype(row.b.dtype) and state.lost_by.get("kahan", 0) > 0.5
+            cure = SPLIT_CURE if too_small else self.cure_in(row.b.dtype)
+            code = write_optimizer_code(None, 'weight_update="split"') if too_small else None
+            yield self.found(
+                name, severity, confidence, said, cure=cure, write=code, **_make_lost_evidence(update, state, row)
+            )
 
 
 def _describe_lost_updates(lost: float, realised: float | None, dtype: torch.dtype, options: Mapping[str, Any]) -> str:
     if realised is None:
-        return f"{percent(lost)} of elements with a gradient unchanged{at_lr(options)}"
-    said = f"{percent(lost)} of updates lost in {dtype_name(dtype)}{at_lr(options)}"
-    if realised < LITTLE_LOST:
+        return f"{format_percent(lost)} of elements with a gradient unchanged{describe_lr(options)}"
+    said = f"{format_percent(lost)} of updates lost in {dtype_name(dtype)}{describe_lr(options)}"
+    if realised < REALISED_WARNING:
         return said
-    return f"{said}, the smaller ones, though {percent(min(1.0, realised))} of the movement took place"
+    return f"{said}, the smaller ones, though {format_percent(min(1.0, realised))} of the movement took place"
 
 
-def _grade_loss(parameter: ParameterRecord) -> Severity | None:
+def _grade_lost_updates(parameter: ParameterRecord) -> Severity | None:
     """Return how bad it is; None where stochastic rounding cancels updates and is right on average, or few are lost."""
     update = parameter.update
     if not update.known:
-        if is_kept_beside(parameter):
+        if is_update_kept_beside(parameter):
             return None
         lr = parameter.options.get("lr", 1.0)
-        severity: Severity = "note" if is_wide(parameter.dtype) else "warning"
-        return severity if lr != 0 and update.lost_share >= UNKNOWN_LOST else None
+        severity: Severity = "note" if is_wide_dtype(parameter.dtype) else "warning"
+        return severity if lr != 0 and update.lost_share >= UNKNOWN_LOST_SHARE else None
     realised = update.realised_share
     to_nearest = parameter.rounding is None and parameter.weight_update == "nearest"
     found = grade_lost_movement(parameter.dtype, realised, update.lost_share if to_nearest else 0.0)
@@ -314,11 +323,11 @@ def _grade_loss(parameter: ParameterRecord) -> Severity | None:
         return found
     # Of so many that are kept by chance, as variance tells for small probabilities, none is left in e^-16 of the cases.
     none_kept = update.cancelled == update.seen and parameter.rounding.variance < 16
-    return None if none_kept or is_maybe_chance(update, realised, spread=3.0) else found
+    return None if none_kept or is_explained_by_chance(update, realised, spread=3.0) else found
 
 
 # Decay is a regularizer: half of it is the decay of another experiment, a little less is a slightly weaker one.
-DECAY_REALISED = 0.5
+DECAY_REALISED_WARNING = 0.5
 
 
 @register_finding
@@ -328,7 +337,7 @@ class WeightDecayLost(FindingKind):
     code = "weight-decay-lost"
     cure = "weight_update='kahan' or 'stochastic' of hu.optim, which round decay and update as one, or float32 weights"
     says = "{place} [does|do] not decay: {lost:share} of weight decay rounds away{at_lr}"
-    write = optimizer_code(None, {}, KAHAN)
+    write = write_optimizer_code(None, KAHAN_ARGUMENT)
     role = "weight"
     wide_cure = "nothing, if so small a decay is not missed; else a larger one, or float64"
     worst = "lost"
@@ -338,22 +347,29 @@ class WeightDecayLost(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             decay = parameter.decay
-            if decay is None or decay.seen < FEWEST:
+            if decay is None or decay.seen < FEWEST_UPDATES:
                 continue
             realised = decay.realised_share
-            if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED:
-                sure = confidence_of(decay.seen, FEWEST)
+            if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED_WARNING:
+                sure = compute_confidence(decay.seen, FEWEST_UPDATES)
                 told = {"realised": realised, "seen": decay.seen}
-                code = optimizer_code(parameter.optimizer, parameter.options, KAHAN)
-                yield self._lost([name], parameter.dtype, decay.lost_share, parameter.options, sure, code, told)
+                code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT)
+                yield self._report_lost_decay(
+                    [name], parameter.dtype, decay.lost_share, parameter.options, sure, code, told
+                )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        for name, state, row in _rounded_to_nearest(audit):
+        for name, state, row in _list_rounded(audit):
             decay = state.decay
-            if decay is not None and decay.wanted >= FEWEST and decay.realised < HALF_LOST:
-                told = _evidence(decay, state, row)
-                code = optimizer_code(None, state.options, KAHAN)
-                yield self._lost([name], row.b.dtype, decay.share, state.options, 1.0, code, told)
+            realised = None if decay is None else decay.realised_share
+            if (
+                decay is not None
+                and realised is not None
+                and decay.seen >= FEWEST_UPDATES
+                and realised < REALISED_ERROR
+            ):
+                told = make_change_evidence(decay, row.b.dtype)
+                yield self._report_lost_decay([name], row.b.dtype, decay.lost_share, state.options, 1.0, None, told)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
@@ -361,45 +377,47 @@ class WeightDecayLost(FindingKind):
             for layer in forecast.layers
             if layer.decay_lost is not None
             and layer.weight_update == "nearest"
-            and layer.decay_lost > 1 - DECAY_REALISED
+            and layer.decay_lost > 1 - DECAY_REALISED_WARNING
         ]
         if losing:
             lost, worst = max(losing, key=lambda pair: pair[0])
             options = {"lr": worst.lr, "weight_decay": worst.weight_decay}
-            code = optimizer_code(forecast.rule, options, KAHAN)
+            code = write_optimizer_code(forecast.rule, KAHAN_ARGUMENT)
             names = [layer.name for _, layer in losing]
-            yield self._lost(names, worst.dtype, lost, options, 1.0, code, {}, ahead=True)
+            yield self._report_lost_decay(names, worst.dtype, lost, options, 1.0, code, {}, ahead=True)
 
-    def _lost(
+    def _report_lost_decay(
         self,
         names: list[str],
         dtype: torch.dtype,
         lost: float,
         options: Mapping[str, Any],
         confidence: float,
-        code: str,
+        code: str | None,
         told: dict[str, Any],
         ahead: bool = False,
     ) -> Finding:
-        lr, rate = number(options, "lr"), number(options, "weight_decay")
+        lr, rate = read_option(options, "lr"), read_option(options, "weight_decay")
         most = " at most" if ahead else ""
         factor = f" (1 - {lr * rate:.3g} a step{most})" if lr is not None and rate is not None else ""
         # In float32 that is a schedule's last steps, when decay has nothing left to do.
-        severity: Severity = "note" if is_wide(dtype) else "warning"
-        said = f"{percent(lost)} of weight decay {'will be ' if ahead else ''}lost in {dtype_name(dtype)}{factor}"
+        severity: Severity = "note" if is_wide_dtype(dtype) else "warning"
+        said = (
+            f"{format_percent(lost)} of weight decay {'will be ' if ahead else ''}lost in {dtype_name(dtype)}{factor}"
+        )
         told |= {"lost": lost, "lr": lr, "weight_decay": rate}
         return self.found(names, severity, confidence, said, cure=self.cure_in(dtype), write=code, **told)
 
 
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
-FEWEST_FROZEN = 8
+FEWEST_FROZEN_ELEMENTS = 8
 # Rows of an embedding that no batch has stand still in health.
-DENSE = 0.5
+DENSE_GRADIENT_SHARE = 0.5
 # An element at a power of two may go down and come back: so rare, movement is no sign of somebody who writes.
-MOSTLY_LOST = 0.9
+MOSTLY_LOST_SHARE = 0.9
 FEWEST_MOVES = 16
-ROUNDED = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
-WRITTEN_BACK = (
+ROUNDED_CURE = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
+WRITTEN_BACK_CURE = (
     "find what writes its old value back after each step (copy_, load_state_dict, a weight made anew in forward); "
     "hu.optim's weight updates need a parameter that stays"
 )
@@ -410,9 +428,9 @@ class WeightFrozen(FindingKind):
     """A weight that the optimizer steps, with gradients that are not zero, still holds its first bits."""
 
     code = "weight-frozen"
-    cure = ROUNDED
+    cure = ROUNDED_CURE
     says = "{place} [has|have] not moved in {sampled_steps} sampled steps: {dtype} weights{at_lr}"
-    write = optimizer_code(None, {}, KAHAN)
+    write = write_optimizer_code(None, KAHAN_ARGUMENT)
     role = "update"
     wide_cure = "nothing, if it is at rest; else a larger learning rate, or float64"
     worst = "lost"
@@ -424,28 +442,33 @@ class WeightFrozen(FindingKind):
             update = parameter.update
             if parameter.optimizer is None or parameter.moved != 0 or steps < 2:
                 continue
-            if number(parameter.options, "lr") == 0 or not parameter.nonzero_gradients or update.seen < FEWEST_FROZEN:
+            if (
+                read_option(parameter.options, "lr") == 0
+                or not parameter.nonzero_gradients
+                or update.seen < FEWEST_FROZEN_ELEMENTS
+            ):
                 continue
-            rounded, moves = update.lost_share >= MOSTLY_LOST, update.seen - update.cancelled
-            if not rounded and (moves < FEWEST_MOVES or not _is_dense(record, parameter)):
+            rounded, moves = update.lost_share >= MOSTLY_LOST_SHARE, update.seen - update.cancelled
+            if not rounded and (moves < FEWEST_MOVES or not _has_dense_gradient(record, parameter)):
                 continue
-            if is_kept_beside(parameter) and not _is_due(record, parameter):
+            if is_update_kept_beside(parameter) and not _is_movement_due(record, parameter):
                 continue
             yield self.found(
                 name,
-                "note" if rounded and is_wide(parameter.dtype) else "error",
-                confidence_of(update.seen, 32) * confidence_of(steps, 1) * (1.0 if update.known else 0.5),
-                f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}{at_lr(parameter.options)}"
+                "note" if rounded and is_wide_dtype(parameter.dtype) else "error",
+                compute_confidence(update.seen, 32) * compute_confidence(steps, 1) * (1.0 if update.known else 0.5),
+                f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}"
+                + describe_lr(parameter.options)
                 + ("" if rounded else ", though updates changed it"),
-                cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK,
+                cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK_CURE,
                 says=self.says if rounded else "",
-                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN) if rounded else "",
+                write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT) if rounded else "",
                 moved=0.0,
                 sampled_steps=steps,
                 seen=update.seen,
                 lost=update.lost_share,
                 dtype=dtype_name(parameter.dtype),
-                lr=number(parameter.options, "lr"),
+                lr=read_option(parameter.options, "lr"),
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
@@ -453,25 +476,25 @@ class WeightFrozen(FindingKind):
         for name, row in audit.tensors.items():
             if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel or row.companions_moved:
                 continue
-            if precision(row.a.dtype) is None or row.b.nonfinite:
+            if get_precision(row.a.dtype) is None or row.b.nonfinite:
                 continue
             if name in audit.states:
-                yield from self._stepped(row, audit.states[name])
+                yield from self._find_frozen_when_stepped(row, audit.states[name])
             else:
                 yield self._find_never_stepped(row, audit, pattern_of(name) in moving)
 
-    def _stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
+    def _find_frozen_when_stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
         steps, lr = state.advanced, state.options.get("lr")
         if state.compensation_moved or steps == 0 or lr == 0:
             return
         during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
-        said = f"has not moved {during} in {dtype_name(row.a.dtype)}{at_lr(state.options)}"
+        said = f"has not moved {during} in {dtype_name(row.a.dtype)}{describe_lr(state.options)}"
         evidence: dict[str, Any] = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
         if state.all_zero:
             said += ", and its moments are 0: no gradient arrives"
-            yield self.found(row.name, "note", 0.9, said, cure=NO_GRADIENT, **evidence)
+            yield self.found(row.name, "note", 0.9, said, cure=NO_GRADIENT_CURE, **evidence)
         else:
-            sure = 1.0 if row.numel >= FEWEST else 0.9
+            sure = 1.0 if row.numel >= FEWEST_UPDATES else 0.9
             yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), **evidence)
 
     def _find_never_stepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
@@ -483,8 +506,8 @@ class WeightFrozen(FindingKind):
         if audit.states and audit.states_complete:
             said += "; the optimizer holds no state of it"
             return self.found(row.name, "note", 0.5, said, cure=on_purpose, **evidence)
-        if is_narrow(row.a.dtype):
-            return self.found(row.name, "warning", 0.8 if row.numel >= FEWEST else 0.5, said, **evidence)
+        if is_narrow_dtype(row.a.dtype):
+            return self.found(row.name, "warning", 0.8 if row.numel >= FEWEST_UPDATES else 0.5, said, **evidence)
         if siblings_moved:
             said += ", those of other layers did"
             cure = "see whether it is meant to be frozen and gets a gradient"
@@ -492,7 +515,7 @@ class WeightFrozen(FindingKind):
         return self.found(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
 
 
-def _rounded_to_nearest(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]:
+def _list_rounded(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]:
     """Yield the parameters that nothing wider stands beside and that no other rounding updates."""
     for name, state in audit.states.items():
         row = audit.tensors.get(name)
@@ -502,33 +525,40 @@ def _rounded_to_nearest(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorA
             yield name, state, row
 
 
-def _is_kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> bool:
+def _are_weights_kept_elsewhere(update: Realised, row: TensorAudit, state: StateAudit) -> bool:
     """Return whether the weights seem to be copies of wider ones, which a step changes first."""
-    if update.share > 0.99 and row.share_unchanged < 0.5:  # they move although their format loses nearly every update
+    if (
+        update.lost_share > 0.99 and row.share_unchanged < 0.5
+    ):  # they move although their format loses nearly every update
         return True
     if state.weight_update is not None:  # an optimizer of halfulp holds the states that it was asked for
         return False
-    kept = [precision(dtype) or 0 for key, (_, dtype) in state.dtypes.items() if key not in state.reduced]
-    return bool(kept) and min(kept) > (precision(row.b.dtype) or 0)
+    kept = [get_precision(dtype) or 0 for key, (_, dtype) in state.dtypes.items() if key not in state.reduced]
+    return bool(kept) and min(kept) > (get_precision(row.b.dtype) or 0)
 
 
-def _evidence(lost: Lost, state: StateAudit, row: TensorAudit) -> dict[str, Any]:
-    by = {f"lost_by_{name}": count / max(1, lost.wanted) for name, count in lost.lost_by.items()}
-    told = {"lost": lost.share, "realised": lost.realised, "seen": lost.wanted}
-    return {**told, "dtype": dtype_name(row.b.dtype), "lr": state.options.get("lr"), **by}
+def _make_lost_evidence(update: Realised, state: StateAudit, row: TensorAudit) -> dict[str, Any]:
+    by = {f"lost_by_{name}": share for name, share in state.lost_by.items()}
+    return {**make_change_evidence(update, row.b.dtype), "lr": state.options.get("lr"), **by}
 
 
-def _is_due(record: Record, parameter: ParameterRecord) -> bool:
+def _is_movement_due(record: Record, parameter: ParameterRecord) -> bool:
     """Return whether updates that are kept until they show add up to more than the largest weight's spacing."""
     update, weight = record.tensors.get(("update", parameter.name)), record.tensors.get(("weight", parameter.name))
-    digits = precision(parameter.dtype)
-    if not parameter.update.known or update is None or weight is None or digits is None or is_wide(parameter.dtype):
+    digits = get_precision(parameter.dtype)
+    if (
+        not parameter.update.known
+        or update is None
+        or weight is None
+        or digits is None
+        or is_wide_dtype(parameter.dtype)
+    ):
         return False
     steps = record.history[-1].step + 1 if record.history else 0
     return steps * update.amax > 2.0 ** (1 - digits) * weight.amax
 
 
-def _is_dense(record: Record, parameter: ParameterRecord) -> bool:
+def _has_dense_gradient(record: Record, parameter: ParameterRecord) -> bool:
     """Return whether most elements of a parameter have gradients."""
     gradient = record.tensors.get(("weight gradient", parameter.name))
-    return gradient is not None and gradient.elements - gradient.zeros > DENSE * gradient.elements
+    return gradient is not None and gradient.elements - gradient.zeros > DENSE_GRADIENT_SHARE * gradient.elements

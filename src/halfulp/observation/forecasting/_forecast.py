@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._finding import Finding, listing, plain_causes
-from .._text import bytes_in_words, dtype_name
+from .._text import dtype_name
 from ..page import write_page
-from ._layers import Cost, LayerForecast
+from ._layers import LayerForecast
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,6 @@ class Forecast:
         layers: in the model's order.
         rule: the optimizer's update rule.
         start, steps: steps made so far, and of the whole run.
-        costs: bytes of each weight update; empty without parameters of 16 bits.
         notes: what could not be read or is not known, in sentences.
         learning_rates: (step, learning rate of the first group) at steps spread over the schedule.
         findings: the plan's problems, the worst first.
@@ -34,18 +33,16 @@ class Forecast:
     schedule: str
     start: int
     steps: int
-    costs: tuple[Cost, ...] = ()
     notes: tuple[str, ...] = ()
     learning_rates: tuple[tuple[int, float], ...] = ()
     findings: list[Finding] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can hold: findings, layers, costs, and what the schedule was."""
+        """Return plain data that JSON can hold: findings, layers, and what the schedule was."""
         return {
             "findings": [finding.to_dict() for finding in self.findings],
             "causes": plain_causes(self.findings),
             "layers": [layer.to_dict() for layer in self.layers],
-            "costs": [dict(vars(cost)) for cost in self.costs],
             "rule": self.rule,
             "schedule": self.schedule,
             "start": self.start,
@@ -65,24 +62,17 @@ class Forecast:
     def __str__(self) -> str:
         lines = [f"{self.rule}, {self.schedule} schedule, steps {self.start} to {self.steps}"]
         lines += ["", *listing(self.findings)]
-        lines += ["", *_align(_HEADERS, map(_row, self.layers[:_MOST]))]
-        if len(self.layers) > _MOST:
-            lines.append(f"... and {len(self.layers) - _MOST} more (.layers)")
-        if self.costs:
-            costs = [
-                (cost.weight_update, f"{cost.bytes_per_parameter:g}", bytes_in_words(cost.total), cost.keeps)
-                for cost in self.costs
-            ]
-            lines += ["", *_align(_COST_HEADERS, costs)]
+        lines += ["", *_align_columns(_TABLE_HEADERS, map(_make_layer_row, self.layers[:_MOST_LAYER_LINES]))]
+        if len(self.layers) > _MOST_LAYER_LINES:
+            lines.append(f"... and {len(self.layers) - _MOST_LAYER_LINES} more (.layers)")
         return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
 
 
-_HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost", "SR: steps to a signal")
-_COST_HEADERS = ("weights", "bytes per parameter", "in all", "keeps the updates")
-_MOST = 40
+_TABLE_HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost")
+_MOST_LAYER_LINES = 40
 
 
-def _row(layer: LayerForecast) -> tuple[str, ...]:
+def _make_layer_row(layer: LayerForecast) -> tuple[str, ...]:
     frozen = "not known" if layer.updates is None else "never" if layer.freeze_step is None else f"{layer.freeze_step}"
     return (
         layer.name,
@@ -91,11 +81,10 @@ def _row(layer: LayerForecast) -> tuple[str, ...]:
         "" if layer.freeze_lr is None else f"{layer.freeze_lr:.2g}",
         "" if layer.lost_share is None else f"{layer.lost_share:.0%}",
         "" if layer.decay_lost is None else f"{layer.decay_lost:.0%}",
-        "" if layer.noise_steps is None else f"{layer.noise_steps:,.0f}",
     )
 
 
-def _align(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _align_columns(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return lines with columns of equal width, the first to the left and all others to the right."""
     lines = [headers, *rows]
     first, *widths = (max(map(len, column)) for column in zip(*lines))

@@ -7,7 +7,6 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,18 +18,18 @@ from torch.optim.swa_utils import AveragedModel
 from ..._messages import a_kind, listed
 from ..._names import unknown
 from ...optim import Optimizer as HalfulpOptimizer
-from .._text import holds_numbers
-from ..checkpoints._names import COUNTERS, name_states
-from ..checkpoints._open import open_checkpoint
+from .._text import holds_signed_floats
+from ..checkpoints._files import Checkpoint
+from ..checkpoints._names import COMPANION_SUFFIXES, RUNNING_STATISTICS, name_optimizer_states
 
 Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor | None
-NAMES = ("constant", "linear", "cosine", "wsd")
+SCHEDULE_NAMES = ("constant", "linear", "cosine", "wsd")
 # What a run of unknown length is taken to have.
-CONSTANT_STEPS = 1000
+DEFAULT_CONSTANT_STEPS = 1000
 # Far more than any training makes; each costs some bytes and nanoseconds.
-MOST_STEPS = 10**8
+MOST_FORECAST_STEPS = 10**8
 # "wsd" falls over the last fifth unless told otherwise.
-_DECAY = 5
+_WSD_DECAY_DIVISOR = 5
 
 
 def compute_learning_rates(
@@ -62,16 +61,18 @@ def compute_learning_rates(
     [[0.5, 1.0, 1.0, 0.5]]
     """
     if isinstance(schedule, str) or schedule is None:
-        rates = _rates_of_name(schedule or "constant", top_rates, steps, start, warmup, decay, final)
+        rates = _compute_rates_by_name(schedule or "constant", top_rates, steps, start, warmup, decay, final)
     else:
-        _check_unused(schedule, warmup=warmup, decay=decay, final=final)
+        _refuse_named_options(schedule, warmup=warmup, decay=decay, final=final)
         if isinstance(schedule, LRScheduler):
-            rates = _rates_of_scheduler(schedule, _length(steps, "a scheduler of torch", start))
+            rates = _run_scheduler_copy(schedule, _count_steps_ahead(steps, "a scheduler of torch", start))
         elif callable(schedule):
-            count = _length(steps, "a function step -> learning rate", start)
-            rates = _one_for_all([_rate(schedule(step)) for step in range(start, start + count)], top_rates)
+            count = _count_steps_ahead(steps, "a function step -> learning rate", start)
+            rates = _expand_rates_to_groups(
+                [_read_rate(schedule(step)) for step in range(start, start + count)], top_rates
+            )
         else:
-            rates = _one_for_all(_rates_of_list(schedule, steps, start), top_rates)
+            rates = _expand_rates_to_groups(_read_rate_list(schedule, steps, start), top_rates)
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates
@@ -86,16 +87,16 @@ def name_schedule(schedule: Schedule) -> str:
     return "function" if callable(schedule) else "list"
 
 
-def _rates_of_name(
+def _compute_rates_by_name(
     name: str, top_rates: Sequence[float], steps: int | None, start: int, warmup: int, decay: int | None, final: float
 ) -> Tensor:
-    if name not in NAMES:
-        raise ValueError(unknown("schedule", name, NAMES))
+    if name not in SCHEDULE_NAMES:
+        raise ValueError(unknown("schedule", name, SCHEDULE_NAMES))
     if steps is None and name == "constant":
-        steps = start + CONSTANT_STEPS
-    count = _length(steps, f"schedule {name!r}", start)
+        steps = start + DEFAULT_CONSTANT_STEPS
+    count = _count_steps_ahead(steps, f"schedule {name!r}", start)
     total = start + count
-    fall = (decay if decay is not None else max(1, total // _DECAY)) if name == "wsd" else total - warmup
+    fall = (decay if decay is not None else max(1, total // _WSD_DECAY_DIVISOR)) if name == "wsd" else total - warmup
     if name != "wsd" and decay is not None:
         raise ValueError(f"decay={decay} is for schedule 'wsd'; {name!r} falls from its warm-up to its end")
     if not 0 <= warmup <= total or not 0 <= fall <= total:
@@ -111,7 +112,7 @@ def _rates_of_name(
     return torch.stack([rise * (final + (top - final) * share) for top in top_rates])
 
 
-def _length(steps: int | None, what: str, start: int) -> int:
+def _count_steps_ahead(steps: int | None, what: str, start: int) -> int:
     """Return the steps from `start` to the end."""
     if steps is None:
         raise ValueError(f"{what} needs the length of the run: give steps=")
@@ -119,42 +120,44 @@ def _length(steps: int | None, what: str, start: int) -> int:
         raise ValueError(
             f"steps={steps!r}: give the length of the whole run, a whole number above the {start} steps made so far"
         )
-    if steps - start > MOST_STEPS:
-        raise ValueError(f"steps={steps}: a forecast follows each step; give at most {MOST_STEPS:,} steps ahead")
+    if steps - start > MOST_FORECAST_STEPS:
+        raise ValueError(
+            f"steps={steps}: a forecast follows each step; give at most {MOST_FORECAST_STEPS:,} steps ahead"
+        )
     return steps - start
 
 
-def _check_unused(schedule: Schedule, **options: Any) -> None:
+def _refuse_named_options(schedule: Schedule, **options: Any) -> None:
     for name, value in options.items():
         if value:
             raise ValueError(f"{name}={value} is for named schedules; {a_kind(schedule)} has its own: leave it out")
 
 
-def _rate(value: Any) -> float:
+def _read_rate(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"a learning rate is a number, the schedule gave {a_kind(value)}") from None
 
 
-def _rates_of_list(schedule: Any, steps: int | None, start: int) -> list[float]:
+def _read_rate_list(schedule: Any, steps: int | None, start: int) -> list[float]:
     if not isinstance(schedule, Iterable):
         raise TypeError(
-            f"schedule: give {', '.join(map(repr, NAMES))}, a scheduler of torch, a function step -> learning rate "
-            f"or a list of learning rates; got {a_kind(schedule)}"
+            f"schedule: give {', '.join(map(repr, SCHEDULE_NAMES))}, a scheduler of torch, a function step -> learning "
+            f"rate or a list of learning rates; got {a_kind(schedule)}"
         )
-    rates = [_rate(value) for value in schedule]
+    rates = [_read_rate(value) for value in schedule]
     if steps is not None and steps != len(rates):
         raise ValueError(f"steps={steps} and a list of {len(rates)} learning rates: leave steps out")
-    _length(len(rates), "a list", start)
+    _count_steps_ahead(len(rates), "a list", start)
     return rates[start:]
 
 
-def _one_for_all(rates: list[float], top_rates: Sequence[float]) -> Tensor:
+def _expand_rates_to_groups(rates: list[float], top_rates: Sequence[float]) -> Tensor:
     return torch.tensor(rates, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
 
 
-def _rates_of_scheduler(scheduler: LRScheduler, count: int) -> Tensor:
+def _run_scheduler_copy(scheduler: LRScheduler, count: int) -> Tensor:
     """Return the rates that a scheduler would give from now on, by a copy with one number per group."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise NotImplementedError(
@@ -177,17 +180,17 @@ def _rates_of_scheduler(scheduler: LRScheduler, count: int) -> Tensor:
 
 
 # torch's defaults, and those of the paper for Lion (arXiv 2302.06675).
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
     "Adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
     "SGD": {"momentum": 0.0, "weight_decay": 0.0},
     "Lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
 }
-RULES = tuple(DEFAULTS)
+RULE_NAMES = tuple(DEFAULT_OPTIONS)
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedTensor:
     """One parameter that an optimizer steps.
 
     Attributes:
@@ -222,19 +225,19 @@ class Inputs:
         notes: what could not be read.
     """
 
-    parameters: tuple[Trained, ...]
+    parameters: tuple[TrainedTensor, ...]
     rule: str
     top_rates: tuple[float, ...]
     start: int
-    ours: bool = False
+    is_halfulp: bool = False
     notes: tuple[str, ...] = ()
 
 
-def from_optimizer(
+def make_inputs_from_optimizer(
     weights: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer, rule: str | None, dtype: torch.dtype | None
 ) -> Inputs:
     """Return the parameters that an optimizer holds, with its states and options."""
-    rule = rule or _rule_of(optimizer)
+    rule = rule or _find_optimizer_rule(optimizer)
     by_tensor = {id(tensor): name for name, tensor in weights}
     ours = isinstance(optimizer, HalfulpOptimizer)
     found, strangers = [], 0
@@ -245,46 +248,50 @@ def from_optimizer(
             if name is None:
                 strangers += 1
                 continue
-            update = _weight_update(group, parameter.dtype) if ours else "nearest"
+            update = _name_weight_update(group, parameter.dtype) if ours else "nearest"
             state = optimizer.state.get(parameter, {})
-            found.append(_make_trained(name, parameter, state, options, index, dtype, parameter.grad, update))
+            found.append(_make_trained_tensor(name, parameter, state, options, index, dtype, parameter.grad, update))
     if not found:
         raise ValueError("the optimizer holds none of the model's parameters: give the one that trains this model")
     order = {name: position for position, (name, _) in enumerate(weights)}
     found.sort(key=lambda trained: order[trained.name])
     notes = [f"{strangers} parameters of the optimizer are not the model's: left out"] if strangers else []
-    top_rates = tuple(number(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
-    return Inputs(tuple(found), rule, top_rates, _start(found), ours, tuple(notes))
+    top_rates = tuple(read_number(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups)
+    return Inputs(tuple(found), rule, top_rates, _find_start_step(found), ours, tuple(notes))
 
 
-def from_checkpoint(
-    path: str | Path, lr: float | None, rule: str | None, options: Mapping[str, Any], dtype: torch.dtype | None
+def make_inputs_from_checkpoint(
+    opened: Checkpoint, lr: float | None, rule: str | None, options: Mapping[str, Any], dtype: torch.dtype | None
 ) -> Inputs:
     """Return the weights of a checkpoint that a training goes on with, with the states and options saved beside them.
 
     Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
     """
-    opened = open_checkpoint(path)
     notes = list(opened.unseen)
-    states = name_states(opened, notes)
+    converted = [name for name in opened.tensors if name.endswith(COMPANION_SUFFIXES)]
+    if converted:
+        raise NotImplementedError(
+            f"{listed(converted)} are parts of tensors of several components or with a scale, whose updates are not "
+            "those of plain floating-point numbers: forecast the model before it is converted"
+        )
+    states = name_optimizer_states(opened, notes)
     saved = {name: state.options for name, state in states.items()}
     if lr is None and not (saved and all("lr" in one for one in saved.values())):
         raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
-    complete = bool(states) and len(states) == opened.stepped
+    complete = bool(states) and len(states) == opened.stepped_count
     left = opened.tensors.keys() - states.keys() if complete else find_averages(opened.tensors)
     kept = [name for name in opened.tensors if name not in left]
     if left and kept:
         why = "in no optimizer of the checkpoint" if complete else "averages of the weights"
         notes.append(f"{listed([name for name in opened.tensors if name in left])} are {why}: left out")
-    weights = [(name, opened.tensors[name].read(None)) for name in kept or opened.tensors]
+    weights = [(name, opened.tensors[name].read()) for name in kept or opened.tensors]
     values = {
-        name: state.values | {key: one.read(None) for key, one in state.tensors.items()}
-        for name, state in states.items()
+        name: state.values | {key: one.read() for key, one in state.tensors.items()} for name, state in states.items()
     }
-    return from_rate(weights, values, lr, rule, options, dtype, saved, tuple(notes))
+    return make_inputs_from_weights(weights, values, lr, rule, options, dtype, saved, tuple(notes))
 
 
-def from_rate(
+def make_inputs_from_weights(
     weights: Sequence[tuple[str, Tensor]],
     states: Mapping[str, Mapping[str, Any]],
     lr: float | None,
@@ -294,47 +301,51 @@ def from_rate(
     saved: Mapping[str, Mapping[str, Any]] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Inputs:
-    """Return all floating-point weights as those of a named optimizer, with states where a checkpoint has them.
+    """Return the inputs of a forecast from floating-point weights, under a named optimizer and its saved states.
 
     The optimizer and its options are those given, else what a checkpoint saved for a parameter, else AdamW and an
     optimizer's own defaults. Without a learning rate each parameter has the one that it was saved with.
     """
     saved = saved or {}
-    own = None if rule else next((_rule_of_saved(saved[n], states.get(n, {})) for n, _ in weights if n in saved), None)
+    own = (
+        None if rule else next((_guess_saved_rule(saved[n], states.get(n, {})) for n, _ in weights if n in saved), None)
+    )
     if own is None and rule is None and saved:
         keys = ", ".join(next(iter(saved.values())))
         notes = (*notes, f"whose options {keys} are is not known: AdamW's updates are taken; optimizer= names others")
-    rule = _find_rule(rule or own or "AdamW")
+    rule = _find_rule_by_name(rule or own or "AdamW")
     ours = any("weight_update" in one for one in saved.values())
-    groups = list(dict.fromkeys(map(_saved_rate, saved.values()))) if lr is None else [lr]
+    groups = list(dict.fromkeys(map(_read_saved_rate, saved.values()))) if lr is None else [lr]
 
-    def trained(name: str, tensor: Tensor) -> Trained:
+    def trained(name: str, tensor: Tensor) -> TrainedTensor:
         before = saved.get(name, {})
-        rate = groups[0] if lr is not None or not before else _saved_rate(before)
-        merged = {**DEFAULTS[rule], **before, **options, "lr": rate}
+        rate = groups[0] if lr is not None or not before else _read_saved_rate(before)
+        merged = {**DEFAULT_OPTIONS[rule], **before, **options, "lr": rate}
         gradient = tensor.grad if tensor.is_leaf else None
-        update = _weight_update(before, dtype or tensor.dtype) if "weight_update" in before else "nearest"
-        return _make_trained(name, tensor, states.get(name, {}), merged, groups.index(rate), dtype, gradient, update)
+        update = _name_weight_update(before, dtype or tensor.dtype) if "weight_update" in before else "nearest"
+        return _make_trained_tensor(
+            name, tensor, states.get(name, {}), merged, groups.index(rate), dtype, gradient, update
+        )
 
     found = [
         trained(name, tensor)
         for name, tensor in weights
-        if holds_numbers(tensor.dtype) and name.rpartition(".")[2] not in COUNTERS
+        if holds_signed_floats(tensor.dtype) and name.rpartition(".")[2] not in RUNNING_STATISTICS
     ]
-    others = [name for name, tensor in weights if not holds_numbers(tensor.dtype) and _may_be_weight(tensor)]
+    others = [name for name, tensor in weights if not holds_signed_floats(tensor.dtype) and _may_be_weight(tensor)]
     if others:
         notes = (*notes, f"{listed(others)} are complex, or codes of quantized weights: left out")
     if not found:
         raise ValueError("nothing to forecast: there is no floating-point tensor among the weights")
-    return Inputs(tuple(found), rule, tuple(groups), _start(found), ours, notes)
+    return Inputs(tuple(found), rule, tuple(groups), _find_start_step(found), ours, notes)
 
 
-def _saved_rate(options: Mapping[str, Any]) -> float:
+def _read_saved_rate(options: Mapping[str, Any]) -> float:
     """Return the learning rate that a parameter's group began with."""
-    return number(options.get("initial_lr", options.get("lr", 0.0)))
+    return read_number(options.get("initial_lr", options.get("lr", 0.0)))
 
 
-def _rule_of_saved(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+def _guess_saved_rule(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
     """Return which optimizer saved a parameter's options and states, or None."""
     if "momentum_buffer" in state or {"momentum", "nesterov"} <= options.keys():
         return "SGD"
@@ -353,19 +364,11 @@ def _may_be_weight(tensor: Tensor) -> bool:
     return packed and tensor.dim() > 0
 
 
-def named_tensors(given: object) -> list[tuple[str, Tensor]]:
-    """Return the named parameters of a module, or the tensors of a state dict, but those of averages beside them."""
-    if isinstance(given, nn.Module):
-        averages = [one for one in given.modules() if isinstance(one, AveragedModel) and one is not given]
-        apart = {id(p) for one in averages for p in one.parameters()}
-        return [(name, p) for name, p in given.named_parameters() if p.requires_grad and id(p) not in apart]
-    if isinstance(given, Mapping):
-        odd = [key for key in given if not isinstance(key, str)]
-        if odd:
-            raise TypeError(f"a state dict has names for keys; got {listed(odd)}")
-        copies = find_averages(given)
-        return [(name, x) for name, x in given.items() if isinstance(x, Tensor) and name not in copies]
-    raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {a_kind(given)}")
+def list_trained_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the named parameters of a module that train, without the parameters of AveragedModels inside it."""
+    averages = [one for one in model.modules() if isinstance(one, AveragedModel) and one is not model]
+    apart = {id(p) for one in averages for p in one.parameters()}
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart]
 
 
 def find_averages(names: Collection[str]) -> set[str]:
@@ -380,23 +383,7 @@ def find_averages(names: Collection[str]) -> set[str]:
     return copies | {name for name in names if name.startswith(inside)}
 
 
-def states_by_name(saved: Mapping[str, Any], weights: Sequence[tuple[str, Tensor]]) -> dict[str, Mapping[str, Any]]:
-    """Return a saved optimizer's states by parameter name: by its own names, else by position among the weights."""
-    ids = [identity for group in saved["param_groups"] for identity in group["params"]]
-    names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
-    if len(names) != len(ids):
-        names = [
-            name for name, tensor in weights if tensor.is_floating_point() and name.rpartition(".")[2] not in COUNTERS
-        ]
-        if len(names) != len(ids):
-            raise ValueError(
-                f"the optimizer's state holds {len(ids)} parameters without names, the weights are {len(names)}: "
-                "make the optimizer from model.named_parameters(), or give the module and the optimizer themselves"
-            )
-    return {name: saved["state"].get(identity, {}) for name, identity in zip(names, ids)}
-
-
-def _make_trained(
+def _make_trained_tensor(
     name: str,
     tensor: Tensor,
     state: Mapping[str, Any],
@@ -405,7 +392,7 @@ def _make_trained(
     dtype: torch.dtype | None,
     gradient: Tensor | None,
     update: str = "nearest",
-) -> Trained:
+) -> TrainedTensor:
     if is_lazy(tensor):
         raise NotImplementedError(f"{name} is uninitialized: run the model once, which makes a lazy module's weights")
     local = getattr(tensor, "to_local", None)
@@ -413,33 +400,33 @@ def _make_trained(
     if value.is_meta or value.layout != torch.strided:
         kind = "is on the meta device" if value.is_meta else f"is a tensor of layout {value.layout}"
         raise NotImplementedError(f"{name} {kind}: give a model with weights in plain memory (x.to_dense())")
-    if type(value) not in (Tensor, nn.Parameter) or not holds_numbers(dtype or value.dtype):
+    if type(value) not in (Tensor, nn.Parameter) or not holds_signed_floats(dtype or value.dtype):
         kind = a_kind(value) if type(value) is not Tensor else f"of dtype {dtype or value.dtype}"
         raise NotImplementedError(
             f"{name} is {kind}, whose updates are not those of plain floating-point numbers: forecast the model before "
             "it is converted"
         )
-    return Trained(name, value, dtype or value.dtype, state, options, group, gradient, update)
+    return TrainedTensor(name, value, dtype or value.dtype, state, options, group, gradient, update)
 
 
-def _rule_of(optimizer: torch.optim.Optimizer) -> str:
+def _find_optimizer_rule(optimizer: torch.optim.Optimizer) -> str:
     for kind in type(optimizer).__mro__:
-        if kind.__name__ in RULES:
+        if kind.__name__ in RULE_NAMES:
             return kind.__name__
     raise NotImplementedError(
         f"the size of {type(optimizer).__name__}'s updates is not known before they are made, that of "
-        f"{', '.join(RULES)} is: watch a run of it by hu.observe, or say which of these comes near by rule="
+        f"{', '.join(RULE_NAMES)} is: watch a run of it by hu.observe, or say which of these comes near by rule="
     )
 
 
-def _find_rule(given: str) -> str:
-    for rule in RULES:
+def _find_rule_by_name(given: str) -> str:
+    for rule in RULE_NAMES:
         if isinstance(given, str) and rule.lower() == given.lower():
             return rule
-    raise ValueError(unknown("optimizer", given, RULES))
+    raise ValueError(unknown("optimizer", given, RULE_NAMES))
 
 
-def _weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
+def _name_weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
     """Return the name of the weight update by which halfulp's optimizer steps a parameter of a dtype."""
     if dtype.itemsize > 2:
         return "exact"
@@ -451,11 +438,11 @@ def _weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
     return chosen if isinstance(chosen, str) else str(chosen.name)
 
 
-def _start(found: Sequence[Trained]) -> int:
+def _find_start_step(found: Sequence[TrainedTensor]) -> int:
     """Return the largest step count of any state."""
-    return max((int(number(trained.state.get("step", 0))) for trained in found), default=0)
+    return max((int(read_number(trained.state.get("step", 0))) for trained in found), default=0)
 
 
-def number(value: Any) -> float:
+def read_number(value: Any) -> float:
     """Return a number that may be a tensor of one element."""
     return float(value.item() if isinstance(value, Tensor) else value)

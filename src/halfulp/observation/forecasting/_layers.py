@@ -10,21 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import formats, optim
+from ... import formats
 from ...formats import Format
-from .._record import plain
-from ._inputs import Inputs, Trained, number
+from ...rounding import quantize
+from .._record import to_plain_data
+from ._inputs import Inputs, TrainedTensor, read_number
 
-_SIMULATED = 2048
-_LONGEST = 4000
-_SMOOTHING = 31
+_SIMULATED_ELEMENTS = 2048
+_LONGEST_SIMULATION = 4000
+_SMOOTHING_STEPS = 31
 # Elements whose mean square goes into that of each binade, so that a binade of few elements does not stand on chance.
-_PRIOR = 16
-_MOST_SIGNAL = 0.99
+_PRIOR_ELEMENTS = 16
+_LARGEST_SIGNAL_SHARE = 0.99
 # Weights next to each other whose updates are smoothed, and how many standard deviations of chance are a drift.
-_NEIGHBOURS = 24
-_CLEAR = 4.0
-_TINY = 1e-300
+_SMOOTHED_NEIGHBOURS = 24
+_CLEAR_DEVIATIONS = 4.0
+_TINY_SQUARE = 1e-300
 
 
 @dataclass(frozen=True)
@@ -45,32 +46,32 @@ class UpdateSizes:
     mean: Tensor
     deviation: Tensor
     growth: Tensor
-    run: float
-    is_sign: bool
+    run_steps: float
+    is_sign_update: bool
     source: str
 
     @property
     def rms(self) -> float:
         """Root mean square of the update over the learning rate, now."""
-        if self.is_sign:
+        if self.is_sign_update:
             return 1.0
         return float((self.mean.square() + self.deviation.square()).mean().sqrt())
 
 
 def model_update_sizes(
-    trained: Trained, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
+    trained: TrainedTensor, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
 ) -> UpdateSizes | None:
     """Return the updates of a sample of a parameter's elements; None where nothing tells their size."""
     if inputs.rule == "Lion":
         every, growth = torch.ones_like(weights), torch.ones(steps, dtype=torch.float64, device="cpu")
         return UpdateSizes(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
     if inputs.rule == "SGD":
-        return _sgd(trained, index, weights, steps)
-    return _adam(trained, inputs, index, weights, steps, generator)
+        return _model_sgd_updates(trained, index, weights, steps)
+    return _model_adam_updates(trained, inputs, index, weights, steps, generator)
 
 
-def _adam(
-    trained: Trained, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
+def _model_adam_updates(
+    trained: TrainedTensor, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
 ) -> UpdateSizes:
     """Return the sizes of Adam's updates m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) (arXiv 1412.6980).
 
@@ -79,15 +80,15 @@ def _adam(
     rms^2 = s + (1 - s) noise^2. The mean of an element is drawn from what its own m then says of it, and from the
     weights beside it: those that have walked far are those with a drift, which takes them further.
     """
-    beta1, beta2 = (number(beta) for beta in trained.options["betas"])
-    first, second = _state(trained, "exp_avg"), _state(trained, "max_exp_avg_sq", "exp_avg_sq")
-    eps = number(trained.options["eps"])
+    beta1, beta2 = (read_number(beta) for beta in trained.options["betas"])
+    first, second = _get_state_tensor(trained, "exp_avg"), _get_state_tensor(trained, "max_exp_avg_sq", "exp_avg_sq")
+    eps = read_number(trained.options["eps"])
     run = max(1.0, 0.5 / (1 - beta1)) if beta1 < 1 else 1.0
-    step = int(number(trained.state.get("step", inputs.start))) if first is not None else 0
+    step = int(read_number(trained.state.get("step", inputs.start))) if first is not None else 0
     own = trained.dtype if second is None else second.dtype
-    dtype = torch.float32 if inputs.ours else own
+    dtype = torch.float32 if inputs.is_halfulp else own
     noise = compute_noise_size(
-        beta1, beta2, dtype if dtype.itemsize > 1 else torch.float32, min(step + steps, _LONGEST)
+        beta1, beta2, dtype if dtype.itemsize > 1 else torch.float32, min(step + steps, _LONGEST_SIMULATION)
     )
     noise = torch.cat([noise, noise[-1:].expand(max(0, step + steps - len(noise)))])
     nonzero = torch.ones_like(weights, dtype=torch.bool)
@@ -103,11 +104,11 @@ def _adam(
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
         return UpdateSizes(nonzero, nothing, nothing, noise[step:], run, False, "the optimizer's state")
     reference = float(noise[step - 1]) ** 2
-    drift = _drift(size, held).clamp(-1, 1)
+    drift = _estimate_drift(size, held).clamp(-1, 1)
     rest = size - drift
-    square = _mean_square(rest, held).clamp_min(_TINY)
+    square = _compute_binade_mean_square(rest, held).clamp_min(_TINY_SQUARE)
     noises = reference * (1 - drift.square()).clamp_min(0)
-    signal = ((square - noises) / (1 - reference)).clamp(0, _MOST_SIGNAL) if reference < 1 else square * 0
+    signal = ((square - noises) / (1 - reference)).clamp(0, _LARGEST_SIGNAL_SHARE) if reference < 1 else square * 0
     spread = (signal * (1 - signal) * reference / square).sqrt()
     drawn = torch.randn(len(size), generator=generator, dtype=torch.float64, device="cpu")
     return UpdateSizes(
@@ -121,10 +122,10 @@ def _adam(
     )
 
 
-def _sgd(trained: Trained, index: Tensor, weights: Tensor, steps: int) -> UpdateSizes | None:
+def _model_sgd_updates(trained: TrainedTensor, index: Tensor, weights: Tensor, steps: int) -> UpdateSizes | None:
     """Return the sizes of SGD's updates, its momentum buffer or the gradient, taken to stay as they are."""
-    momentum = number(trained.options.get("momentum", 0.0))
-    known, source = _state(trained, "momentum_buffer"), "the momentum buffer"
+    momentum = read_number(trained.options.get("momentum", 0.0))
+    known, source = _get_state_tensor(trained, "momentum_buffer"), "the momentum buffer"
     if known is None and trained.gradient is not None and trained.gradient.shape == trained.value.shape:
         known, source = trained.gradient.detach(), "the gradient"
         # Gradients of mean 0 add up to a buffer of that much more (the sum of momentum^(2 k)).
@@ -134,49 +135,51 @@ def _sgd(trained: Trained, index: Tensor, weights: Tensor, steps: int) -> Update
     size = -known.flatten()[index].cpu().double()
     nonzero = (size != 0) & size.isfinite()
     size, held = size[nonzero], weights[nonzero]
-    drift = _drift(size, held)
-    square = _mean_square(size - drift, held) if len(size) else size
+    drift = _estimate_drift(size, held)
+    square = _compute_binade_mean_square(size - drift, held) if len(size) else size
     growth = torch.ones(steps, dtype=torch.float64, device="cpu")
     run = max(1.0, 0.5 / (1 - momentum)) if momentum < 1 else 1.0
     return UpdateSizes(nonzero, drift, square.sqrt(), growth, run, False, source)
 
 
-def _drift(size: Tensor, weights: Tensor) -> Tensor:
+def _estimate_drift(size: Tensor, weights: Tensor) -> Tensor:
     """Return the mean update of all elements, and on top of it that of the weights next to each in order, where clear.
 
     Updates of mean 0 that are averaged over k elements have a mean of about their size / sqrt(k), by chance.
     """
     count = len(size)
-    if count < _NEIGHBOURS:
+    if count < _SMOOTHED_NEIGHBOURS:
         return torch.zeros_like(size)
     order = torch.argsort(weights)
-    common = _clear(size.mean(), size.square().mean(), count)
+    common = _subtract_chance(size.mean(), size.square().mean(), count)
     rest = (size - common)[order]
-    begin = (torch.arange(count, dtype=torch.int64, device="cpu") - _NEIGHBOURS // 2).clamp(0, count - _NEIGHBOURS)
+    begin = (torch.arange(count, dtype=torch.int64, device="cpu") - _SMOOTHED_NEIGHBOURS // 2).clamp(
+        0, count - _SMOOTHED_NEIGHBOURS
+    )
 
     def averaged(values: Tensor) -> Tensor:
         total = torch.cat([values.new_zeros(1), values.cumsum(0)])
-        return (total[begin + _NEIGHBOURS] - total[begin]) / _NEIGHBOURS
+        return (total[begin + _SMOOTHED_NEIGHBOURS] - total[begin]) / _SMOOTHED_NEIGHBOURS
 
-    own = _clear(averaged(rest), averaged(rest.square()), _NEIGHBOURS)
+    own = _subtract_chance(averaged(rest), averaged(rest.square()), _SMOOTHED_NEIGHBOURS)
     return torch.zeros_like(size).scatter(0, order, common + own)
 
 
-def _clear(mean: Tensor, square: Tensor, count: int) -> Tensor:
+def _subtract_chance(mean: Tensor, square: Tensor, count: int) -> Tensor:
     """Return a mean of some numbers less the part that chance explains; 0 where chance may explain it all."""
     chance = (square - mean.square()).clamp_min(0) / count
-    share = (1 - chance / mean.square().clamp_min(_TINY)).clamp_min(0)
-    return torch.where(mean.square() > _CLEAR**2 * chance, mean * share, 0.0)
+    share = (1 - chance / mean.square().clamp_min(_TINY_SQUARE)).clamp_min(0)
+    return torch.where(mean.square() > _CLEAR_DEVIATIONS**2 * chance, mean * share, 0.0)
 
 
-def _mean_square(size: Tensor, weights: Tensor) -> Tensor:
+def _compute_binade_mean_square(size: Tensor, weights: Tensor) -> Tensor:
     """Return the mean square of updates in the binade of each weight: updates of small weights may be small too."""
     overall = size.square().mean()
     _, binade = torch.frexp(weights)
     _, inverse = torch.unique(binade, return_inverse=True)
     count = torch.bincount(inverse).double()
     total = torch.bincount(inverse, weights=size.square())
-    return ((total + _PRIOR * overall) / (count + _PRIOR))[inverse]
+    return ((total + _PRIOR_ELEMENTS * overall) / (count + _PRIOR_ELEMENTS))[inverse]
 
 
 @functools.lru_cache(maxsize=8)
@@ -191,11 +194,11 @@ def compute_noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: in
     0.2
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
-    m = torch.zeros(_SIMULATED, dtype=dtype, device="cpu")
+    m = torch.zeros(_SIMULATED_ELEMENTS, dtype=dtype, device="cpu")
     v = torch.zeros_like(m)
     sizes = []
     for step in range(1, steps + 1):
-        g = torch.randn(_SIMULATED, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+        g = torch.randn(_SIMULATED_ELEMENTS, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
         m.lerp_(g, 1 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
         size = m.float() / (1 - beta1**step) / (v.float() / (1 - beta2**step)).sqrt()
@@ -204,12 +207,12 @@ def compute_noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: in
     total = torch.cat([squares.new_zeros(1), squares.cumsum(0)])
     at = torch.arange(steps, dtype=torch.int64, device="cpu")
     # Steps at the start differ from each other: the window is no wider than what lies before it.
-    half = at.clamp_max(_SMOOTHING // 2)
+    half = at.clamp_max(_SMOOTHING_STEPS // 2)
     low, high = at - half, (at + half + 1).clamp_max(steps)
     return ((total[high] - total[low]) / (high - low)).sqrt()
 
 
-def _state(trained: Trained, *names: str) -> Tensor | None:
+def _get_state_tensor(trained: TrainedTensor, *names: str) -> Tensor | None:
     """Return the first of some states that is there as plain floating-point numbers, one per element."""
     for name in names:
         state = trained.state.get(name)
@@ -245,10 +248,6 @@ class LayerForecast:
         weight_decay: decoupled; 0 without.
         decay_lost: share of the decoupled weight decay that rounding drops; None without one, negative if rounding
             makes more of it.
-        noise_drift: how far a weight drifts by updates of one sign before stochastic rounding's noise is smaller than
-            the drift, in the weights' unit; None where updates are unknown.
-        noise_steps: how many steps that takes at the largest learning rate to come.
-        relative: updates over the median weight, at the schedule's mean learning rate; None where unknown.
         beta2, eps: of the optimizer, None without.
         denominator: dtype in which a denominator of rounded numbers is computed, None where in float32.
     """
@@ -268,27 +267,23 @@ class LayerForecast:
     lost_share: float | None = None
     weight_decay: float = 0.0
     decay_lost: float | None = None
-    noise_drift: float | None = None
-    noise_steps: float | None = None
-    relative: float | None = None
     beta2: float | None = None
     eps: float | None = None
     denominator: torch.dtype | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
-        # What never ends is infinite, for which JSON has no word.
-        return {key: None if value == math.inf else plain(value) for key, value in vars(self).items()}
+        return dict(to_plain_data(self))
 
 
-def find_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+def find_neighbour_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Return the distances from each number to the next larger and the next smaller one of a format.
 
     A number in [2^e, 2^(e+1)) has neighbours at 2^(e - mantissa_bits), 2^emin's binade and the subnormals below it
     alike; from a power of two towards zero it is half of that, unless it is the smallest normal number.
 
     >>> from halfulp import formats
-    >>> [gap.tolist() for gap in find_gaps(torch.tensor([1.0, -1.0, 1.5], dtype=torch.float64), formats.bf16)]
+    >>> [gap.tolist() for gap in find_neighbour_gaps(torch.tensor([1.0, -1.0, 1.5], dtype=torch.float64), formats.bf16)]
     [[0.0078125, 0.00390625, 0.0078125], [0.00390625, 0.0078125, 0.0078125]]
     """
     significand, exponent = torch.frexp(values.abs())
@@ -299,24 +294,13 @@ def find_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return torch.where(negative, inward, outward), torch.where(negative, outward, inward)
 
 
-def round_to_format(values: Tensor, format: Format) -> Tensor:
-    """Return float64 values rounded to the nearest number of a format, ties to even.
-
-    One scaling by a power of two, one rounding to an integer, and the scaling back: exact for formats of up to 24
-    bits, whose numbers float64 holds with room to spare. Numbers beyond the largest stay where they are.
-    """
-    _, exponent = torch.frexp(values.abs())
-    exponent = torch.where(values == 0, format.emin, exponent - 1).clamp_min(format.emin) - format.mantissa_bits
-    return torch.ldexp(torch.round(torch.ldexp(values, -exponent)), exponent)
-
-
 # A layer counts as frozen when fewer than this share of its nonzero updates change their element.
-FROZEN = 0.01
-_MANY = 1e6
+FROZEN_SHARE = 0.01
+_LARGEST_POISSON_MEAN = 1e6
 
 
 @dataclass(frozen=True)
-class Walk:
+class SimulatedWalk:
     """The simulated course of a sample of one layer's weights.
 
     Attributes:
@@ -325,9 +309,9 @@ class Walk:
         decay_wanted, decay_made: sums of |change| by weight decay that is rounded by itself; 0 without one.
     """
 
-    moved: Tensor
-    fewer: Tensor
-    more: Tensor
+    moved_shares: Tensor
+    moved_shares_if_smaller: Tensor
+    moved_shares_if_larger: Tensor
     decay_wanted: float
     decay_made: float
 
@@ -343,7 +327,7 @@ def simulate_walk(
     leaps: int,
     generator: torch.Generator,
     margin: float = 0.0,
-) -> Walk:
+) -> SimulatedWalk:
     """Follow weights that are rounded to nearest after every update.
 
     An update u moves a number with neighbours at distances a (up) and b (down) where u > a / 2 or u < -b / 2. With u
@@ -373,21 +357,27 @@ def simulate_walk(
         if rate == 0:
             continue
         mean = rate * growth * sizes.mean - (0.0 if apart else rate * decay) * weights
-        up, down = find_gaps(weights, format)
+        up, down = find_neighbour_gaps(weights, format)
         deviation = rate * growth * sizes.deviation
-        rises, falls = _chances(mean, deviation, up, down, sizes.is_sign)
+        rises, falls = _compute_move_chances(mean, deviation, up, down, sizes.is_sign_update)
         shares[0, begin:end] = (rises + falls).mean()
         for row, scale in ((1, 1 - margin), (2, 1 + margin)):
-            rises_then, falls_then = _chances(mean * scale, deviation * scale, up, down, sizes.is_sign)
+            rises_then, falls_then = _compute_move_chances(
+                mean * scale, deviation * scale, up, down, sizes.is_sign_update
+            )
             shares[row, begin:end] = (rises_then + falls_then).mean()
         if apart and decay:
-            weights, lost = _decay(weights, rate * decay, end - begin, format)
+            weights, lost = _decay_weights(weights, rate * decay, end - begin, format)
             wanted, made = wanted + lost[0], made + lost[1]
-        weights = _leap(weights, mean, deviation, (up, down), (rises, falls), end - begin, sizes.run, format, generator)
-    return Walk(shares[0], shares[1], shares[2], wanted, made)
+        weights = _advance_weights(
+            weights, mean, deviation, (up, down), (rises, falls), end - begin, sizes.run_steps, format, generator
+        )
+    return SimulatedWalk(shares[0], shares[1], shares[2], wanted, made)
 
 
-def _chances(mean: Tensor, deviation: Tensor, up: Tensor, down: Tensor, is_sign: bool) -> tuple[Tensor, Tensor]:
+def _compute_move_chances(
+    mean: Tensor, deviation: Tensor, up: Tensor, down: Tensor, is_sign: bool
+) -> tuple[Tensor, Tensor]:
     """Return per element the probability that an update takes it up, and down."""
     if is_sign:
         return ((mean + deviation > up / 2).double() / 2, (deviation - mean > down / 2).double() / 2)
@@ -395,7 +385,7 @@ def _chances(mean: Tensor, deviation: Tensor, up: Tensor, down: Tensor, is_sign:
     return torch.special.ndtr((mean - up / 2) / spread), torch.special.ndtr((-mean - down / 2) / spread)
 
 
-def _leap(
+def _advance_weights(
     weights: Tensor,
     mean: Tensor,
     deviation: Tensor,
@@ -408,21 +398,26 @@ def _leap(
 ) -> Tensor:
     """Return weights after some steps whose updates have a mean, a deviation, and chances to round up and down."""
     up, down = distances
-    ups, downs = (torch.poisson((chance * steps).clamp_max(_MANY), generator=generator) for chance in chances)
+    ups, downs = (
+        torch.poisson((chance * steps).clamp_max(_LARGEST_POISSON_MEAN), generator=generator) for chance in chances
+    )
     hopped = weights + ups * up - downs * down
     drawn = torch.randn(len(weights), generator=generator, dtype=torch.float64, device="cpu")
     walked = weights + steps * mean + drawn * deviation * math.sqrt(2 * run * steps)
     free = torch.maximum(up, down) < 2 * (deviation + mean.abs())
-    return round_to_format(torch.where(free, walked, hopped), format)
+    return quantize(torch.where(free, walked, hopped), format, overflow="saturate")
 
 
-def _decay(weights: Tensor, factor: float, steps: int, format: Format) -> tuple[Tensor, tuple[float, float]]:
+def _decay_weights(weights: Tensor, factor: float, steps: int, format: Format) -> tuple[Tensor, tuple[float, float]]:
     """Return weights after steps of w (1 - lr weight_decay), each rounded; the |change| wanted, and the one made."""
-    once = round_to_format(weights * (1 - factor), format)
+    once = quantize(weights * (1 - factor), format, overflow="saturate")
     wanted = float(weights.abs().sum()) * factor * steps
     made = float((weights.abs() - once.abs()).sum()) * steps
     moves = once != weights
-    return torch.where(moves, round_to_format(weights * (1 - factor) ** steps, format), weights), (wanted, made)
+    return torch.where(moves, quantize(weights * (1 - factor) ** steps, format, overflow="saturate"), weights), (
+        wanted,
+        made,
+    )
 
 
 def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5) -> int | None:
@@ -443,7 +438,7 @@ def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5)
     2
     """
     above = torch.special.gammainc(
-        torch.full_like(moved, float(math.ceil(FROZEN * count))), (moved * count).clamp_min(1e-300)
+        torch.full_like(moved, float(math.ceil(FROZEN_SHARE * count))), (moved * count).clamp_min(1e-300)
     )
     none = torch.log1p(-above.clamp_max(1 - 1e-15)) / run
     none_from = none.flip(0).cumsum(0).flip(0)
@@ -451,84 +446,19 @@ def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5)
     return int(found[0]) if len(found) else None
 
 
-# The smallest constant update, over the weight, of which each keeps nearly all (docs/sixteen-bit-tables.md, small
-# updates); 0: the smallest that was tried. None: half an ulp of the parameter.
-_SMALLEST: dict[str, float | None] = {
-    "nearest": None,
-    "stochastic": 2.0**-23,
-    "feedback": 2.0**-23,
-    "split8": 2.0**-23,
-    "kahan": 0.0,
-    "kahan-stochastic": 0.0,
-    "split": 2.0**-23,
-    "split-stochastic": 0.0,
-    "components": 2.0**-17,
-    "master": 2.0**-23,
-}
-_ON_AVERAGE = ("stochastic", "feedback")
-_ELEMENTS = 4096
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A way to store and update the weights.
-
-    Attributes:
-        weight_update: of halfulp's optimizers; "float32" for weights that stay float32.
-        bytes_per_parameter: weight, what lies beside it, optimizer states and gradient.
-        total: bytes of them for all parameters of 16 bits.
-        keeps: "yes", "on average", or "no" for typical updates of the layer with the smallest.
-    """
-
-    weight_update: str
-    bytes_per_parameter: float
-    total: int
-    keeps: str
-
-
-def compute_costs(rule: str, dtype: torch.dtype, elements: int, relative: float) -> tuple[Cost, ...]:
-    """Return the bytes that each of halfulp's weight updates takes for parameters of a dtype.
-
-    The bytes are those that an optimizer of that rule reports of itself.
-
-    Args:
-        dtype: of the parameters, 16 bits.
-        relative: typical update over typical weight, by which it is judged what is kept.
-    """
-    found = []
-    for name, smallest in _SMALLEST.items():
-        try:
-            size = _bytes(rule, dtype, name)
-        except ValueError:
-            continue  # "split" needs bfloat16, "feedback" a first moment
-        floor = torch.finfo(dtype).eps / 2 if smallest is None else smallest
-        keeps = "no" if relative < floor else "on average" if name in _ON_AVERAGE else "yes"
-        found.append(Cost(name, size, round(size * elements), keeps))
-    size = _bytes(rule, torch.float32, None)
-    keeps = "no" if relative < torch.finfo(torch.float32).eps / 2 else "yes"
-    found.append(Cost("float32", size, round(size * elements), keeps))
-    return tuple(sorted(found, key=lambda cost: cost.bytes_per_parameter))
-
-
-def _bytes(rule: str, dtype: torch.dtype, weight_update: str | None) -> float:
-    kind: Any = optim.OPTIMIZERS[rule]
-    parameter = torch.nn.Parameter(torch.zeros(_ELEMENTS, dtype=dtype, device="cpu"))
-    return float(kind([parameter], lr=1e-3, weight_update=weight_update).bytes_per_parameter())
-
-
 # Elements of a run that is read together where not all are: a page of memory holds many of them.
-_RUN = 64
-_SHOWN = 12
+_SAMPLE_RUN_ELEMENTS = 64
+_SHOWN_STEPS = 12
 # The chance to lie before the range, and after it, and where a normal number has it.
-_EDGE = 0.05
-_EDGES = 1.645
+_EDGE_CHANCE = 0.05
+_EDGE_DEVIATIONS = 1.645
 # Gradients change as a training goes on: until the end of its schedule the updates of nine in ten layers stayed within
 # this share of their size when they were forecast (docs/forecast.md).
-_MARGIN = 0.5
+_UPDATE_SIZE_MARGIN = 0.5
 
 
 def forecast_layer(
-    trained: Trained, inputs: Inputs, rates: Tensor, *, start: int, sample: int, leaps: int, seed: int
+    trained: TrainedTensor, inputs: Inputs, rates: Tensor, *, start: int, sample: int, leaps: int, seed: int
 ) -> LayerForecast:
     """Return the forecast of one parameter."""
     format = formats.get(trained.dtype)
@@ -539,8 +469,8 @@ def forecast_layer(
     index, weights = index[finite], weights[finite]
     options, adam = trained.options, inputs.rule.startswith("Adam")
     decoupled = inputs.rule in ("AdamW", "Lion") or options.get("decoupled_weight_decay")
-    decay = number(options.get("weight_decay", 0.0)) if decoupled else 0.0
-    apart = not inputs.ours and not options.get("fused")
+    decay = read_number(options.get("weight_decay", 0.0)) if decoupled else 0.0
+    apart = not inputs.is_halfulp and not options.get("fused")
     second = trained.state.get("exp_avg_sq")
     states = second.dtype if isinstance(second, Tensor) and second.is_floating_point() else trained.dtype
     layer = LayerForecast(
@@ -550,8 +480,8 @@ def forecast_layer(
         trained.weight_update,
         lr=float(rates.max()),
         weight_decay=decay,
-        eps=number(options["eps"]) if "eps" in options else None,
-        beta2=number(options["betas"][1]) if adam else None,
+        eps=read_number(options["eps"]) if "eps" in options else None,
+        beta2=read_number(options["betas"][1]) if adam else None,
         denominator=states if adam and apart else None,  # torch's loops add eps in the states' dtype
     )
     sizes = model_update_sizes(trained, inputs, index, weights, len(rates), generator) if len(weights) else None
@@ -570,14 +500,13 @@ def forecast_layer(
         apart=apart,
         leaps=leaps,
         generator=generator,
-        margin=_MARGIN,
+        margin=_UPDATE_SIZE_MARGIN,
     )
-    sampling = _EDGES / math.sqrt(FROZEN * len(held)) if len(index) < trained.value.numel() else 0.0
+    sampling = _EDGE_DEVIATIONS / math.sqrt(FROZEN_SHARE * len(held)) if len(index) < trained.value.numel() else 0.0
     count = max(1, round(len(held) / len(weights) * trained.value.numel()))
     lost = 1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None
-    freezing = _freezing(walked, rates, count, sampling, sizes, start)
-    noise = _noise(held, sizes, rates, format)
-    return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing, **noise)
+    freezing = _describe_freezing(walked, rates, count, sampling, sizes, start)
+    return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing)
 
 
 def choose_sample(elements: int, most: int) -> Tensor:
@@ -588,13 +517,13 @@ def choose_sample(elements: int, most: int) -> Tensor:
     """
     if elements <= most:
         return torch.arange(elements, dtype=torch.int64, device="cpu")
-    runs = max(1, most // _RUN)
-    begins = torch.linspace(0, elements - _RUN, runs, dtype=torch.float64, device="cpu").long()
-    return (begins[:, None] + torch.arange(_RUN, dtype=torch.int64, device="cpu")).flatten()
+    runs = max(1, most // _SAMPLE_RUN_ELEMENTS)
+    begins = torch.linspace(0, elements - _SAMPLE_RUN_ELEMENTS, runs, dtype=torch.float64, device="cpu").long()
+    return (begins[:, None] + torch.arange(_SAMPLE_RUN_ELEMENTS, dtype=torch.int64, device="cpu")).flatten()
 
 
-def _freezing(
-    walked: Walk, rates: Tensor, count: int, sampling: float, sizes: UpdateSizes, start: int
+def _describe_freezing(
+    walked: SimulatedWalk, rates: Tensor, count: int, sampling: float, sizes: UpdateSizes, start: int
 ) -> dict[str, Any]:
     """Return when a layer freezes, and which share of its updates is lost by then.
 
@@ -603,37 +532,20 @@ def _freezing(
     after = (rates > 0).nonzero()
     # Where the rate is 0 there is no update that could be lost.
     active = int(after[-1]) + 1 if len(after) else 0
-    moved, fewer, more = (one[:active] for one in (walked.moved, walked.fewer, walked.more))
-    step = find_freeze_step(moved, count, sizes.run)
-    low = find_freeze_step(fewer * max(0.0, 1 - sampling), count, sizes.run, _EDGE)
-    high = find_freeze_step(more * (1 + sampling), count, sizes.run, 1 - _EDGE)
-    places = torch.linspace(0, active - 1, min(_SHOWN, active), dtype=torch.float64, device="cpu")
+    moved, fewer, more = (
+        one[:active] for one in (walked.moved_shares, walked.moved_shares_if_smaller, walked.moved_shares_if_larger)
+    )
+    step = find_freeze_step(moved, count, sizes.run_steps)
+    low = find_freeze_step(fewer * max(0.0, 1 - sampling), count, sizes.run_steps, _EDGE_CHANCE)
+    high = find_freeze_step(more * (1 + sampling), count, sizes.run_steps, 1 - _EDGE_CHANCE)
+    places = torch.linspace(0, active - 1, min(_SHOWN_STEPS, active), dtype=torch.float64, device="cpu")
     shown = places.long().unique().tolist()
-    weighed = float((walked.moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
+    weighed = float((walked.moved_shares * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
     return {
         "freeze_step": None if step is None else start + step,
         "freeze_lr": None if step is None else float(rates[step]),
         "freeze_range": tuple(None if edge is None else start + edge for edge in (low, high)),
         "after_freeze": 0.0 if step is None else float(rates[step:].sum() / rates.sum()),
-        "lost": tuple((start + at, 1 - float(walked.moved[at])) for at in shown),
+        "lost": tuple((start + at, 1 - float(walked.moved_shares[at])) for at in shown),
         "lost_share": 1 - weighed,
-    }
-
-
-def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -> dict[str, Any]:
-    """Return where stochastic rounding's noise is as large as the drift.
-
-    An update u below the spacing d is rounded up with probability u / d (Croci et al., Royal Society Open Science 9,
-    211631, 2022): the mean is u, the variance u (d - u). After n updates of one sign the drift is n u and the noise
-    sqrt(n u (d - u)); they are equal at n = (d - u) / u, a drift of d - u: one spacing, however small u is.
-    """
-    up, down = find_gaps(weights, format)
-    spacing = float(torch.minimum(up, down).median())
-    largest = float((sizes.rms * sizes.growth * rates).max())
-    # Weighed by itself: where most of the schedule's movement is.
-    mean_rate = float(rates.square().sum() / rates.sum()) if rates.sum() > 0 else 0.0
-    return {
-        "relative": sizes.rms * mean_rate / float(weights.abs().median().clamp_min(1e-30)),
-        "noise_drift": max(0.0, spacing - largest),
-        "noise_steps": max(0.0, spacing / largest - 1) if largest else math.inf,
     }

@@ -14,29 +14,31 @@ from ... import formats
 from ..._messages import a_kind, listed
 from ...kernels import in_float64
 from ...optim._inner_optimizer import inner_optimizer
+from ..checkpoints._files import Checkpoint
+from ..checkpoints._names import read_checkpoint_content
+from ..checkpoints._open import open_checkpoint
 from ..findings import findings_of
 from ._forecast import Forecast
 from ._inputs import (
     Inputs,
     Schedule,
-    Trained,
+    TrainedTensor,
     compute_learning_rates,
-    from_checkpoint,
-    from_optimizer,
-    from_rate,
+    list_trained_parameters,
+    make_inputs_from_checkpoint,
+    make_inputs_from_optimizer,
+    make_inputs_from_weights,
     name_schedule,
-    named_tensors,
-    states_by_name,
 )
-from ._layers import choose_sample, compute_costs, forecast_layer
+from ._layers import choose_sample, forecast_layer
 
 # Elements times leaps over all layers that are followed in some seconds.
-_BUDGET = 2.4e7
-_SAMPLE = 2048
+_ELEMENT_LEAPS_BUDGET = 2.4e7
+_LARGEST_SAMPLE = 2048
 _SMALLEST_SAMPLE = 256
-_LEAPS = 400
+_MOST_LEAPS = 400
 # Points of the learning-rate curve that a forecast keeps.
-_CURVE = 240
+_RATE_CURVE_POINTS = 240
 
 
 def forecast(
@@ -86,7 +88,7 @@ def forecast(
         betas, eps, momentum, weight_decay: options where a learning rate is given; torch's defaults.
 
     Returns:
-        A Forecast: `layers`, `findings`, `costs`; print it.
+        A Forecast: `layers` and `findings`; print it.
 
     Raises:
         TypeError: neither a module nor a state dict; neither an optimizer nor a number.
@@ -101,14 +103,24 @@ def forecast(
     given = {"betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
     options = {name: value for name, value in given.items() if value is not None}
     dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
-    if isinstance(model_or_state, str | Path):
-        if states is not None:
-            raise ValueError("states= goes with a state dict; a checkpoint has its own: leave it out")
-        rate = None if optimizer_or_lr is None else _rate(optimizer_or_lr)
-        inputs = from_checkpoint(model_or_state, rate, optimizer, options, dtype)
+    optimizer_or_lr = inner_optimizer(optimizer_or_lr)
+    if isinstance(optimizer_or_lr, torch.optim.Optimizer):
+        if not isinstance(model_or_state, nn.Module):
+            raise TypeError(
+                f"an optimizer goes with its model, not with {a_kind(model_or_state)}: give a learning rate"
+            )
+        if options or states is not None:
+            named = ", ".join([*options, *(["states"] if states is not None else [])])
+            raise ValueError(f"{named}: the optimizer has its own; leave them out, or give a learning rate instead")
+        inputs = make_inputs_from_optimizer(list_trained_parameters(model_or_state), optimizer_or_lr, optimizer, dtype)
+    elif isinstance(model_or_state, nn.Module) and states is None:
+        weights = list_trained_parameters(model_or_state)
+        inputs = make_inputs_from_weights(weights, {}, _check_rate(optimizer_or_lr), optimizer, options, dtype)
     else:
-        weights = named_tensors(model_or_state)
-        inputs = _inputs(weights, optimizer_or_lr, optimizer, states, options, dtype)
+        rate = None if optimizer_or_lr is None else _check_rate(optimizer_or_lr)
+        inputs = make_inputs_from_checkpoint(
+            _open_checkpoint_or_state(model_or_state, states), rate, optimizer, options, dtype
+        )
     begin = inputs.start if start is None else start
     rates = compute_learning_rates(
         schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
@@ -116,28 +128,20 @@ def forecast(
     return _follow_layers(inputs, rates, name_schedule(schedule), begin)
 
 
-def _inputs(
-    weights: list[tuple[str, Tensor]],
-    optimizer_or_lr: torch.optim.Optimizer | float | None,
-    rule: str | None,
-    states: Mapping[str, Any] | None,
-    options: dict[str, Any],
-    dtype: torch.dtype | None,
-) -> Inputs:
-    optimizer_or_lr = inner_optimizer(optimizer_or_lr)
-    if isinstance(optimizer_or_lr, torch.optim.Optimizer):
-        if options or states is not None:
-            named = ", ".join([*options, *(["states"] if states is not None else [])])
-            raise ValueError(f"{named}: the optimizer has its own; leave them out, or give a learning rate instead")
-        return from_optimizer(weights, optimizer_or_lr, rule, dtype)
-    rate = _rate(optimizer_or_lr)
-    by_name: Mapping[str, Any] = states or {}
-    if "param_groups" in by_name:
-        by_name = states_by_name(by_name, weights)
-    return from_rate(weights, by_name, rate, rule, options, dtype)
+def _open_checkpoint_or_state(model_or_state: object, states: Mapping[str, Any] | None) -> Checkpoint:
+    if isinstance(model_or_state, str | Path):
+        if states is not None:
+            raise ValueError("states= goes with a state dict; a checkpoint has its own: leave it out")
+        return open_checkpoint(model_or_state)
+    if isinstance(model_or_state, nn.Module):
+        model_or_state = dict(list_trained_parameters(model_or_state))
+    if not isinstance(model_or_state, Mapping):
+        raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {a_kind(model_or_state)}")
+    whole = model_or_state if states is None else {"model": model_or_state, "optimizer": states}
+    return read_checkpoint_content(whole, "the state dict")
 
 
-def _rate(given: object) -> float:
+def _check_rate(given: object) -> float:
     if isinstance(given, bool) or not isinstance(given, int | float):
         raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {a_kind(given)}")
     if not 0 <= given < float("inf"):
@@ -148,14 +152,13 @@ def _rate(given: object) -> float:
 def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
     """Follow every layer, each by as many elements and leaps as some seconds allow for all of them."""
     count = len(inputs.parameters)
-    leaps = min(_LEAPS, rates.shape[1])
-    sample = int(max(_SMALLEST_SAMPLE, min(_SAMPLE, _BUDGET / (leaps * count))))
-    leaps = int(max(1, min(leaps, _BUDGET / (sample * count))))
+    leaps = min(_MOST_LEAPS, rates.shape[1])
+    sample = int(max(_SMALLEST_SAMPLE, min(_LARGEST_SAMPLE, _ELEMENT_LEAPS_BUDGET / (leaps * count))))
+    leaps = int(max(1, min(leaps, _ELEMENT_LEAPS_BUDGET / (sample * count))))
     layers = tuple(
         forecast_layer(trained, inputs, rates[trained.group], start=start, sample=sample, leaps=leaps, seed=position)
         for position, trained in enumerate(inputs.parameters)
     )
-    narrow = [trained for trained in inputs.parameters if trained.dtype in (torch.bfloat16, torch.float16)]
     notes = list(inputs.notes)
     broken = [one.name for one in inputs.parameters if _has_nonfinite(one, sample)]
     if broken:
@@ -166,17 +169,12 @@ def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> 
             f"the size of updates is not known of {len(unknown)} of {count} layers: SGD's are its gradients; give an "
             "optimizer that has made a step with momentum, or a model that holds gradients"
         )
-    found: tuple[Any, ...] = ()
-    if narrow:
-        relative = [layer.relative for layer in layers if layer.relative is not None]
-        smallest = min(relative, default=0.0)
-        found = compute_costs(inputs.rule, narrow[0].dtype, sum(one.value.numel() for one in narrow), smallest)
-    total, curve = start + rates.shape[1], _thin_rates(rates[0], start)
-    made = Forecast(layers, inputs.rule, schedule, start, total, found, tuple(notes), curve)
+    total, curve = start + rates.shape[1], _sample_rate_curve(rates[0], start)
+    made = Forecast(layers, inputs.rule, schedule, start, total, tuple(notes), curve)
     return replace(made, findings=findings_of("forecast", made))
 
 
-def _has_nonfinite(trained: Trained, sample: int) -> bool:
+def _has_nonfinite(trained: TrainedTensor, sample: int) -> bool:
     """Return whether the elements that are followed have NaN or infinity, or their states have."""
     count = trained.value.numel()
     states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
@@ -188,8 +186,8 @@ def _has_nonfinite(trained: Trained, sample: int) -> bool:
     )
 
 
-def _thin_rates(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:
+def _sample_rate_curve(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:
     """Return (step, rate) at some steps spread over all, the first and the last among them."""
-    places = torch.linspace(0, len(rates) - 1, min(len(rates), _CURVE), dtype=torch.float64, device="cpu")
+    places = torch.linspace(0, len(rates) - 1, min(len(rates), _RATE_CURVE_POINTS), dtype=torch.float64, device="cpu")
     at = places.round().long().tolist()
     return tuple((start + step, float(rates[step])) for step in dict.fromkeys(at))

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
 from .._record import Difference
-from ..findings._comparisons import is_explained_by_order
+from ..findings._comparisons import is_explained_by_sum_order
 from ..sampling._sampler import read_numbers, take_sample
 from ._notebook import Notebook, find_tensors, watching
 
@@ -177,7 +177,7 @@ class CompiledModules:
         made = _largest_difference(name, eager, output)
         if made is None:
             return
-        if made.differing and not is_explained_by_order(made):
+        if made.differing and not is_explained_by_sum_order(made):
             again = _largest_difference(name, eager, second.run())
             if again is None or again.differing:
                 self._give_up(name, "two eager runs on the same inputs differ from each other")

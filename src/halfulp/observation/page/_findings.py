@@ -7,83 +7,88 @@ from typing import Any
 
 from ... import __version__, formats
 from ..._names import described
-from ...pages import Cell, count, number, render, share
-from .._finding import in_words
+from ...pages import Cell, format_count, format_number, format_share, render
+from .._finding import describe_names
 
-Plain = Mapping[str, Any]
-Columns = list[tuple[str, str, Callable[[Plain], Cell]]]
-_MOST_NAMES = 60
+PlainData = Mapping[str, Any]
+TableColumns = list[tuple[str, str, Callable[[PlainData], Cell]]]
+_MOST_SHOWN_NAMES = 60
 # What fewer elements or steps than these show is said to rest on few.
-_SURE = 0.9
+_SURE_CONFIDENCE = 0.9
 
 
-def cause_cards(data: Plain, forecast: bool = False) -> list[dict[str, Any]]:
+def make_cause_cards(data: PlainData, forecast: bool = False) -> list[dict[str, Any]]:
     """Return the cards of the causes for the template, the worst first."""
-    return [_card(cause, [data["findings"][k] for k in cause["findings"]], forecast) for cause in data["causes"]]
+    return [
+        _make_cause_card(cause, [data["findings"][k] for k in cause["findings"]], forecast) for cause in data["causes"]
+    ]
 
 
-def _card(cause: Plain, findings: Sequence[Plain], forecast: bool) -> dict[str, Any]:
+def _make_cause_card(cause: PlainData, findings: Sequence[PlainData], forecast: bool) -> dict[str, Any]:
     own = [one for one in findings if one["code"] == cause["code"]]
-    others: dict[str, list[Plain]] = {}
+    others: dict[str, list[PlainData]] = {}
     for one in findings:
         if one["code"] != cause["code"]:
             others.setdefault(one["code"], []).append(one)
-    few = min(one["confidence"] for one in own) < _SURE
+    few = min(one["confidence"] for one in own) < _SURE_CONFIDENCE
     return {
         **cause,
         "sure": "forecast" if forecast else "of few samples" if few else "",
-        "lines": [_line(one, forecast) for one in own],
+        "lines": [_make_finding_line(one, forecast) for one in own],
         "following": [_summarize_consequences(code, found, own, forecast) for code, found in others.items()],
     }
 
 
 def _summarize_consequences(
-    code: str, findings: Sequence[Plain], own: Sequence[Plain], forecast: bool
+    code: str, findings: Sequence[PlainData], own: Sequence[PlainData], forecast: bool
 ) -> dict[str, Any]:
     """Summarize the findings of another code that follow from a cause: the first in words, the others counted."""
     names, there = ([name for one in some for name in one["where"]] for some in (findings, own))
     return {
         "code": code,
-        "where": "" if set(names) <= set(there) else in_words(names),
+        "where": "" if set(names) <= set(there) else describe_names(names),
         "summary": findings[0]["summary"],
         "more": len(findings) - 1 if len({one["summary"] for one in findings}) > 1 else 0,
-        "lines": [_line(one, forecast) for one in findings],
+        "lines": [_make_finding_line(one, forecast) for one in findings],
     }
 
 
-def render_page(template: str, cards: Sequence[Plain], charts: Plain, **words: Any) -> str:
+def render_page(template: str, cards: Sequence[PlainData], charts: PlainData, **words: Any) -> str:
     """Return a page of what an instrument found, as text; it refers to nothing outside itself."""
     made_by = f"halfulp {__version__}"
-    given = {"findings": cards, "codes": codes_on(cards), "versions": made_by, "data": charts}
+    given = {"findings": cards, "codes": list_codes(cards), "versions": made_by, "data": charts}
     return render(__package__, template, **given, **words)
 
 
-def codes_on(cards: Sequence[Plain]) -> list[tuple[str, str, bool]]:
+def list_codes(cards: Sequence[PlainData]) -> list[tuple[str, str, bool]]:
     """Return the codes on the page, each once, with what it stands for, and whether the documentation has a page of it.
 
     A code that a user registered has none.
     """
-    from ..findings._kind import KINDS  # whose package makes pages by way of audits
+    from ..findings._kind import FINDING_KINDS  # whose package makes pages by way of audits
 
-    own = {code for code, kind in KINDS.items() if kind.__module__.startswith("halfulp.")}
+    own = {code for code, kind in FINDING_KINDS.items() if kind.__module__.startswith("halfulp.")}
     meanings = described("finding")
     codes = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
     return [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(codes)]
 
 
-_EVIDENCE = {"lost": "share lost", "realised": "movement kept", "seen": "elements sampled"}
+_EVIDENCE_TITLES = {"lost": "share lost", "realised": "movement kept", "seen": "elements sampled"}
 
 
-def _line(one: Plain, forecast: bool) -> dict[str, Any]:
-    evidence = [(_EVIDENCE.get(key, key.replace("_", " ")), _value(value)) for key, value in one["evidence"].items()]
+def _make_finding_line(one: PlainData, forecast: bool) -> dict[str, Any]:
+    evidence = [
+        (_EVIDENCE_TITLES.get(key, key.replace("_", " ")), _format_evidence(value))
+        for key, value in one["evidence"].items()
+    ]
     if not forecast:
         # A sample is never wholly sure.
         sure = one["confidence"]
         evidence.append(("how sure", "over 99%" if sure > 0.99 else f"{100 * sure:.0f}%"))
     return {
-        "where": in_words(one["where"]),
+        "where": describe_names(one["where"]),
         "summary": one["summary"] + _describe_trainings(one.get("trainings", ())),
-        "names": _names(one["where"]),
+        "names": _shorten_names(one["where"]),
         "evidence": evidence,
     }
 
@@ -99,19 +104,19 @@ def _describe_trainings(numbers: Sequence[int]) -> str:
     return f" (training{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))})"
 
 
-def _names(where: Sequence[str]) -> list[str]:
-    names = [name or "(model)" for name in where[:_MOST_NAMES]]
-    return names + ([f"and {len(where) - _MOST_NAMES} more"] if len(where) > _MOST_NAMES else [])
+def _shorten_names(where: Sequence[str]) -> list[str]:
+    names = [name or "(model)" for name in where[:_MOST_SHOWN_NAMES]]
+    return names + ([f"and {len(where) - _MOST_SHOWN_NAMES} more"] if len(where) > _MOST_SHOWN_NAMES else [])
 
 
-def _value(value: Any) -> str:
+def _format_evidence(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
-        return count(value)
+        return format_count(value)
     if isinstance(value, list):
-        return ", ".join(map(_value, value))
-    return number(value)
+        return ", ".join(map(_format_evidence, value))
+    return format_number(value)
 
 
 def dtype_word(dtype: str | None) -> str:
@@ -128,18 +133,18 @@ def dtype_word(dtype: str | None) -> str:
         return dtype
 
 
-UNSEEN = Cell("–", sort="")
-TONES = {"error": "bad", "warning": "open", "note": "quiet"}
+UNKNOWN_CELL = Cell("–", sort="")
+SEVERITY_TONES = {"error": "bad", "warning": "open", "note": "quiet"}
 
 
 def number_cell(value: Any) -> Cell:
     """Return the cell of a number, of anything else one without."""
-    return Cell(number(value), sort=value) if isinstance(value, int | float) else UNSEEN
+    return Cell(format_number(value), sort=value) if isinstance(value, int | float) else UNKNOWN_CELL
 
 
 def count_cell(value: int, title: str = "") -> Cell:
     """Return the cell of a count."""
-    return Cell(count(value), sort=value, title=title)
+    return Cell(format_count(value), sort=value, title=title)
 
 
 def shape_words(shape: Sequence[int]) -> str:
@@ -150,15 +155,34 @@ def shape_words(shape: Sequence[int]) -> str:
 def share_cell(part: float | None, bar: bool = False) -> Cell:
     """Return the cell of a share, which may be negative."""
     if part is None:
-        return UNSEEN
+        return UNKNOWN_CELL
     return Cell(
-        share(part) if part >= 0 else f"{100 * part:.3g}%", sort=part, bar=min(1, max(0, part)) if bar else None
+        format_share(part) if part >= 0 else f"{100 * part:.3g}%", sort=part, bar=min(1, max(0, part)) if bar else None
     )
 
 
 def lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
     """Return the cell of a share that was lost, with a bar in the colour of how bad it is."""
     if part is None:
-        return UNSEEN
+        return UNKNOWN_CELL
     tone = "bad" if part >= 0.5 else "open" if part >= 0.1 else ""
-    return Cell(share(part), sort=part, bar=part if bar else None, tone=tone if bar else "", title=title)
+    return Cell(format_share(part), sort=part, bar=part if bar else None, tone=tone if bar else "", title=title)
+
+
+def change_cell(realised: PlainData | None, bar: bool = False) -> Cell:
+    """Return the cell of the share that rounding lost of some changes, a `Realised` as plain data."""
+    if realised is None or not realised["seen"]:
+        return UNKNOWN_CELL
+    said = f"{format_count(realised['cancelled'])} of {format_count(realised['seen'])} sampled"
+    said += "" if realised["known"] else "; counted where the gradient is not zero"
+    return lost_cell(realised["lost_share"], bar, said)
+
+
+def kept_cell(realised: PlainData | None) -> Cell:
+    """Return the cell of the share of a wanted movement that took place, of a `Realised` as plain data."""
+    if realised is None:
+        return UNKNOWN_CELL
+    part = realised["realised_share"]
+    if not isinstance(part, int | float):
+        return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")
+    return share_cell(part, bar=True)

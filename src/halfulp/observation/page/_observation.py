@@ -8,19 +8,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from ... import formats
-from ...pages import Cell, Table, count, make_table, share
-from .._finding import SEVERITIES, counted, headline
+from ...pages import Cell, Table, format_share, make_table
+from .._finding import SEVERITIES, choose_headline, count_causes_in_words
 from .._record import Role
-from .._text import KEPT, LOST, LOST_AND_KEPT, plural, times
+from .._text import KEPT_TITLE, LOST_AND_KEPT_TEXT, LOST_TITLE, pluralize, times
 from ._findings import (
-    TONES,
-    UNSEEN,
-    Columns,
-    Plain,
-    cause_cards,
+    SEVERITY_TONES,
+    UNKNOWN_CELL,
+    PlainData,
+    TableColumns,
+    change_cell,
     count_cell,
     dtype_word,
-    lost_cell,
+    kept_cell,
+    make_cause_cards,
     number_cell,
     render_page,
     shape_words,
@@ -28,66 +29,66 @@ from ._findings import (
 )
 
 
-def observation_html(data: Plain) -> str:
+def render_observation_page(data: PlainData) -> str:
     """Return the page of what `Observation.to_dict` gives, as text."""
-    record, cards, trainings = data.get("record", {}), cause_cards(data), data.get("trainings", ())
+    record, cards, trainings = data.get("record", {}), make_cause_cards(data), data.get("trainings", ())
     parameters = record.get("parameters", [])
     # The role of the tensors that show the first cause, and its names.
     first = [data["findings"][k] for card in cards[:1] for k in card["findings"]]
     first = [one for one in first if one["code"] == cards[0]["code"]]
     role, where = first[0].get("role", "") if first else "", [name for one in first for name in one["where"]]
-    charts: dict[str, Any] = map_data(record.get("tensors", ()), parameters, role, where)
-    has_map, curves = bool(charts["tensors"]), history_data(record.get("history", []))
+    charts: dict[str, Any] = make_map_data(record.get("tensors", ()), parameters, role, where)
+    has_map, curves = bool(charts["tensors"]), make_history_panels(record.get("history", []))
     nothing = "Nothing was observed: no optimizer stepped"
     return render_page(
         "observation.html.j2",
         cards,
         (charts if has_map else {}) | ({"history": curves} if curves else {}),
-        headline=headline(cards, _extent(data)) if cards or data["steps"] else nothing,
-        lead=_lead(cards, data, record),
-        trainings=trainings_table(trainings),
+        headline=choose_headline(cards, _describe_extent(data)) if cards or data["steps"] else nothing,
+        lead=_describe_observation(cards, data, record),
+        trainings=make_trainings_table(trainings),
         shown=[one["number"] for one in trainings if one["shown"]],
         has_map=has_map,
-        updates=updates_table(parameters),
-        updates_words=LOST_AND_KEPT,
+        updates=make_updates_table(parameters),
+        updates_words=LOST_AND_KEPT_TEXT,
         history_words=curves["words"] if curves else "",
-        storage=storage_table(record),
-        extras=extra_tables(record),
+        storage=make_storage_table(record),
+        extras=make_extra_tables(record),
         unseen=record.get("unseen", []),
-        cost=_cost(data),
+        cost=_describe_cost(data),
     )
 
 
-def _extent(data: Plain) -> str:
+def _describe_extent(data: PlainData) -> str:
     """Describe how much was observed: steps, of how many trainings."""
     steps = [one["steps"] for one in data.get("trainings", ())] or [data["steps"]]
     of = "" if len(steps) == 1 else f" of {len(steps)} trainings"
-    return f"{plural(sum(steps), 'step')}{of}"
+    return f"{pluralize(sum(steps), 'step')}{of}"
 
 
-def _cost(data: Plain) -> str:
+def _describe_cost(data: PlainData) -> str:
     """Describe what observing cost, where that is known."""
     overhead = data.get("overhead")
     every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
     return f"{every}Observing took {times(overhead)} the run's own time." if overhead is not None else ""
 
 
-def _lead(cards: Sequence[Plain], data: Plain, record: Plain) -> str:
+def _describe_observation(cards: Sequence[PlainData], data: PlainData, record: PlainData) -> str:
     """Describe how many causes there are, and what was observed: sampled steps, parameters, optimizers."""
     parameters = record.get("parameters", [])
     elements = sum(one["numel"] for one in parameters)
     optimizers = dict.fromkeys(one["optimizer"] for one in parameters if one["optimizer"])
-    said = [counted(cards, f"after {_extent(data)}")] if cards else []
-    said.append(f"{plural(len(record.get('sampled_steps', ())), 'step')} sampled")
-    said.append(f"{plural(len(parameters), 'parameter tensor')} of {plural(elements, 'element')}")
+    said = [count_causes_in_words(cards, f"after {_describe_extent(data)}")] if cards else []
+    said.append(f"{pluralize(len(record.get('sampled_steps', ())), 'step')} sampled")
+    said.append(f"{pluralize(len(parameters), 'parameter tensor')} of {pluralize(elements, 'element')}")
     said += [", ".join(optimizers)] if optimizers else ["no optimizer"]
     rank, ranks = record.get("replica_of", (0, 1))
     said += [f"rank {rank} of {ranks}"] if ranks > 1 else []
     return " · ".join(said)
 
 
-def map_data(
-    tensors: Iterable[Plain], parameters: Iterable[Plain] = (), role: str = "", where: Sequence[str] = ()
+def make_map_data(
+    tensors: Iterable[PlainData], parameters: Iterable[PlainData] = (), role: str = "", where: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the data of the map's script: sampled tensors, formats, roles, and where it opens.
 
@@ -96,8 +97,8 @@ def map_data(
     """
     sampled = [one for one in tensors if one["sampled"]]
     held = {one["name"]: one for one in parameters}
-    weights = {one["name"]: _median(one["histogram"]) for one in sampled if one["role"] == "weight"}
-    rows = [_tensor(one, held.get(one["name"]), weights.get(one["name"])) for one in sampled]
+    weights = {one["name"]: _find_median_binade(one["histogram"]) for one in sampled if one["role"] == "weight"}
+    rows = [_make_tensor_row(one, held.get(one["name"]), weights.get(one["name"])) for one in sampled]
     named = list(dict.fromkeys(name for row in rows for name in row["formats"]))
     order = {role: place for place, role in enumerate(get_args(Role))}
     roles = sorted({row["role"] for row in rows}, key=lambda role: order.get(role, len(order)))
@@ -106,21 +107,21 @@ def map_data(
     found = any(row["found"] for row in rows)
     return {
         "tensors": sorted(rows, key=lambda row: row["order"]),
-        "formats": [format_limits(name) for name in named],
-        "stored": {role: _storage_format([row for row in rows if row["role"] == role]) for role in roles},
+        "formats": [find_format_limits(name) for name in named],
+        "stored": {role: _find_storage_format([row for row in rows if row["role"] == role]) for role in roles},
         "roles": roles,
         "role": role if found else (roles[0] if roles else ""),
         "order": "lost" if found else "model",
     }
 
 
-def _storage_format(rows: Sequence[Plain]) -> str:
+def _find_storage_format(rows: Sequence[PlainData]) -> str:
     """Return the format that stores the tensors of the first cause among rows, or most of the rows."""
     found = [row for row in rows if row["found"]] or rows
     return Counter(row["dtype"] for row in found).most_common(1)[0][0]
 
 
-def _tensor(one: Plain, parameter: Plain | None, weight: int | None) -> dict[str, Any]:
+def _make_tensor_row(one: PlainData, parameter: PlainData | None, weight: int | None) -> dict[str, Any]:
     smallest = one["amin"]
     row = {key: one[key] for key in ("role", "name", "kind", "order", "sampled", "elements", "nonfinite", "amax")}
     row |= {
@@ -133,7 +134,7 @@ def _tensor(one: Plain, parameter: Plain | None, weight: int | None) -> dict[str
         },
     }
     if row["dtype"] not in row["formats"] and one.get("scale", 1.0) == 1.0:
-        row["formats"] |= _counts_as_stored(row)
+        row["formats"] |= _count_as_stored(row)
     if one["role"] == "update" and parameter is not None and parameter["update"]["seen"]:
         row["lost"] = [parameter["update"]["seen"], parameter["update"]["cancelled"]]
         if parameter["weight_update"] == "nearest" and parameter.get("rounding") is None and weight is not None:
@@ -141,7 +142,7 @@ def _tensor(one: Plain, parameter: Plain | None, weight: int | None) -> dict[str
     return row
 
 
-def _counts_as_stored(row: Plain) -> dict[str, list[int]]:
+def _count_as_stored(row: PlainData) -> dict[str, list[int]]:
     """Return the counts of a row in the format that stores it, where none became zero or overflowed."""
     try:
         smallest = formats.get(row["dtype"]).emin
@@ -150,7 +151,7 @@ def _counts_as_stored(row: Plain) -> dict[str, list[int]]:
     return {row["dtype"]: [row["sampled"], 0, sum(many for bin, many in row["bins"] if bin < smallest), 0]}
 
 
-def _median(histogram: Mapping[str, int]) -> int | None:
+def _find_median_binade(histogram: Mapping[str, int]) -> int | None:
     """Return the power of two of the median of magnitudes."""
     left = sum(histogram.values()) / 2
     for bin, many in sorted((int(bin), many) for bin, many in histogram.items()):
@@ -160,17 +161,17 @@ def _median(histogram: Mapping[str, int]) -> int | None:
     return None
 
 
-def format_limits(name: str) -> dict[str, Any]:
+def find_format_limits(name: str) -> dict[str, Any]:
     """Return where a format's magnitudes begin and end, as powers of two under rounding to nearest.
 
     `zero` is the power below which all becomes zero, `normal` that from which numbers are normal, `over` the logarithm
     of the smallest magnitude beyond the largest number, `digits` the bits of a number behind its first; a format in
     blocks, whose limits move with its scales, and one that is not known here have `block` alone.
 
-    >>> limits = format_limits("fp16")
+    >>> limits = find_format_limits("fp16")
     >>> limits["zero"], limits["normal"], round(limits["over"], 4), limits["digits"]
     (-25, -14, 15.9996, 10)
-    >>> format_limits("mxfp8_e4m3")
+    >>> find_format_limits("mxfp8_e4m3")
     {'name': 'mxfp8_e4m3', 'title': 'mxfp8_e4m3: blocks of 32 elements', 'block': True}
     """
     if name in formats.block_names():
@@ -192,41 +193,41 @@ def format_limits(name: str) -> dict[str, Any]:
     }
 
 
-Points = list[tuple[int, float | None]]
+CurvePoints = list[tuple[int, float | None]]
 
 
-def history_data(history: Sequence[Plain]) -> dict[str, Any] | None:
+def make_history_panels(history: Sequence[PlainData]) -> dict[str, Any] | None:
     """Return the panels that `StepRecord`s as plain data have values for; None without any."""
     skipped = [int(one["step"]) for one in history if one["skipped"]]
     total = sum(one["skipped"] for one in history)
     panels: list[dict[str, Any]] = []
-    if loss := _points(history, "loss"):
+    if loss := _list_curve_points(history, "loss"):
         broken = [step for step, value in loss if value is None]
-        note = f"× {plural(len(broken), 'step')} with NaN or infinity" if broken else ""
-        panels.append({"title": "loss", "lines": [_line("", loss, "--c0")], "crosses": broken, "note": note})
-    scales = [(step, math.log2(value) if value else None) for step, value in _points(history, "loss_scale")]
+        note = f"× {pluralize(len(broken), 'step')} with NaN or infinity" if broken else ""
+        panels.append({"title": "loss", "lines": [_make_curve("", loss, "--c0")], "crosses": broken, "note": note})
+    scales = [(step, math.log2(value) if value else None) for step, value in _list_curve_points(history, "loss_scale")]
     if any(value is not None for _, value in scales):
-        note = f"▲ {plural(total, 'step')} skipped" if total else "no step skipped"
-        lines = [_line("", scales, "--c6")]
+        note = f"▲ {pluralize(total, 'step')} skipped" if total else "no step skipped"
+        lines = [_make_curve("", scales, "--c6")]
         panels.append({"title": "loss scale", "log": True, "lines": lines, "marks": skipped, "note": note})
     if pairs := [(int(one["step"]), *one["exponents"]) for one in history if one["exponents"]]:
         lines = [
-            _line("largest", [(step, high) for step, _, high in pairs], "--c5"),
-            _line("smallest", [(step, low) for step, low, _ in pairs], "--c4", True),
+            _make_curve("largest", [(step, high) for step, _, high in pairs], "--c5"),
+            _make_curve("smallest", [(step, low) for step, low, _ in pairs], "--c4", True),
         ]
         panels.append({"title": "gradient exponents of the sites", "log": True, "lines": lines})
-    if rates := _points(history, "lr"):
-        panels.append({"title": "learning rate", "zero": True, "lines": [_line("", rates, "--c1")]})
+    if rates := _list_curve_points(history, "lr"):
+        panels.append({"title": "learning rate", "zero": True, "lines": [_make_curve("", rates, "--c1")]})
     if not panels:
         return None
-    return {"steps": [int(one["step"]) for one in history], "panels": panels, "words": history_words(history)}
+    return {"steps": [int(one["step"]) for one in history], "panels": panels, "words": describe_history(history)}
 
 
-def history_words(history: Sequence[Plain]) -> str:
-    """Describe the curves for readers who cannot see them."""
+def describe_history(history: Sequence[PlainData]) -> str:
+    """Return a description of the curves in words, for readers of the page who cannot see them."""
     said = [f"{len(history):,} steps on record"]
     for key, word in (("loss", "loss"), ("loss_scale", "loss scale"), ("lr", "learning rate")):
-        points = _points(history, key)
+        points = _list_curve_points(history, key)
         found = [value for _, value in points if value is not None]
         if found:
             said.append(f"{word} from {found[0]:.4g} to {found[-1]:.4g}")
@@ -238,34 +239,34 @@ def history_words(history: Sequence[Plain]) -> str:
     return "; ".join(said) + "."
 
 
-def _line(name: str, points: Points, colour: str, dash: bool = False) -> dict[str, Any]:
+def _make_curve(name: str, points: CurvePoints, colour: str, dash: bool = False) -> dict[str, Any]:
     return {"name": name, "points": points, "colour": colour, "dash": dash}
 
 
-def _points(history: Sequence[Plain], key: str) -> Points:
+def _list_curve_points(history: Sequence[PlainData], key: str) -> CurvePoints:
     """Return the steps that have a value, with it in 5 digits; None where it is NaN or infinite."""
     found = ((int(one["step"]), one[key]) for one in history if one[key] is not None)
     return [(step, float(f"{value:.5g}") if isinstance(value, int | float) else None) for step, value in found]
 
 
-def updates_table(parameters: Sequence[Plain]) -> Table:
+def make_updates_table(parameters: Sequence[PlainData]) -> Table:
     """Return a table of each updated parameter's share of updates lost and share of movement kept."""
     found = sorted((one for one in parameters if one["update"]["seen"]), key=lambda one: -one["update"]["lost_share"])
-    columns: Columns = [
+    columns: TableColumns = [
         ("parameter", "", lambda one: Cell(one["name"])),
         ("stored in", "minor", lambda one: Cell(dtype_word(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
         ("lr", "number minor", lambda one: number_cell(one["options"].get("lr"))),
-        (LOST, "number", lambda one: _lost(one["update"], bar=True)),
-        (KEPT, "number", lambda one: _format_realised(one["update"])),
-        ("decay lost", "number", lambda one: _lost(one["decay"])),
-        ("states lost", "number minor", lambda one: _states(one["states"])),
+        (LOST_TITLE, "number", lambda one: change_cell(one["update"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: kept_cell(one["update"])),
+        ("decay lost", "number", lambda one: change_cell(one["decay"])),
+        ("states lost", "number minor", lambda one: _make_states_lost_cell(one["states"])),
         ("moved", "number", lambda one: share_cell(one["moved"])),
     ]
     return make_table("updates", "Updates by parameter", found, columns, "filter, as norm bf16")
 
 
-def storage_table(data: Plain) -> Table:
+def make_storage_table(data: PlainData) -> Table:
     """Return a table of parameters and outputs: the dtype asked for, the one found, and the optimizer."""
     asked = {
         name: (one["asked"], one["source"], name not in one["other"])
@@ -274,19 +275,19 @@ def storage_table(data: Plain) -> Table:
     }
     outputs = [one for one in data.get("tensors", ()) if one["role"] == "activation"]
 
-    def wanted(one: Plain) -> Cell:
+    def wanted(one: PlainData) -> Cell:
         dtype, source, _ = asked.get(one["name"], ("", "", True))
-        return Cell(dtype_word(dtype), title=f"asked by {source}") if dtype else UNSEEN
+        return Cell(dtype_word(dtype), title=f"asked by {source}") if dtype else UNKNOWN_CELL
 
-    def there(one: Plain) -> Cell:
+    def there(one: PlainData) -> Cell:
         stored, met = one.get("asked_format"), asked.get(one["name"], ("", "", True))[2]
         small = f"quantized to {stored}" if stored else ""
         return Cell(dtype_word(one["dtype"]), tone="" if met else "bad", small=small)
 
-    def of_parameter(cell: Callable[[Plain], Cell]) -> Callable[[Plain], Cell]:
-        return lambda one: UNSEEN if "role" in one else cell(one)
+    def of_parameter(cell: Callable[[PlainData], Cell]) -> Callable[[PlainData], Cell]:
+        return lambda one: UNKNOWN_CELL if "role" in one else cell(one)
 
-    columns: Columns = [
+    columns: TableColumns = [
         ("name", "", lambda one: Cell(one["name"] or "(model)")),
         ("what", "", lambda one: Cell("output" if "role" in one else "parameter")),
         ("class", "minor", lambda one: Cell(one["kind"])),
@@ -300,28 +301,32 @@ def storage_table(data: Plain) -> Table:
                 lambda one: Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
             ),
         ),
-        ("optimizer", "", of_parameter(_optimizer_cell)),
-        ("weight update", "", of_parameter(lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNSEEN)),
-        ("states", "", of_parameter(_state_dtypes)),
+        ("optimizer", "", of_parameter(_make_optimizer_cell)),
+        (
+            "weight update",
+            "",
+            of_parameter(lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNKNOWN_CELL),
+        ),
+        ("states", "", of_parameter(_make_state_dtypes_cell)),
     ]
     rows = [*data.get("parameters", ()), *outputs]
     return make_table("storage", "What is stored how", rows, columns, "filter, as norm float32")
 
 
-def extra_tables(data: Plain) -> list[Table]:
+def make_extra_tables(data: PlainData) -> list[Table]:
     """Return tables that only some runs have: running averages, modules that differ when run again, sites."""
-    averages: Columns = [
+    averages: TableColumns = [
         ("average", "", lambda one: Cell(one["name"])),
         ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
         ("kept per step", "number", lambda one: number_cell(one["retention"])),
-        (LOST, "number", lambda one: _lost(one["change"], bar=True)),
-        (KEPT, "number", lambda one: _format_realised(one["change"])),
+        (LOST_TITLE, "number", lambda one: change_cell(one["change"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: kept_cell(one["change"])),
     ]
 
-    def second(one: Plain) -> Cell:
+    def second(one: PlainData) -> Cell:
         return Cell(dtype_word(one["dtypes"][1]), tone="bad" if len(set(one["dtypes"])) > 1 else "")
 
-    differences: Columns = [
+    differences: TableColumns = [
         ("module", "", lambda one: Cell(one["name"] or "(model)")),
         ("first", "", lambda one: Cell(dtype_word(one["dtypes"][0]))),
         ("second", "", second),
@@ -331,77 +336,62 @@ def extra_tables(data: Plain) -> list[Table]:
     found = [make_table("averages", "Running averages", data.get("averages", ()), averages)]
     for key, caption in (("recomputed", "Computed again by checkpointing"), ("compiled", "Compiled beside eager")):
         found.append(make_table(key, caption, data.get(key, ()), differences))
-    found.append(_sites(data.get("sites", ())))
+    found.append(_make_sites_table(data.get("sites", ())))
     return [table for table in found if table.rows]
 
 
-def _optimizer_cell(one: Plain) -> Cell:
+def _make_optimizer_cell(one: PlainData) -> Cell:
     """Return a cell with the optimizer that steps a parameter, or "frozen" or "none"."""
     if not one["requires_grad"]:
         return Cell("frozen", sort="", tone="quiet")
     return Cell("none", tone="bad") if one["optimizer"] is None else Cell(one["optimizer"])
 
 
-def _state_dtypes(one: Plain) -> Cell:
+def _make_state_dtypes_cell(one: PlainData) -> Cell:
     states: dict[str, list[str]] = {}
     for name, dtype in one["state_dtypes"].items():
         states.setdefault(dtype_word(dtype), []).append(name)
     said = "; ".join(f"{key}: {', '.join(names)}" for key, names in states.items())
-    return Cell(", ".join(states), title=said) if states else UNSEEN
+    return Cell(", ".join(states), title=said) if states else UNKNOWN_CELL
 
 
-def _lost(realised: Plain | None, bar: bool = False) -> Cell:
-    if realised is None or not realised["seen"]:
-        return UNSEEN
-    said = f"{count(realised['cancelled'])} of {count(realised['seen'])} sampled"
-    said += "" if realised["known"] else "; counted where the gradient is not zero"
-    return lost_cell(realised["lost_share"], bar, said)
-
-
-def _format_realised(realised: Plain) -> Cell:
-    part = realised["realised_share"]
-    if not isinstance(part, int | float):
-        return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")
-    return share_cell(part, bar=True)
-
-
-def _states(states: Mapping[str, Plain]) -> Cell:
+def _make_states_lost_cell(states: Mapping[str, PlainData]) -> Cell:
     found = {name: one["lost_share"] for name, one in states.items() if one["seen"]}
     if not found:
-        return UNSEEN
+        return UNKNOWN_CELL
     worst = max(found, key=lambda name: found[name])
-    return Cell(share(found[worst]), sort=found[worst], title=f"the worst, {worst}")
+    return Cell(format_share(found[worst]), sort=found[worst], title=f"the worst, {worst}")
 
 
-def _sites(sites: Sequence[Plain]) -> Table:
+def _make_sites_table(sites: Sequence[PlainData]) -> Table:
     """Return a table of a scaler's sites, of whatever columns it gives; the first is the name."""
     keys = list(dict.fromkeys(key for one in sites for key in one))
     keys.sort(key=lambda key: key not in ("name", "site"))
     numeric = {key for key in keys if all(isinstance(one.get(key), int | float) for one in sites)}
 
-    def column(key: str) -> tuple[str, str, Callable[[Plain], Cell]]:
+    def column(key: str) -> tuple[str, str, Callable[[PlainData], Cell]]:
         if key in numeric:
             return key.replace("_", " "), "number", lambda one: number_cell(one[key])
-        return key.replace("_", " "), "", lambda one: Cell(_word(one.get(key)))
+        return key.replace("_", " "), "", lambda one: Cell(_format_site_value(one.get(key)))
 
     return make_table("sites", "Sites of the gradient scaler", sites, [column(key) for key in keys])
 
 
-def _word(value: Any) -> str:
+def _format_site_value(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else "–" if value is None else str(value)
 
 
-def trainings_table(trainings: Sequence[Plain]) -> Table:
+def make_trainings_table(trainings: Sequence[PlainData]) -> Table:
     """Return a row per training of `Report.to_dict`; without rows where there are not several."""
 
-    def verdict(one: Plain) -> Cell:
+    def verdict(one: PlainData) -> Cell:
         found = Counter(finding["severity"] for finding in one["findings"])
         worst = next((severity for severity in reversed(SEVERITIES) if found[severity]), None)
-        said = [plural(found[severity], severity) for severity in ("error", "warning") if found[severity]]
+        said = [pluralize(found[severity], severity) for severity in ("error", "warning") if found[severity]]
         rank = -1 if worst is None else SEVERITIES.index(worst)
-        return Cell(", ".join(said) or "none", sort=rank, tone=TONES.get(worst or "", "good"))
+        return Cell(", ".join(said) or "none", sort=rank, tone=SEVERITY_TONES.get(worst or "", "good"))
 
-    columns: Columns = [
+    columns: TableColumns = [
         ("training", "number", lambda one: Cell(str(one["number"]), sort=one["number"])),
         ("model", "", lambda one: Cell(one["model"])),
         ("optimizer", "", lambda one: Cell(", ".join(one["optimizers"]))),

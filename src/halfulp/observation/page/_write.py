@@ -9,81 +9,91 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ...pages import Cell, Table, count, make_table, number, share, write_whole
-from .._finding import counted, headline
-from .._text import KEPT, LOST, bytes_in_words, plural
+from ...pages import Cell, Table, format_count, format_number, format_share, make_table, write_whole
+from .._finding import choose_headline, count_causes_in_words
+from .._text import KEPT_TITLE, LOST_TITLE, pluralize
 from ._findings import (
-    TONES,
-    UNSEEN,
-    Columns,
-    Plain,
-    cause_cards,
+    SEVERITY_TONES,
+    UNKNOWN_CELL,
+    PlainData,
+    TableColumns,
+    change_cell,
     count_cell,
     dtype_word,
+    kept_cell,
     lost_cell,
+    make_cause_cards,
     number_cell,
     render_page,
     shape_words,
     share_cell,
 )
-from ._observation import observation_html
+from ._observation import render_observation_page
 
-_STATUS = {"nonfinite": "bad", "dtype-changed": "open", "unchanged": "bad", "barely-moved": "open", "constant": "open"}
-# Shares from this power of ten to 30% are told apart by how deep their colour is.
-_FAINTEST = -4
+_STATUS_TONES = {
+    "nonfinite": "bad",
+    "dtype-changed": "open",
+    "unchanged": "bad",
+    "barely-moved": "open",
+    "constant": "open",
+}
 
 
-_CONTRACT: Columns = [
+_CONTRACT_COLUMNS: TableColumns = [
     ("name", "", lambda one: Cell(one["name"])),
     ("difference", "", lambda one: Cell(one["difference"])),
 ]
 
 
-def audit_html(data: Plain) -> str:
+def render_audit_page(data: PlainData) -> str:
     """Return the page of what `Audit.to_dict` gives, as text."""
-    cards, tensors = cause_cards(data), data["tensors"]
-    shares = _change_shares(data["groups"], {one["name"]: one for one in tensors})
+    cards, tensors = make_cause_cards(data), data["tensors"]
     return render_page(
         "audit.html.j2",
         cards,
-        {"shares": shares} if shares else {},
-        headline=headline(cards, plural(len(tensors), "tensor")),
-        lead=_audit_lead(cards, data),
-        groups=_groups(data["groups"]),
-        states=_states(data["states"]),
-        tensors=_tensors(tensors),
+        {},
+        headline=choose_headline(cards, pluralize(len(tensors), "tensor")),
+        lead=_describe_audit(cards, data),
+        groups=_make_groups_table(data["groups"]),
+        states=_make_states_table(data["states"]),
+        tensors=_make_tensors_table(tensors),
         share=data["share"],
-        contract=make_table("contract", "Precision contracts that differ", data["contract"], _CONTRACT),
+        contract=make_table("contract", "Precision contracts that differ", data["contract"], _CONTRACT_COLUMNS),
         unseen=data["unseen"],
     )
 
 
-def _audit_lead(cards: Sequence[Plain], data: Plain) -> str:
+def _describe_audit(cards: Sequence[PlainData], data: PlainData) -> str:
     still = Counter(one["status"] for one in data["tensors"])
-    said = [counted(cards, f"in {plural(len(data['tensors']), 'tensor')}")] if cards else []
-    said += [plural(data["steps"], "optimizer step") + " from A to B"] if data["steps"] is not None else []
-    said.append(f"{still['changed']} of {plural(len(data['tensors']), 'tensor')} moved")
+    said = [count_causes_in_words(cards, f"in {pluralize(len(data['tensors']), 'tensor')}")] if cards else []
+    said += [pluralize(data["steps"], "optimizer step") + " from A to B"] if data["steps"] is not None else []
+    said.append(f"{still['changed']} of {pluralize(len(data['tensors']), 'tensor')} moved")
     said += [f"{still['unchanged']} did not move at all"] if still["unchanged"] else []
     return " · ".join(said)
 
 
-def _groups(groups: Sequence[Plain]) -> Table:
-    columns: Columns = [
+def _make_groups_table(groups: Sequence[PlainData]) -> Table:
+    columns: TableColumns = [
         ("tensors", "", lambda one: Cell(one["pattern"], title=", ".join(one["names"][:40]))),
-        ("verdict", "", lambda one: Cell(one["verdict"], tone=TONES.get(one["severity"], ""))),
-        ("dtype", "", lambda one: Cell(_both(one["dtypes"].split(" -> ")))),
+        ("verdict", "", lambda one: Cell(one["verdict"], tone=SEVERITY_TONES.get(one["severity"], ""))),
+        ("dtype", "", lambda one: Cell(_join_dtypes(one["dtypes"].split(" -> ")))),
         ("how many", "number", lambda one: count_cell(len(one["names"]))),
         ("elements", "number minor", lambda one: count_cell(one["numel"])),
         ("unchanged", "number", lambda one: share_cell(one["share_unchanged"], bar=True)),
+        (
+            "median, ulps",
+            "number",
+            lambda one: Cell(" to ".join(dict.fromkeys(map(format_number, one["median_change_ulps"])))),
+        ),
     ]
     return make_table("groups", "Layer by layer", groups, columns, "filter, as norm")
 
 
-def _tensors(tensors: Sequence[Plain]) -> Table:
-    columns: Columns = [
+def _make_tensors_table(tensors: Sequence[PlainData]) -> Table:
+    columns: TableColumns = [
         ("tensor", "", lambda one: Cell(one["name"])),
-        ("status", "", lambda one: Cell(one["status"].replace("-", " "), tone=_STATUS.get(one["status"], ""))),
-        ("dtype", "", lambda one: Cell(_both(one["dtypes"]))),
+        ("status", "", lambda one: Cell(one["status"].replace("-", " "), tone=_STATUS_TONES.get(one["status"], ""))),
+        ("dtype", "", lambda one: Cell(_join_dtypes(one["dtypes"]))),
         ("elements", "number minor", lambda one: count_cell(math.prod(one["shape"]), shape_words(one["shape"]))),
         ("unchanged", "number", lambda one: share_cell(one["share_unchanged"])),
         ("median, ulps", "number", lambda one: number_cell(one["median_change_ulps"])),
@@ -94,161 +104,79 @@ def _tensors(tensors: Sequence[Plain]) -> Table:
     return make_table("tensors", "All tensors", tensors, columns, "filter, as unchanged bf16")
 
 
-def _states(states: Sequence[Plain]) -> Table:
-    def kinds(one: Plain) -> Cell:
-        found = dict.fromkeys(_both(pair) for pair in one["dtypes"].values())
-        return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNSEEN
+def _make_states_table(states: Sequence[PlainData]) -> Table:
+    def kinds(one: PlainData) -> Cell:
+        found = dict.fromkeys(_join_dtypes(pair) for pair in one["dtypes"].values())
+        return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNKNOWN_CELL
 
-    def kept(one: Plain) -> Cell:
-        update = one["update"]
-        return UNSEEN if update is None else Cell(f"{100 * update['realised']:.3g}%", sort=update["realised"])
-
-    columns: Columns = [
+    columns: TableColumns = [
         ("parameter", "", lambda one: Cell(one["name"])),
         ("lr", "number", lambda one: number_cell(one["options"].get("lr"))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"] or "–", sort=one["weight_update"] or "")),
         ("states", "", kinds),
-        (LOST, "number", lambda one: _lost(one["update"], bar=True)),
-        (KEPT, "number", kept),
-        ("decay lost", "number", lambda one: _lost(one["decay"])),
-        ("would keep it", "minor", lambda one: UNSEEN if one["update"] is None else _remedy(one["update"])),
+        (LOST_TITLE, "number", lambda one: change_cell(one["update"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: kept_cell(one["update"])),
+        ("decay lost", "number", lambda one: change_cell(one["decay"])),
+        ("would keep it", "minor", lambda one: UNKNOWN_CELL if one["update"] is None else _make_remedy_cell(one)),
     ]
     return make_table("states", "What the optimizer's state says", states, columns)
 
 
-def _lost(lost: Plain | None, bar: bool = False) -> Cell:
-    return UNSEEN if lost is None or not lost["wanted"] else lost_cell(lost["lost"], bar)
-
-
-def _remedy(update: Plain) -> Cell:
+def _make_remedy_cell(state: PlainData) -> Cell:
     """Return the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
-    limit = max(0.01, update["lost"] / 10)
-    return Cell(", ".join(name for name, part in update["lost_by"].items() if part <= limit) or "–")
+    limit = max(0.01, state["update"]["lost_share"] / 10)
+    return Cell(", ".join(name for name, part in state["lost_by"].items() if part <= limit) or "–")
 
 
-def _change_shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, Any] | None:
-    """Return one row per group: its changes by power of two of an ulp, unchanged elements in their own column."""
-    rows, bins = [], set()
-    for one in groups:
-        found: Counter[int] = Counter()
-        for name in one["names"]:
-            found.update({int(bin): many for bin, many in tensors[name]["histogram"].items()})
-        if one["numel"]:
-            rows.append((one, found))
-            bins |= set(found)
-    if not rows:
-        return None
-    low, high = min(bins, default=0), max(bins, default=0) + 1
-    stayed = low - 3
-    step = max(1, (high - low) // 12)
-    median = [one["median_change_ulps"] for one, _ in rows]
-    return {
-        "rows": [
-            {
-                "name": one["pattern"],
-                "cells": [
-                    *_unchanged_cell(one["share_unchanged"], stayed),
-                    *([at, at + 1, _depth(many / one["numel"]), "kept"] for at, many in sorted(found.items())),
-                ],
-                "texts": [share(one["share_unchanged"]), _range(ulps)],
-                "bad": one["share_unchanged"] == 1,
-            }
-            for (one, found), ulps in zip(rows, median)
-        ],
-        "low": stayed - 0.5,
-        "high": high + 0.5,
-        "ticks": [[stayed + 1, "stayed"], *([at, _power(at)] for at in range(low, high + 1) if at % step == 0)],
-        "columns": ["unchanged", "median, ulps"],
-        "title": "change, in ulps",
-        "words": "Changes of the elements in ulps, by group of tensors; the table above has the shares that stayed.",
-        "file": "changes.svg",
-    }
-
-
-def _depth(part: float) -> float:
-    return _darken(min(1.0, max(0.0, (math.log10(part) - _FAINTEST) / 3.5))) if part else 0.0
-
-
-def _unchanged_cell(part: float, at: int) -> list[list[Any]]:
-    """Return the cell of the elements that stayed, if any, the darker the more."""
-    return [[at, at + 2, _darken(part), "lost"]] if part else []
-
-
-def _darken(part: float) -> float:
-    return round(0.14 + 0.86 * part, 3)
-
-
-def _power(exponent: int) -> str:
-    return str(2**exponent) if 0 <= exponent <= 10 else f"1/{2**-exponent}" if -6 <= exponent < 0 else f"2^{exponent}"
-
-
-def _range(ends: Sequence[Any]) -> str:
-    low, high = number(ends[0]), number(ends[1])
-    return low if low == high else f"{low} to {high}"
-
-
-def _both(dtypes: Sequence[str | None]) -> str:
+def _join_dtypes(dtypes: Sequence[str | None]) -> str:
     return " → ".join(dict.fromkeys(map(dtype_word, dtypes)))
 
 
-def forecast_html(data: Plain) -> str:
+def render_forecast_page(data: PlainData) -> str:
     """Return the page of what `Forecast.to_dict` gives, as text."""
-    cards, shares = cause_cards(data, forecast=True), _loss_shares(data)
+    cards, shares = make_cause_cards(data, forecast=True), _make_lost_shares_chart(data)
     return render_page(
         "forecast.html.j2",
         cards,
         {"shares": shares} if shares else {},
-        headline=headline(cards, _extent(data)),
-        lead=_forecast_lead(cards, data),
-        layers=_layers(data["layers"]),
-        costs=_costs(data["costs"]),
+        headline=choose_headline(cards, _describe_extent(data)),
+        lead=_describe_forecast(cards, data),
+        layers=_make_layers_table(data["layers"]),
         unseen=data["notes"],
     )
 
 
-def _extent(data: Plain) -> str:
-    return plural(data["steps"] - data["start"], "step") + " to come"
+def _describe_extent(data: PlainData) -> str:
+    return pluralize(data["steps"] - data["start"], "step") + " to come"
 
 
-def _forecast_lead(cards: Sequence[Plain], data: Plain) -> str:
+def _describe_forecast(cards: Sequence[PlainData], data: PlainData) -> str:
     layers = data["layers"]
     frozen = sum(one["freeze_step"] is not None for one in layers)
-    said = [counted(cards, f"in {_extent(data)}")] if cards else []
-    said += [f"{data['rule']}, {data['schedule']} schedule of {plural(data['steps'], 'step')}"]
-    said += [f"from step {count(data['start'])}"] if data["start"] else []
-    said.append(f"{frozen} of {plural(len(layers), 'layer')} will freeze")
+    said = [count_causes_in_words(cards, f"in {_describe_extent(data)}")] if cards else []
+    said += [f"{data['rule']}, {data['schedule']} schedule of {pluralize(data['steps'], 'step')}"]
+    said += [f"from step {format_count(data['start'])}"] if data["start"] else []
+    said.append(f"{frozen} of {pluralize(len(layers), 'layer')} will freeze")
     return " · ".join(said)
 
 
-def _layers(layers: Sequence[Plain]) -> Table:
-    columns: Columns = [
+def _make_layers_table(layers: Sequence[PlainData]) -> Table:
+    columns: TableColumns = [
         ("layer", "", lambda one: Cell(one["name"])),
         ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
         ("elements", "number minor", lambda one: count_cell(one["elements"])),
-        ("freezes at step", "number", _freeze),
+        ("freezes at step", "number", _make_freeze_cell),
         ("at lr", "number", lambda one: number_cell(one["freeze_lr"])),
-        (LOST, "number", lambda one: lost_cell(one["lost_share"], bar=True)),
+        (LOST_TITLE, "number", lambda one: lost_cell(one["lost_share"], bar=True)),
         ("decay lost", "number", lambda one: share_cell(one["decay_lost"])),
-        ("noise = drift after", "number minor", lambda one: _steps(one["noise_steps"])),
         ("update size from", "minor", lambda one: Cell(one["updates"] or "not known", sort=one["updates"] or "")),
     ]
     first = sorted(layers, key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
     return make_table("layers", "Layers", first, columns, "filter, as norm bf16")
 
 
-def _costs(costs: Sequence[Plain]) -> Table:
-    tones = {"yes": "good", "no": "bad", "on average": "open"}
-    columns: Columns = [
-        ("weight update", "", lambda one: Cell(one["weight_update"])),
-        ("bytes / parameter", "number", lambda one: number_cell(one["bytes_per_parameter"])),
-        ("in all", "number", lambda one: Cell(bytes_in_words(one["total"]), sort=one["total"])),
-        ("keeps the smallest", "", lambda one: Cell(one["keeps"], tone=tones.get(one["keeps"], ""))),
-    ]
-    return make_table("costs", "What a remedy costs", costs, columns)
-
-
-def _loss_shares(data: Plain) -> dict[str, Any] | None:
+def _make_lost_shares_chart(data: PlainData) -> dict[str, Any] | None:
     """Return one row per layer: the share of updates lost by step, and the step at which it freezes."""
     layers = [one for one in data["layers"] if one["lost"]]
     if not layers:
@@ -257,10 +185,10 @@ def _loss_shares(data: Plain) -> dict[str, Any] | None:
     layers.sort(key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
     curve = data.get("learning_rates")
     return {
-        "rows": [_row(one, low, high) for one in layers],
+        "rows": [_make_chart_row(one, low, high) for one in layers],
         "low": low,
         "high": high,
-        "ticks": [[at, count(at)] for at in _ticks(low, high)],
+        "ticks": [[at, format_count(at)] for at in _choose_step_ticks(low, high)],
         "columns": ["freezes at", "updates lost"],
         "title": "updates lost, by step",
         "words": "Share of updates lost by layer and step, and where each freezes; the table below has the steps.",
@@ -269,7 +197,7 @@ def _loss_shares(data: Plain) -> dict[str, Any] | None:
     }
 
 
-def _row(one: Plain, low: int, high: int) -> dict[str, Any]:
+def _make_chart_row(one: PlainData, low: int, high: int) -> dict[str, Any]:
     lost = one["lost"]
     edges = [low, *((a[0] + b[0]) / 2 for a, b in itertools.pairwise(lost)), high]
     cells = [[edges[at], edges[at + 1], round(part, 3), "lost"] for at, (_, part) in enumerate(lost) if part > 0.001]
@@ -277,13 +205,13 @@ def _row(one: Plain, low: int, high: int) -> dict[str, Any]:
     return {
         "name": one["name"],
         "cells": cells,
-        "texts": ["never" if frozen is None else count(frozen), share(one["lost_share"])],
+        "texts": ["never" if frozen is None else format_count(frozen), format_share(one["lost_share"])],
         "bad": frozen is not None,
         **({} if frozen is None else {"mark": frozen}),
     }
 
 
-def _ticks(low: int, high: int) -> list[int]:
+def _choose_step_ticks(low: int, high: int) -> list[int]:
     """Round steps, about six of them."""
     rough = max(1, (high - low) // 6)
     base = 10 ** (len(str(rough)) - 1)
@@ -291,19 +219,15 @@ def _ticks(low: int, high: int) -> list[int]:
     return list(range(-(-low // gap) * gap, high + 1, gap))
 
 
-def _freeze(one: Plain) -> Cell:
+def _make_freeze_cell(one: PlainData) -> Cell:
     if one["freeze_step"] is None:
         return Cell("never", sort="")
     between = one["freeze_range"]
     said = ""
     if between is not None:
-        first, last = ("beyond the schedule" if end is None else count(end) for end in between)
+        first, last = ("beyond the schedule" if end is None else format_count(end) for end in between)
         said = f"between {first} and {last}, 9 times in 10"
-    return Cell(count(one["freeze_step"]), sort=one["freeze_step"], title=said)
-
-
-def _steps(value: Any) -> Cell:
-    return Cell(f"{value:,.0f} steps", sort=value) if isinstance(value, int | float) else UNSEEN
+    return Cell(format_count(one["freeze_step"]), sort=one["freeze_step"], title=said)
 
 
 Instrument = Literal["observe", "audit", "forecast"]
@@ -315,5 +239,7 @@ def write_page(instrument: Instrument, data: Mapping[str, Any], path: str | os.P
     Raises:
         ValueError: jinja2 is missing, or the file cannot be written.
     """
-    make = {"observe": observation_html, "audit": audit_html, "forecast": forecast_html}[instrument]
+    make = {"observe": render_observation_page, "audit": render_audit_page, "forecast": render_forecast_page}[
+        instrument
+    ]
     write_whole(path, make(data))

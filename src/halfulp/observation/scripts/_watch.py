@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ...optim._gradient_release import StepWatcher, model_parameters
 from ...sinks import Row, RowFile
 from .._finding import Finding, plain_causes
-from ..findings._kind import rank_with_causes
+from ..findings._kind import rank_by_causes
 from ..page import write_page
 from ._find import Found, Training, find, tell_backward_losses
 from ._run import Children, replace_function
@@ -307,7 +307,7 @@ class Report:
     @property
     def findings(self) -> list[Finding]:
         """The findings of all trainings, the worst first."""
-        return rank_with_causes(finding for training in self.trainings for finding in training.findings)
+        return rank_by_causes(finding for training in self.trainings for finding in training.findings)
 
     @property
     def steps(self) -> int:

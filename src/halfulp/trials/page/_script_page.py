@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import __version__, recipes
-from ...pages import DASH, number, render, require
+from ...pages import DASH, format_number, render, require
 from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, REFERENCE, TONES
 from ._curves import choose_line_styles, draw_curves
 
@@ -91,10 +91,10 @@ def _describe_row(row: Mapping[str, Any], style: Any, reach: float, most: float)
         "colour": f"var(--c{style.colour})",
         "drawn": bool(row["curve"]),
         "steps": f"{row['steps']:,}",
-        "loss": number(row["loss"], 4),
+        "loss": format_number(row["loss"], 4),
         "gap": DASH if gap is None else f"{gap:+.3g}",
         "dot": None if gap is None else 50 + 46 * gap / reach,
-        "bytes": number(size),
+        "bytes": format_number(size),
         "bytes_width": 100 * (size or 0.0) / most if most else 0.0,
         "reason": row["reason"],
     }
@@ -102,7 +102,9 @@ def _describe_row(row: Mapping[str, Any], style: Any, reach: float, most: float)
 
 def _describe_curves(rows: Sequence[Mapping[str, Any]]) -> str:
     """Describe the curves in words, for readers who cannot see them."""
-    ends = "; ".join(f"{row['recipe']} ends at {number(row['loss'], 4)}" for row in rows if row["loss"] is not None)
+    ends = "; ".join(
+        f"{row['recipe']} ends at {format_number(row['loss'], 4)}" for row in rows if row["loss"] is not None
+    )
     return f"Training loss by backward pass, and its difference to fp32. {ends}. The table has the same numbers."
 
 
