@@ -129,25 +129,15 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(compare, text, arguments, wor
     assert "Traceback" not in err
 
 
-def test_ranks_of_torchrun_share_trials_and_nothing_else(compare, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("command", [["tune"], ["compare"], ["compare", "script.py"], ["compare", "--suite", "papers"]])
+def test_torchrun_is_refused(monkeypatch, capsys, tmp_path, command):
     from halfulp.cli import main
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = compare("raise AssertionError('this must not run')")
-    assert code == 2
-    assert "a script is run once per recipe, as one process. Start it without" in err
-    for command, words in (
-        (["tune"], "halfulp tune does not run under torchrun"),
-        (["compare", "--workers", "2"], "every rank trains one trial at a time"),
-        (["compare"], "they cannot meet"),
-    ):
-        with pytest.raises(SystemExit):
-            main([*command, "--task", "digits", "--out", str(tmp_path / "out")])
-        assert words in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(SystemExit):
-        main(["compare", "--task", "digits", "--out", str(tmp_path / "out")])
-    assert "the environment has WORLD_SIZE=two: unset it" in capsys.readouterr().err
+        main([*command, "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert f"halfulp {command[0]} does not run under torchrun, which says WORLD_SIZE=2: start it without" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import json as encoder
-import signal
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,69 +36,34 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
     from ..trials import TrialError
     from ..trials.running._progress import Progress
 
-    workers = options.get("workers")
     progress = Progress()
     try:
         with progress:
             return trained(out=out, listen=progress, **options)
     except KeyboardInterrupt as ending:
-        fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out, workers)}")
+        fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out)}")
     except TrialError as error:
         more = ""
         if error.details:
             Path(out, "error.log").write_text(error.details, encoding="utf-8")
             more = f" (more in {Path(out, 'error.log')})"
-        fail(f"{error}{more}; {_describe_kept(progress, out, workers)}")
+        fail(f"{error}{more}; {_describe_kept(progress, out)}")
     except ValueError as error:  # such as a disk that fills up
-        fail(f"{error}; {_describe_kept(progress, out, workers)}" if progress.kept else error)
+        fail(f"{error}; {_describe_kept(progress, out)}" if progress.kept else error)
 
 
-@contextlib.contextmanager
-def shared_workers(workers: int | None) -> Iterator[Any]:
-    """Yield the workers for a command's trials: the ranks of torchrun, or so many processes.
-
-    SIGTERM, which torchrun sends to all ranks when one fails or dies, interrupts a rank as Ctrl-C does.
-    """
-    from ..trials.running._ranks import count_ranks, join_ranks
-
-    if workers is not None and count_ranks() > 1:
-        fail("--workers: under torchrun every rank trains one trial at a time: leave it out")
-    with join_ranks() as ranks:
-        if ranks is None:
-            yield workers
-            return
-        before = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            yield ranks
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt("ended by SIGTERM, as torchrun ends all ranks where one failed or died")
-
-
-def check_alone(command: str, why: str) -> None:
-    """Fail where torchrun started several processes, which this command cannot share its work with."""
-    from ..trials.running._ranks import count_ranks
-
-    if count_ranks() > 1:
+def check_alone(command: str) -> None:
+    """Fail where torchrun started several processes, which would all train the same."""
+    if (count := os.environ.get("WORLD_SIZE") or "1") != "1":
         fail(
-            f"{command} does not run under torchrun: {why}. Start it without; `halfulp compare` of tasks shares its "
-            "trials among the ranks"
+            f"halfulp {command} does not run under torchrun, which says WORLD_SIZE={count}: start it without; "
+            "--workers trains several trials at once"
         )
 
 
-def _describe_kept(progress: Any, out: str, workers: Any) -> str:
-    """Return how many trials are kept where, and of ranks, whose are missing."""
-    from ..trials.running._ranks import Ranks
-
-    if isinstance(workers, Ranks) and workers.rank:
-        return f"this is rank {workers.rank}; rank 0 keeps what has finished"
-    kept = f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"
-    unfinished = workers.describe_unfinished() if isinstance(workers, Ranks) else ""
-    return f"{kept}; {unfinished}" if unfinished else kept
+def _describe_kept(progress: Any, out: str) -> str:
+    """Return how many trials are kept where."""
+    return f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"
 
 
 _FILE, _PAGE, _LOG = "compare-script.json", "compare-script.html", "error.log"
@@ -120,7 +84,6 @@ def compare_script(
 
     if given := [option for option, value in unused.items() if value is not None]:
         fail(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
-    check_alone("halfulp compare SCRIPT", "a script is run once per recipe, as one process")
     if not module and not Path(script).is_file():
         fail(f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task")
     require("matplotlib")
@@ -229,6 +192,7 @@ def compare(
     The exit code is 0 with all trials trained, whatever the verdicts, and 2 where one failed or could not be run. With
     --suite the others are trained to the end first and evidence.json lists what failed.
     """
+    check_alone("compare")
     options: dict[str, Any] = {
         "seeds": range(first_seed, first_seed + seeds) if first_seed and seeds > 0 else seeds,
         "data": data,
@@ -256,8 +220,7 @@ def compare(
     tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
     from ..trials import compare as train
 
-    with shared_workers(workers) as crew:
-        evidence = run_trials(partial(train, tasks, recipes, steps=steps, size=size), out, workers=crew, **options)
+    evidence = run_trials(partial(train, tasks, recipes, steps=steps, size=size), out, workers=workers, **options)
     if json:
         print_json(evidence.to_dict())
         return
@@ -270,13 +233,12 @@ def _run_suite(suite: str, out: str, workers: int | None, json: bool, options: d
     """Train a suite, print its statements, and say where the tables are."""
     from ..trials.suite._run import run_suite
 
-    with shared_workers(workers) as crew:
-        evidence = run_trials(partial(run_suite, suite), out, workers=crew, **options)
-        if json:
-            print_json(evidence.to_dict())
-        else:
-            _print_statements(evidence, out)
-        _end_by_failures(evidence, out)
+    evidence = run_trials(partial(run_suite, suite), out, workers=workers, **options)
+    if json:
+        print_json(evidence.to_dict())
+    else:
+        _print_statements(evidence, out)
+    _end_by_failures(evidence, out)
 
 
 def _print_statements(evidence: Any, out: str) -> None:
@@ -287,7 +249,7 @@ def _print_statements(evidence: Any, out: str) -> None:
         table.add_row(f"{one.claim} ({one.source})", one.verdict)
     make_console().print(table)
     print(f"\n{_describe_run(evidence.run)}")
-    print(f"{Path(out, 'evidence.html')} and evidence.md have every table; {Path(out, 'evidence.json')} the numbers.")
+    print(f"{Path(out, 'evidence.md')} has every table; evidence.html shows the curves, evidence.json the numbers.")
 
 
 def _end_by_failures(evidence: Any, out: str) -> None:
@@ -370,8 +332,7 @@ def tune(
     """Find the recipe of fewest bytes per parameter that stays with float32, per layer where that pays."""
     from ..trials import tune as search
 
-    check_alone("halfulp tune", "which trials it trains depends on the results of those before")
-
+    check_alone("tune")
     found = run_trials(
         partial(search, task, tolerance),
         out,

@@ -46,7 +46,6 @@ def test_a_run_of_a_part(tmp_path: Path) -> None:
     assert again.to_json() == found.to_json()
     assert "1 seed is too few" in (tmp_path / "evidence.md").read_text()
     assert (tmp_path / "evidence.html").read_text().startswith("<!doctype html>")
-    assert {path.name for path in (tmp_path / "img").iterdir()} == {"evidence-light.svg", "evidence-dark.svg"}
     reused = _run.run_suite(
         size="smoke", seeds=1, out=tmp_path, resume=True, tasks=["linear-regression"], recipes=["bf16"]
     )
@@ -230,11 +229,18 @@ def test_what_the_seeds_leave_open_confirms_nothing(evidence) -> None:
     assert verdict(evidence(FLOAT32 | scales), "nowhere worse than the best constant")[0] == OPEN
 
 
+def test_recipes_of_some_tasks_alone_have_a_page(evidence, tmp_path: Path) -> None:
+    losses = [1.0, 1.1, 0.9]
+    found = evidence(FLOAT32 | {("text", "fp32"): losses, ("text", "bf16"): losses, ("digits", "bf16-kahan"): losses})
+    found.to_html(tmp_path / "evidence.html")
+    assert "No recipe stayed with float32" in (tmp_path / "evidence.html").read_text()
+    assert "| bf16-kahan |" in (tmp_path / "evidence.md").read_text()
+
+
 def test_a_task_without_float32_is_no_task(evidence) -> None:
     found = evidence(FLOAT32 | {("text", "bf16-kahan"): [1.5, 1.6, 1.4], ("text", "fp16-adaptive"): [1.5, 1.6, 1.4]})
     assert found.tasks() == ["digits"]
     assert "text" not in _report.write_markdown(found).split("## digits")[1]
-    assert "<svg" in _report.draw_figure(found, "dark")
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -298,10 +304,6 @@ def test_too_few_seeds_decide_nothing(evidence) -> None:
 def test_a_divergence_is_a_row_that_says_where(evidence) -> None:
     found = evidence(FLOAT32 | {("digits", "fp16"): [1.0, None, None]})
     assert "| diverged (2 of 3) at step 3, 3 |" in _report.write_markdown(found)
-    assert "img/evidence-dark.svg" in _report.write_markdown(found)
-    assert "<svg" in _report.draw_figure(found, "dark")
-    with pytest.raises(ValueError, match="light or dark"):
-        _report.draw_figure(found, "blue")
 
 
 def test_json_of_something_else() -> None:
@@ -323,16 +325,3 @@ def test_the_time_of_all_runs_is_said(evidence) -> None:
     assert "by the clock" not in _report.write_markdown(found)
     found.run["pieces"] = [100.0, 80.0]
     assert "; 3.0 min by the clock, in 2 runs, one resuming the other." in _report.write_markdown(found)
-
-
-def test_another_rank_than_the_first_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfulp.trials.running._ranks import Ranks
-
-    other = object.__new__(Ranks)
-    other.rank, other.size = 1, 2
-    monkeypatch.setattr(Ranks, "serve", lambda self, trials, on: 5)
-    (tmp_path / "seconds.json").write_text("of rank 0")
-    for resume in (False, True):
-        with pytest.raises(SystemExit, match="5"):
-            _run.run_suite(out=tmp_path, workers=other, tasks=["linear-regression"], resume=resume)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("seconds.json", "of rank 0")]

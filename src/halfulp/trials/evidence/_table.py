@@ -1,5 +1,7 @@
 """Tables of a comparison as words and aligned text, with notes and a headline."""
 
+from collections import Counter
+
 from ... import formats
 from ...pages import DASH
 from .._defaults import PASSING_VERDICTS, REFERENCE
@@ -161,12 +163,11 @@ def write_headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])
     reference = evidence.row(task, REFERENCE)
+    everywhere = Counter(row.recipe for row in evidence.rows() if _is_kept(evidence, row))
     kept = [
         row
         for row in evidence.rows(task)
-        if not row.emulated
-        and row.bytes_per_parameter is not None
-        and all(_is_kept(evidence, evidence.row(other, row.recipe)) for other in evidence.tasks())
+        if not row.emulated and row.bytes_per_parameter is not None and everywhere[row.recipe] == len(evidence.tasks())
     ]
     if not kept:
         verb = "is sure to have stayed" if any(row.verdict == "unclear" for row in evidence.rows()) else "stayed"

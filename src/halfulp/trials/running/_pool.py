@@ -142,12 +142,10 @@ def work(
     workers: int,
     timed: Sequence[Trial] = (),
     on: bool = False,
-    tick: float | None = None,
 ) -> Generator[Event, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
     With ``on``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
-    With ``tick``, so many seconds without an event yield ("tick", a trial, None).
     Before any trial starts, those of ``timed`` yield ("timed", trial, its seconds or None).
     Leaving the loop early, by an exception or otherwise, ends the workers.
     """
@@ -162,10 +160,7 @@ def work(
             stack.callback(worker.end)
             crew[worker.connection] = worker
         while unfinished:
-            ready = wait(list(crew), tick)
-            if not ready:
-                yield "tick", trials[0], None
-            for connection in ready:
+            for connection in wait(list(crew)):
                 worker = crew[connection]
                 kind, content = _receive(worker, on)
                 if worker.trial is not None:  # what has none yet is ready for its first
@@ -212,10 +207,9 @@ def train_all(
     workers: int,
     timed: Sequence[Trial] = (),
     on: bool = False,
-    tick: float | None = None,
 ) -> Generator[Event, None, None]:
     """Train in workers, as `work` does, then in this process what must be; torch's random state stays as it was."""
-    yield from work([trial for trial in trials if not trial.task.in_process], workers, timed, on, tick)
+    yield from work([trial for trial in trials if not trial.task.in_process], workers, timed, on)
     for trial in trials:
         if not trial.task.in_process:
             continue

@@ -12,7 +12,6 @@ from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_all
 from ._progress import choose_timed, estimate, name_cost_class
-from ._ranks import Ranks
 from ._store import Store
 from ._trial import READINGS
 
@@ -31,7 +30,7 @@ class Training:
 
     def __init__(
         self,
-        workers: int | Ranks | None,
+        workers: int | None,
         listen: Listener | None,
         store: Store | None,
         resume: bool,
@@ -39,8 +38,7 @@ class Training:
     ) -> None:
         self._make = make
         self.more: dict[str, Any] = {}
-        self._ranks = workers if isinstance(workers, Ranks) else None
-        self._workers = workers.size if isinstance(workers, Ranks) else workers or min(core_count(), 8)
+        self._workers = workers or min(core_count(), 8)
         self._listen: Listener = listen or (lambda kind, trial, content: None)
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
@@ -64,13 +62,12 @@ class Training:
                 self._listen("reused", trial, self.results[trial.key])
         start = time.monotonic()
         workers = min(self._workers, len(missing))
-        timed = choose_timed(missing) if estimated and self._ranks is None else []
+        timed = choose_timed(missing) if estimated else []
         costs: dict[str, float | None] = {}
         if timed:
             self._listen("timing", None, len(timed))
         on = failed is not None
-        started = self._ranks.train(trials, missing, on) if self._ranks else train_all(missing, workers, timed, on)
-        with contextlib.closing(started) as events:
+        with contextlib.closing(train_all(missing, workers, timed, on)) as events:
             for kind, trial, content in events:
                 if kind == "timed":
                     costs[name_cost_class(trial)] = content
@@ -114,7 +111,7 @@ class Training:
 def training(
     out: str | os.PathLike[str] | None,
     first: Sequence[Trial],
-    workers: int | Ranks | None,
+    workers: int | None,
     listen: Listener | None,
     resume: bool,
     overwrite: bool,
@@ -127,7 +124,7 @@ def training(
     for name, given in (("resume", resume), ("overwrite", overwrite)):
         if given and out is None:
             raise ValueError(f"{name}=True needs the folder of an earlier comparison: give out=")
-    if isinstance(workers, int) and workers < 1:
+    if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     if out is None:
         yield Training(workers, listen, None, False, make)

@@ -1,4 +1,4 @@
-"""What the papers' suite found: sections as Markdown or a page, one figure of all gaps, and JSON."""
+"""What the papers' suite found: sections as Markdown, and JSON."""
 
 import dataclasses
 import json
@@ -7,50 +7,46 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ...pages import render, require, write_whole
-from .._defaults import REFERENCE, TONES
+from ...pages import write_whole
+from .._defaults import REFERENCE
 from ..evidence._evidence import SCHEMA, Evidence
 from ..evidence._row import FinishedTrials, Row
 from ..evidence._table import format_cells, loss_name, write_notes
-from ..page._curves import SVG_SETTINGS, write_svg
 from ..running._progress import describe_duration
-from ._statements import COMMON, CONFIRMED, REFUTED, REPORTED, TASKS, explain_loss, statements
-
-TITLE = "The papers’ tables, every recipe side by side"
+from ._statements import REPORTED, explain_loss, statements
 
 
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """A section of the report: a heading, sentences, and perhaps a table of text with notes."""
-
-    title: str
-    said: Sequence[str] = ()
-    headers: Sequence[str] = ()
-    rows: Sequence[Sequence[str]] = ()
-    notes: Sequence[str] = ()
-
-
-def list_sections(evidence: FinishedTrials) -> list[Section]:
-    """Return the sections of the report, in order."""
+def write_sections(evidence: FinishedTrials) -> str:
+    """Return the sections of the report as Markdown, without a head."""
     findings = [[one.claim, one.source, one.verdict, one.numbers] for one in statements(evidence)]
     sections = [
         _describe_run(evidence),
-        Section("The papers’ findings", (), ("statement", "paper", "verdict", "numbers"), findings),
+        _write_section("The papers’ findings", ("statement", "paper", "verdict", "numbers"), findings),
         *(_describe_task(evidence, task) for task in evidence.tasks()),
     ]
     if evidence.run.get("failed"):
-        said = ["The command ended with an error because of these; a row above counts the seeds that finished."]
+        said = "The command ended with an error because of these; a row above counts the seeds that finished."
         headers = ("task", "recipe", "seeds", "why")
-        sections.append(Section("Trials that failed, and why", said, headers, group_failures(evidence)))
+        sections.append(_write_section("Trials that failed, and why", headers, group_failures(evidence), said))
     left_out = [
         [task, ", ".join(recipe for recipe, said in of_task.items() if said == why), why]
         for task, of_task in evidence.run.get("left_out", {}).items()
         for why in dict.fromkeys(of_task.values())
     ]
-    return [*sections, Section("Pairs that were not run, and why", (), ("task", "recipes", "why"), left_out)]
+    sections.append(_write_section("Pairs that were not run, and why", ("task", "recipes", "why"), left_out))
+    return "\n\n".join(sections)
 
 
-def _describe_run(evidence: FinishedTrials) -> Section:
+def _write_section(
+    title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], *said: str, notes: str = ""
+) -> str:
+    """Return a heading, sentences, a table if it has rows, and notes."""
+    lines = [headers, ["---"] * len(headers), *rows] if rows else []
+    table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    return "\n\n".join(filter(None, [f"## {title}", *said, table, notes]))
+
+
+def _describe_run(evidence: FinishedTrials) -> str:
     run = evidence.run
     recipes = {record["settings"]["recipe"]["name"] for record in evidence.trials}
     seeds = {record["settings"]["seed"] for record in evidence.trials}
@@ -66,7 +62,7 @@ def _describe_run(evidence: FinishedTrials) -> Section:
     if len(seeds) < 3:
         few = f"{seeds_said} {'is' if len(seeds) == 1 else 'are'} too few"
         said.append(f"{few} for a spread that decides: a verdict needs three.")
-    return Section("How it was run", said)
+    return _write_section("How it was run", (), (), *said)
 
 
 def _describe_cost(evidence: FinishedTrials) -> str:
@@ -84,7 +80,7 @@ def _describe_cost(evidence: FinishedTrials) -> str:
     return f"{steps_took}; {describe_duration(sum(pieces))} by the clock, in {whole}"
 
 
-def _describe_task(evidence: FinishedTrials, task: str) -> Section:
+def _describe_task(evidence: FinishedTrials, task: str) -> str:
     loss = loss_name(evidence, task)
     shown = (loss, "gap to fp32", "verdict", "accuracy", "movement kept", "bytes/param", "step time")
     rows = []
@@ -99,7 +95,8 @@ def _describe_task(evidence: FinishedTrials, task: str) -> Section:
         rows.append([row.recipe, *(words[name] for name in shown), reported, _describe_disagreement(row)])
     title = evidence.of_task(task)[0]["settings"]["task"]["title"]
     headers = ("recipe", *shown, "its paper, on its own application", "where ours disagrees")
-    return Section(f"{task}: {title}", (), headers, rows, write_notes(evidence, task))
+    notes = "\n".join(f"- {note}" for note in write_notes(evidence, task))
+    return _write_section(f"{task}: {title}", headers, rows, notes=notes)
 
 
 def _describe_disagreement(row: Row) -> str:
@@ -135,113 +132,9 @@ def group_failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
 
 def write_markdown(evidence: FinishedTrials) -> str:
     """Return the report as one Markdown file."""
-    run = evidence.run
-    command = f"halfulp compare --suite {run['suite']} --size {run['size']}"
+    command = f"halfulp compare --suite {evidence.run['suite']} --size {evidence.run['size']}"
     written = f"This page is written by `{command} --data DIR --out DIR`."
-    return "\n\n".join([f"# {TITLE}", written, _PICTURE, write_sections(evidence)]) + "\n"
-
-
-def write_sections(evidence: FinishedTrials) -> str:
-    """Return the sections alone, for a page with a head of its own."""
-    parts = []
-    for section in list_sections(evidence):
-        parts += [f"## {section.title}", *section.said]
-        if section.rows:
-            lines = [section.headers, ["---"] * len(section.headers), *section.rows]
-            escaped = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
-            parts.append("\n".join(f"| {line} |" for line in escaped))
-        parts.append("\n".join(f"- {note}" for note in section.notes))
-    return "\n\n".join(filter(None, parts))
-
-
-_PICTURE = """<picture>
-<source media="(prefers-color-scheme: dark)" srcset="img/evidence-dark.svg">
-<img alt="Gap to float32 by recipe and task, with the spread over seeds" src="img/evidence-light.svg">
-</picture>"""
-
-
-def render_page(evidence: FinishedTrials) -> str:
-    """Return the report as one self-contained page."""
-    require("matplotlib", instead="give no out folder")
-    return render(
-        "halfulp.trials.page",
-        "evidence.html.j2",
-        title=TITLE,
-        sections=list_sections(evidence),
-        light=draw_figure(evidence, "light"),
-        dark=draw_figure(evidence, "dark"),
-        tones={CONFIRMED: "good", REFUTED: "bad", **TONES},
-    )
-
-
-_THEMES = {
-    "light": {"ink": "#1f2328", "faint": "#d1d9e0", "bad": "#c4320a", "good": "#067647", "open": "#6b7280"},
-    "dark": {"ink": "#e6edf3", "faint": "#3d444d", "bad": "#ff8a65", "good": "#4fd18b", "open": "#9aa4af"},
-}
-_LINEAR, _REACH = 1.0, 100.0  # per cent of float32's loss: linear up to, and where the axis ends
-
-
-def draw_figure(evidence: FinishedTrials, theme: str) -> str:
-    """Return an SVG of each recipe's gap to float32 on each task, with its spread over seeds, for light or dark pages.
-
-    The axis is in per cent of float32's loss, linear up to 1%, logarithmic up to 100%; a cross is a divergence.
-    """
-    require("matplotlib", instead="give no out folder")
-    if theme not in _THEMES:
-        raise ValueError(f"a theme is light or dark, got {theme!r}")
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    colours = _THEMES[theme]
-    common = [recipe if isinstance(recipe, str) else recipe.name for recipe in COMMON]
-    found = dict.fromkeys(record["settings"]["recipe"]["name"] for record in evidence.trials)
-    # Those of all tasks come first.
-    names = [name for name in dict.fromkeys([*common, *found]) if name in found and name != REFERENCE]
-    tasks = [task for task in TASKS if task in evidence.tasks()]
-    with rc_context(SVG_SETTINGS):
-        drawn = Figure(figsize=(1.6 + 1.05 * len(tasks), 0.9 + 0.19 * len(names)), layout="constrained")
-        FigureCanvasSVG(drawn)
-        drawn.patch.set_alpha(0)
-        panels = drawn.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
-        for axes, task in zip(panels, tasks):
-            _draw_task(axes, {row.recipe: row for row in evidence.rows(task)}, names, colours)
-            axes.set_title(task.replace("-", "-\n", 1), fontsize=8, color=colours["ink"])
-        panels[0].set_yticks(range(len(names)), names, color=colours["ink"], fontsize=8)
-        panels[0].invert_yaxis()
-        drawn.supxlabel("gap to float32, % of its loss", fontsize=8, color=colours["ink"])
-        return write_svg(drawn)
-
-
-def _draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: dict[str, str]) -> None:
-    axes.patch.set_alpha(0)
-    axes.set_xscale("symlog", linthresh=_LINEAR)
-    axes.set_xlim(-_REACH, 1.6 * _REACH)
-    axes.set_xticks([-10, -1, 0, 1, 10, 100], ["−10", "", "0", "", "10", ""])
-    axes.tick_params(colors=colours["ink"], length=0, labelsize=7)
-    axes.minorticks_off()
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(colours["faint"])
-    axes.axvline(0, color=colours["ink"], linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.grid(axis="y", color=colours["faint"], linewidth=0.5)
-    reference = rows["fp32"].loss
-    for place, name in enumerate(names):
-        row = rows.get(name)
-        if row is None:
-            continue
-        tone = TONES.get(row.verdict or "", "open")
-        if row.diverged or row.gap is None or not reference:
-            axes.plot([1.3 * _REACH], [place], marker="x", color=colours["bad"], markersize=5)
-            continue
-        gap, spread = (100 * value / abs(reference) for value in (row.gap, row.gap_spread or 0.0))
-        shown = min(max(gap, -_REACH), _REACH)
-        axes.plot(
-            [max(gap - spread, -_REACH), min(gap + spread, _REACH)], [place] * 2, color=colours[tone], linewidth=1.4
-        )
-        marker = "o" if abs(gap) <= _REACH else ">" if gap > 0 else "<"
-        axes.plot([shown], [place], marker=marker, color=colours[tone], markersize=4, clip_on=False)
+    return f"# The papers’ tables, every recipe side by side\n\n{written}\n\n{write_sections(evidence)}\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,14 +204,6 @@ class SuiteEvidence(Evidence):
         ]
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained page, and beside it evidence.md and img/, the figure for light and dark pages."""
-        place = Path(path)
-        pictures = place.with_name("img")
-        try:
-            pictures.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"cannot write {pictures}: {error.strerror or error}") from None
-        for theme in ("light", "dark"):
-            write_whole(pictures / f"{place.stem}-{theme}.svg", draw_figure(self, theme))
-        write_whole(place.with_suffix(".md"), write_markdown(self))
-        write_whole(place, render_page(self))
+        """Write the page of a comparison, and beside it evidence.md with the papers' figures and findings."""
+        super().to_html(path)
+        write_whole(Path(path).with_suffix(".md"), write_markdown(self))

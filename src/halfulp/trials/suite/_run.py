@@ -11,7 +11,6 @@ from ...pages import write_whole
 from ...recipes import Recipe
 from .._defaults import REFERENCE
 from ..running._plan import Trial, plan
-from ..running._ranks import Ranks, serve_other_rank
 from ..running._training import Listener, training
 from ._report import SuiteEvidence
 from ._statements import COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, NOT_AT_SMALL, SLOW, TASKS, TOO_LONG, WIDE
@@ -25,7 +24,7 @@ def run_suite(
     seeds: int | Sequence[int] = 3,
     data: str | None = None,
     out: str | os.PathLike[str] | None = None,
-    workers: int | Ranks | None = None,
+    workers: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
     listen: Listener | None = None,
@@ -41,7 +40,7 @@ def run_suite(
         size: Of every trial: "smoke", "small" or "full".
         seeds: How many (0, 1, ...), or which.
         data, workers, resume, overwrite, listen: As `halfulp.compare` takes them.
-        out: A folder for evidence.json, evidence.html, evidence.md and the figures, and for finished trials.
+        out: A folder for evidence.json, evidence.html and evidence.md, and for finished trials.
         tasks, recipes: Names, to run a part; None is all.
 
     Returns:
@@ -53,7 +52,6 @@ def run_suite(
         TrialError: a worker was killed; what had finished is kept in ``out``.
     """
     trials, left_out = plan_suite(suite, size, seeds, data, tasks, recipes)
-    serve_other_rank(workers, trials, on=True)
     failed: list[dict[str, Any]] = []
     # The seconds of every run into the folder, each until its last finished trial; the file outlives an interruption.
     file = None if out is None else Path(out, "seconds.json")
