@@ -178,9 +178,11 @@ def test_scripts_whose_recipes_are_used_and_what_is_said_of_them(compare):
 @pytest.mark.usefixtures("forked_runs")
 def test_a_recipe_under_which_it_crashes_is_a_row(compare):
     text = SCRIPT.format(parameters="model.parameters()").replace("x @ truth", "x @ truth.to(model[0].weight.dtype)")
-    code, out, err = compare(text, "--recipe", "bf16")
-    assert code == 0, err
+    code, out, err = compare(text, "--recipe", "bf16,bf16-split")
+    assert code == 2, err
     assert "crashed" in out
+    assert "the script crashed under bf16, bf16-split; all that it said is in halfulp-compare/error.log" in err
+    assert Path("halfulp-compare", "compare-script.html").exists()
     assert "RuntimeError" in Path("halfulp-compare", "error.log").read_text()
 
 

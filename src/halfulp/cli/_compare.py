@@ -112,12 +112,11 @@ def compare_script(
         _print_script(found)
     write_whole(Path(out, _FILE), json.dumps(content, indent=1, allow_nan=False))
     found.to_html(Path(out, _PAGE))
-    ended = [row.recipe for row in found.rows if row.verdict == "crashed"]
-    crashed = "\n".join(f"== {recipe}\n{found.runs[recipe].said}" for recipe in ended)
     if not as_json:
-        print(
-            f"\n{Path(out, _PAGE)} shows the curves; {Path(out, _FILE)} holds the numbers{_log_output(out, crashed)}."
-        )
+        print(f"\n{Path(out, _PAGE)} shows the curves; {Path(out, _FILE)} holds the numbers.")
+    if crashed := [row.recipe for row in found.rows if row.verdict == "crashed"]:
+        said = "\n".join(f"== {recipe}\n{found.runs[recipe].said}" for recipe in crashed)
+        fail(f"the script crashed under {', '.join(crashed)}{_log_output(out, said)}")
 
 
 def _log_output(out: str, said: str) -> str:
@@ -189,8 +188,8 @@ def compare(
     With a SCRIPT.py that is run once per recipe: where it makes torch's SGD, Adam or AdamW, its model is converted. The
     folder then gets compare-script.json and compare-script.html.
 
-    The exit code is 0 with all trials trained, whatever the verdicts, and 2 where one failed or could not be run. With
-    --suite the others are trained to the end first and evidence.json lists what failed.
+    The exit code is 0 with all trials trained, whatever the verdicts, and 2 where one failed or could not be run, or a
+    script crashed under a recipe. With --suite, and of a script, the others are trained to the end first.
     """
     check_alone("compare")
     options: dict[str, Any] = {
