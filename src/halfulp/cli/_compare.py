@@ -272,11 +272,8 @@ def _describe_run(run: dict[str, Any]) -> str:
 
     if not run["trained"]:
         return "All trials were kept from an earlier run."
-    expected = f", {describe_duration(run['estimated_seconds'])} expected" if "estimated_seconds" in run else ""
     workers = f"{run['workers']} worker{'' if run['workers'] == 1 else 's'} of one thread"
-    return (
-        f"{run['trained']} trials in {describe_duration(run['seconds'])}{expected}, by {workers} on {run['processor']}."
-    )
+    return f"{run['trained']} trials in {describe_duration(run['seconds'])}, by {workers} on {run['processor']}."
 
 
 def _print_tables(evidence: Any) -> None:

@@ -43,9 +43,7 @@ def compare(
         overwrite: Delete the comparison that ``out`` holds.
         size: In place of steps, how long trials are: "smoke" (seconds), "small" (minutes for many recipes on two
             cores) or "full".
-        listen: Called with ("plan", None, trials), ("timing", None, how many kinds of trial), ("estimate", None, how
-            long it will take by a few timed steps of each kind) and ("reused" | "start" | "progress" | "done", trial,
-            content). Without it, nothing is timed; with it, what has ten steps or more and runs in a worker.
+        listen: Called with ("plan", None, trials) and ("reused" | "start" | "progress" | "done", trial, content).
 
     Returns:
         The Evidence; ``print`` it for a table.
@@ -58,5 +56,5 @@ def compare(
     """
     trials = plan(task, recipes, seeds, steps, data, size)
     with training(out, trials, workers, listen, resume, overwrite) as run:
-        run.train(trials, estimated=listen is not None)
+        run.train(trials)
     return run.evidence()

@@ -20,7 +20,6 @@ from ..._extensions import load_inherited
 from ..._messages import first_line
 from ..tasks import Data
 from ._plan import Trial
-from ._progress import measure_cost
 from ._trial import run
 
 
@@ -40,14 +39,10 @@ def describe_exit(code: int | None) -> str:
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-# "train" or "time", and the trial.
-Job = tuple[str, Trial]
-
-
 def main(connection: Connection, log: str) -> None:
     """Serve trials until the parent hangs up; what is printed meanwhile goes to the file ``log``.
 
-    Messages sent are ("ready", None), ("timed", cost), ("progress", (step, loss)), ("done", result) and ("failed",
+    Messages sent are ("ready", None), ("progress", (step, loss)), ("done", result) and ("failed",
     (line, trace)).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -60,21 +55,18 @@ def main(connection: Connection, log: str) -> None:
     try:
         connection.send(("ready", None))
         while True:
-            job = connection.recv()
-            connection.send(_answer(job, loaded, connection))
+            trial = connection.recv()
+            connection.send(_answer(trial, loaded, connection))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _answer(job: Job, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
-    """Train a trial, or time some of its steps, and return the message that says what came of it."""
-    what, trial = job
+def _answer(trial: Trial, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
+    """Train a trial and return the message that says what came of it."""
     try:
         which = repr(trial.task.settings())
         if which not in loaded:
             loaded[which] = trial.task.load()
-        if what == "time":
-            return "timed", measure_cost(trial, loaded[which])
 
         def report(step: int, loss: float) -> None:
             connection.send(("progress", (step, loss)))
@@ -121,11 +113,11 @@ class _Worker:
             os.environ.update(before)
         theirs.close()
 
-    def give(self, job: Job) -> None:
-        """Send the next job; a worker that died meanwhile is noticed when its pipe is read."""
-        self.trial = job[1]
+    def give(self, trial: Trial) -> None:
+        """Send the next trial; a worker that died meanwhile is noticed when its pipe is read."""
+        self.trial = trial
         with contextlib.suppress(OSError):
-            self.connection.send(job)
+            self.connection.send(trial)
 
     def end(self) -> None:
         """Stop it, whatever it is doing."""
@@ -137,24 +129,15 @@ class _Worker:
             self.process.join()
 
 
-def work(
-    trials: Sequence[Trial],
-    workers: int,
-    timed: Sequence[Trial] = (),
-    on: bool = False,
-) -> Generator[Event, None, None]:
+def work(trials: Sequence[Trial], workers: int, on: bool = False) -> Generator[Event, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
     With ``on``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
-    Before any trial starts, those of ``timed`` yield ("timed", trial, its seconds or None).
     Leaving the loop early, by an exception or otherwise, ends the workers.
     """
-    # From the last to the first.
-    waiting = [("train", trial) for trial in reversed(trials)] + [("time", trial) for trial in reversed(timed)]
-    unfinished, untimed = len(waiting), len(timed)
+    waiting, unfinished = list(reversed(trials)), len(trials)
     with tempfile.TemporaryDirectory(prefix="halfulp-") as logs, contextlib.ExitStack() as stack:
         crew: dict[Any, _Worker] = {}
-        idle: list[_Worker] = []
         for number in range(min(workers, unfinished)):
             worker = _Worker(number, logs)
             stack.callback(worker.end)
@@ -165,16 +148,10 @@ def work(
                 kind, content = _receive(worker, on)
                 if worker.trial is not None:  # what has none yet is ready for its first
                     yield kind, worker.trial, content
-                if kind in ("done", "timed", "failed"):
-                    unfinished -= 1
-                untimed -= kind == "timed"
-                if kind != "progress":
-                    idle.append(worker)
-                while idle and waiting and (waiting[-1][0] == "time" or not untimed):
-                    what, trial = waiting.pop()
-                    idle.pop(0).give((what, trial))
-                    if what == "train":
-                        yield "start", trial, None
+                unfinished -= kind in ("done", "failed")
+                if kind != "progress" and waiting:
+                    worker.give(trial := waiting.pop())
+                    yield "start", trial, None
 
 
 def _receive(worker: _Worker, on: bool) -> tuple[str, Any]:
@@ -202,14 +179,9 @@ def _describe_death(worker: _Worker) -> TrialError:
     return TrialError(f"the worker of trial {worker.trial} {how}", worker.trial, output)
 
 
-def train_all(
-    trials: Sequence[Trial],
-    workers: int,
-    timed: Sequence[Trial] = (),
-    on: bool = False,
-) -> Generator[Event, None, None]:
+def train_all(trials: Sequence[Trial], workers: int, on: bool = False) -> Generator[Event, None, None]:
     """Train in workers, as `work` does, then in this process what must be; torch's random state stays as it was."""
-    yield from work([trial for trial in trials if not trial.task.in_process], workers, timed, on)
+    yield from work([trial for trial in trials if not trial.task.in_process], workers, on)
     for trial in trials:
         if not trial.task.in_process:
             continue

@@ -11,7 +11,6 @@ from ...pages import require
 from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_all
-from ._progress import choose_timed, estimate, name_cost_class
 from ._store import Store
 from ._trial import READINGS
 
@@ -43,13 +42,10 @@ class Training:
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
         self._seconds, self._trained = 0.0, 0
-        self._estimated: float | None = None
         self.results: dict[str, dict[str, Any]] = {}
 
-    def train(
-        self, trials: Sequence[Trial], estimated: bool = False, failed: list[dict[str, Any]] | None = None
-    ) -> None:
-        """Train what has no result yet; if ``estimated``, a few steps are timed before.
+    def train(self, trials: Sequence[Trial], failed: list[dict[str, Any]] | None = None) -> None:
+        """Train what has no result yet.
 
         A trial that raises ends the training, or is noted in ``failed``: its task, recipe, seed and why.
         """
@@ -62,21 +58,8 @@ class Training:
                 self._listen("reused", trial, self.results[trial.key])
         start = time.monotonic()
         workers = min(self._workers, len(missing))
-        timed = choose_timed(missing) if estimated else []
-        costs: dict[str, float | None] = {}
-        if timed:
-            self._listen("timing", None, len(timed))
-        on = failed is not None
-        with contextlib.closing(train_all(missing, workers, timed, on)) as events:
+        with contextlib.closing(train_all(missing, workers, failed is not None)) as events:
             for kind, trial, content in events:
-                if kind == "timed":
-                    costs[name_cost_class(trial)] = content
-                    if len(costs) == len(timed):
-                        spent = time.monotonic() - start
-                        found = estimate(missing, costs, workers, core_count(), spent, processor_line())
-                        self._estimated = None if found.untimed else found.seconds
-                        self._listen("estimate", None, found)
-                    continue
                 if kind == "failed" and failed is not None:
                     which = {"task": trial.task.name, "recipe": trial.recipe.name, "seed": trial.seed}
                     failed.append({**which, "why": content})
@@ -98,8 +81,6 @@ class Training:
         run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
         run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
         run |= {"reused": len(records) - self._trained, "processor": processor_line()}
-        if self._estimated is not None:
-            run["estimated_seconds"] = round(self._estimated, 1)
         return self._make(trials=tuple(records), run=run | self.more)
 
     def _has(self, trial: Trial) -> bool:
