@@ -312,9 +312,6 @@ def tune(
             autocompletion=complete(recipe_names),
         ),
     ] = None,
-    param_dtype: Annotated[
-        list[str] | None, typer.Option(help="Of the default candidates: bfloat16, float16. Default: bfloat16.")
-    ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; 3 at least.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
@@ -333,7 +330,6 @@ def tune(
         partial(search, task, tolerance),
         out,
         recipes=None if recipe is None else split(recipe, ()),
-        param_dtypes=split(param_dtype, ["bfloat16"]),
         seeds=seeds,
         steps=steps,
         data=data,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from ... import recipes
 from ...environment._narrow_products import float32_products_of, widened_dtypes
 from ...gradients import AdaptiveGradScaler
-from ...observation import Observation, Record, observe
-from ...observation._record import ParameterRecord
+from ...observation import Observation, observe
 from ...recipes import Recipe
 from ...recipes._optimizer import Loss, MeasuredOptimizer, emulated
 from ..tasks import Batch, Data, Task
@@ -124,75 +122,23 @@ def _compute_share(counts: list[tuple[float, float]]) -> float:
 
 # The entry of a trial's result that holds its observation.
 READINGS = "observed"
-# Formats that parameters can have, by the dtype's name in a recipe.
-RANGES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-def readings(seen: Observation, steps: int) -> dict[str, Any]:
-    """Return the observation of a whole trial as plain data.
+def readings(seen: Observation) -> dict[str, Any]:
+    """Return the observation of a whole trial as plain data: the findings and, by parameter, its dtype and movement.
 
-    That is by parameter the share of wanted movement that was ``realised``, the share of updates ``lost`` and the
-    ``noise`` that stochastic rounding would add, None where unknown; by dtype, the largest ``share`` of a tensor's
-    elements that would leave the format's range; and the findings.
+    Of the wanted movement, the share that was ``realised``; None where unknown.
     """
-    record = seen.record
     return {
-        "parameters": {name: _describe_parameter(record, one, steps) for name, one in record.parameters.items()},
-        "ranges": {dtype: _find_out_of_range(record, format) for dtype, format in RANGES.items()},
+        "parameters": {
+            name: {
+                "dtype": str(one.dtype).removeprefix("torch."),
+                "realised": finite_or_none(one.update.realised_share),
+            }
+            for name, one in seen.record.parameters.items()
+        },
         "findings": [finding.to_dict() for finding in seen.findings],
     }
-
-
-def _describe_parameter(record: Record, one: ParameterRecord, steps: int) -> dict[str, Any]:
-    return {
-        "elements": one.numel,
-        "dtype": str(one.dtype).removeprefix("torch."),
-        "realised": finite_or_none(one.update.realised_share),
-        "lost": one.update.lost_share,
-        "noise": _estimate_noise(record, one, steps),
-    }
-
-
-def _estimate_noise(record: Record, one: ParameterRecord, steps: int) -> float | None:
-    """Return the noise of stochastic rounding over the longest drift that the updates could make.
-
-    An update u below the spacing d is rounded with variance u (d - u), one above it with d^2 / 6 on average (Croci et
-    al., Royal Society Open Science 9, 211631, 2022); n of them drift by n u at most.
-    """
-    update, weight = record.tensors.get(("update", one.name)), record.tensors.get(("weight", one.name))
-    if update is None or weight is None or not update.histogram or not weight.histogram:
-        return None
-    # The root mean square of the updates, each taken as its binade's middle.
-    squares = sum(count * 4.0 ** (power + 0.5) for power, count in update.histogram.items())
-    size = math.sqrt(squares / sum(update.histogram.values()))
-    spacing = 2.0 ** _find_median(weight.histogram) * torch.finfo(one.dtype).eps
-    variance = size * (spacing - size) if size < spacing else spacing**2 / 6
-    return math.sqrt(variance * steps) / (size * steps)
-
-
-def _find_median(histogram: dict[int, int]) -> int:
-    """Return the power of two that half of the numbers reach.
-
-    >>> _find_median({-3: 1, 0: 2, 5: 1})
-    0
-    """
-    left = sum(histogram.values()) / 2
-    for power in sorted(histogram):
-        left -= histogram[power]
-        if left <= 0:
-            return power
-    raise AssertionError("a histogram of nothing")
-
-
-def _find_out_of_range(record: Record, format: str) -> dict[str, Any]:
-    worst: dict[str, Any] = {"share": 0.0, "role": None, "name": None}
-    for (role, name), tensor in record.tensors.items():
-        counts = tensor.formats.get(format)
-        out = counts.underflow + counts.overflow if counts is not None else 0
-        share = out / counts.elements if counts is not None and counts.elements else 0.0
-        if role in ("activation", "activation gradient", "weight gradient", "weight") and share > worst["share"]:
-            worst = {"share": share, "role": role, "name": name}
-    return worst
 
 
 _NOTHING = {"loss": None, "accuracy": None}
@@ -233,7 +179,7 @@ def run(trial: Trial, data: Data, report: Report | None = None) -> dict[str, Any
     wide = _score_in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
-    watched = {READINGS: readings(seen, steps)} if seen is not None else {}
+    watched = {READINGS: readings(seen)} if seen is not None else {}
     return {**course, **scaled.readings(), "float32": wide, "own": own, **size, **watched}
 
 
