@@ -18,7 +18,6 @@ from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
     Json,
     choose_style,
-    complete,
     describe_option,
     format_cell,
     make_console,
@@ -156,11 +155,11 @@ def compare(
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
     task: Annotated[
         list[str] | None,
-        typer.Option(help=describe_option("Tasks", DEFAULT_TASKS), autocompletion=complete(task_names)),
+        typer.Option(help=describe_option("Tasks", DEFAULT_TASKS), autocompletion=task_names),
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES), autocompletion=complete(recipe_names)),
+        typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES), autocompletion=recipe_names),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
     first_seed: Annotated[
@@ -300,7 +299,7 @@ def _print_tables(evidence: Any) -> None:
 
 
 def tune(
-    task: Annotated[str, typer.Option(help="The task.", autocompletion=complete(task_names))] = "digits",
+    task: Annotated[str, typer.Option(help="The task.", autocompletion=task_names)] = "digits",
     tolerance: Annotated[
         float | None,
         typer.Option(help="By which share of float32's loss a recipe may be above it; default: as compare judges."),
@@ -309,7 +308,7 @@ def tune(
         list[str] | None,
         typer.Option(
             help="Candidates, by their bytes; default: those that an observed training leaves open.",
-            autocompletion=complete(recipe_names),
+            autocompletion=recipe_names,
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; 3 at least.")] = 3,

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -32,21 +32,6 @@ def split(given: list[str] | None, default: Sequence[str]) -> list[str]:
     if given is None:
         return list(default)
     return [name.strip() for part in given for name in part.split(",") if name.strip()]
-
-
-def complete(names: Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
-    """Return a function that completes the last of several names for a shell; torch is not imported.
-
-    >>> complete(lambda: ["digits", "text", "two-heads"])("digits,t")
-    ['digits,text', 'digits,two-heads']
-    """
-
-    def completed(incomplete: str) -> list[str]:
-        before, comma, last = incomplete.rpartition(",")
-        known = before.split(",")
-        return [before + comma + name for name in names() if name.startswith(last) and name not in known]
-
-    return completed
 
 
 def recipe_names() -> list[str]:

@@ -14,20 +14,9 @@ def write_any_letter() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def is_unicode(stream: object) -> bool:
-    """Return whether an output can hold every letter.
-
-    >>> import io
-    >>> is_unicode(io.TextIOWrapper(io.BytesIO(), "cp1252")), is_unicode(io.StringIO())
-    (False, True)
-    """
-    encoding = getattr(stream, "encoding", None)
-    return encoding is None or encoding.lower().replace("-", "").startswith("utf")
-
-
 def print_json(content: Any) -> None:
     """Print one JSON document on standard output; it holds plain data without NaN."""
-    print(json.dumps(content, indent=2, ensure_ascii=not is_unicode(sys.stdout), allow_nan=False))
+    print(json.dumps(content, indent=2, allow_nan=False))
 
 
 def fail(message: object) -> NoReturn:

@@ -17,7 +17,6 @@ from ..pages import check_writable, write_whole
 from ._conventions import (
     Json,
     Out,
-    complete,
     make_console,
     make_plain_table,
     prepare,
@@ -242,11 +241,11 @@ def verify(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="A task's model and batch instead of a target.", autocompletion=complete(task_names)),
+        typer.Option(help="A task's model and batch instead of a target.", autocompletion=task_names),
     ] = None,
     recipe: Annotated[
         str,
-        typer.Option(help="A recipe with scaled payloads or a gradient scale.", autocompletion=complete(recipe_names)),
+        typer.Option(help="A recipe with scaled payloads or a gradient scale.", autocompletion=recipe_names),
     ] = "scaled-fp16",
     trials: Annotated[int, typer.Option(help="How many draws of scales.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the scales.")] = 0,

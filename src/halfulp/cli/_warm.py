@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._conventions import Json, complete, make_console, make_plain_table, recipe_names, split
+from ._conventions import Json, recipe_names, split
 from ._errors import fail, print_json
 
 
@@ -25,14 +25,13 @@ def warm(
         typer.Option(
             help="Steps of these recipes alone, separated by commas or one option each. Default: every weight update, "
             "dtype and state, quantize to every format, and arithmetic of several components.",
-            autocompletion=complete(recipe_names),
+            autocompletion=recipe_names,
         ),
     ] = None,
     optimizer: Annotated[
         list[str] | None,
-        typer.Option(help="Steps of these optimizers alone. Default: all.", autocompletion=complete(optimizer_names)),
+        typer.Option(help="Steps of these optimizers alone. Default: all.", autocompletion=optimizer_names),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and compile nothing.")] = False,
     json: Json = False,
 ) -> None:
     """Fill the cache of compiled kernels, so that the first step of a training compiles nothing.
@@ -51,9 +50,6 @@ def warm(
         list_jobs(None if recipe is None else split(recipe, ()), None if optimizer is None else split(optimizer, ()))
     )
     counts = {group: sum(job.group == group for job in chosen) for group in dict.fromkeys(job.group for job in chosen)}
-    if dry_run:
-        _print_jobs(folder, chosen, counts, json)
-        return
     before, start = statistics.copy(), time.monotonic()
     refused = _run(chosen)
     made, seconds = statistics - before, round(time.monotonic() - start, 1)
@@ -121,15 +117,3 @@ def _run(chosen: list[Any]) -> int:
                 refused += 1
             bars.advance(bar)
     return refused
-
-
-def _print_jobs(folder: str, chosen: list[Any], counts: dict[str, int], json: bool) -> None:
-    if json:
-        print_json({"folder": folder, "runs": counts, "jobs": [f"{job.group}: {job.name}" for job in chosen]})
-        return
-    table = make_plain_table(["what", "which"], fold=["which"])
-    for group, count in counts.items():
-        names = [job.name for job in chosen if job.group == group]
-        table.add_row(f"{count} {group}", "; ".join(names[:3]) + ("; ..." if count > 3 else ""))
-    make_console().print(table, markup=False)
-    print(f"\n{len(chosen)} runs, whose kernels are kept in {folder}; --json lists them all.")

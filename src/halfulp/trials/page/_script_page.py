@@ -50,7 +50,7 @@ def render_script_page(data: Mapping[str, Any]) -> str:
         key=key,
         rows=lines,
         reasons=any(row["reason"] for row in rows),
-        recipes=[(row["recipe"], _find_description(row["recipe"])) for row in rows],
+        recipes=[(row["recipe"], recipes.get(row["recipe"]).description) for row in rows],
         versions=f"halfulp {__version__}, torch {torch.__version__}",
         date=datetime.date.today().isoformat(),
     )
@@ -84,7 +84,7 @@ def _describe_row(row: Mapping[str, Any], style: Any, reach: float, most: float)
     size, gap = row["bytes_per_parameter"], row["gap"]
     return {
         "recipe": row["recipe"],
-        "description": _find_description(row["recipe"]),
+        "description": recipes.get(row["recipe"]).description,
         "verdict": row["verdict"],
         "tone": TONES.get(row["verdict"], ""),
         "style": style,
@@ -104,10 +104,3 @@ def _describe_curves(rows: Sequence[Mapping[str, Any]]) -> str:
     """Describe the curves in words, for readers who cannot see them."""
     ends = "; ".join(f"{row['recipe']} ends at {number(row['loss'], 4)}" for row in rows if row["loss"] is not None)
     return f"Training loss by backward pass, and its difference to fp32. {ends}. The table has the same numbers."
-
-
-def _find_description(recipe: str) -> str:
-    try:
-        return recipes.get(recipe).description
-    except ValueError:  # one of an extension that is not loaded here
-        return ""

@@ -66,18 +66,11 @@ def _describe_run(evidence: FinishedTrials) -> str:
 
 
 def _describe_cost(evidence: FinishedTrials) -> str:
-    """Return how much CPU time the training took, and how long by the clock, resumed runs included."""
+    """Return how much CPU time the training took, in words."""
     results = [record["result"] for record in evidence.trials]
     steps = [record["settings"]["steps"] for record in evidence.trials]
     seconds = sum(result["step_ms"] / 1000 * count for result, count in zip(results, steps))
-    steps_took = (
-        f"about {describe_duration(seconds)} of training steps on one thread each of {evidence.run['processor']}"
-    )
-    pieces = evidence.run.get("pieces", [])
-    if not pieces:
-        return steps_took
-    whole = "one run" if len(pieces) == 1 else f"{len(pieces)} runs, one resuming the other"
-    return f"{steps_took}; {describe_duration(sum(pieces))} by the clock, in {whole}"
+    return f"about {describe_duration(seconds)} of training steps on one thread each of {evidence.run['processor']}"
 
 
 def _describe_task(evidence: FinishedTrials, task: str) -> str:

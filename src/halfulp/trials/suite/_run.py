@@ -1,13 +1,9 @@
 """run_suite: train a suite's tasks under its recipes, whatever some pairs refuse."""
 
-import json
 import os
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from ...pages import write_whole
 from ...recipes import Recipe
 from .._defaults import REFERENCE
 from ..running._plan import Trial, plan
@@ -53,23 +49,8 @@ def run_suite(
     """
     trials, left_out = plan_suite(suite, size, seeds, data, tasks, recipes)
     failed: list[dict[str, Any]] = []
-    # The seconds of every run into the folder, each until its last finished trial; the file outlives an interruption.
-    file = None if out is None else Path(out, "seconds.json")
-    before = _read_seconds(file) if file is not None and resume and file.exists() else []
-    pieces, start = list(before), time.monotonic()
-
-    def tell(kind: str, trial: Trial | None, content: Any) -> None:
-        if listen is not None:
-            listen(kind, trial, content)
-        if kind == "done":
-            pieces[:] = [*before, round(time.monotonic() - start, 1)]
-            if file is not None:
-                write_whole(file, json.dumps(pieces))
-
-    with training(out, trials, workers, tell, resume, overwrite, SuiteEvidence) as run:
-        if file is not None and not resume:
-            file.unlink(missing_ok=True)
-        run.more = {"suite": suite, "size": size, "left_out": left_out, "failed": failed, "pieces": pieces}
+    with training(out, trials, workers, listen, resume, overwrite, SuiteEvidence) as run:
+        run.more = {"suite": suite, "size": size, "left_out": left_out, "failed": failed}
         run.train(trials, failed=failed)
         if not run.evidence().tasks():
             said = {one["task"]: one["why"] for one in failed if one["recipe"] == REFERENCE}
@@ -78,13 +59,6 @@ def run_suite(
     evidence = run.evidence()
     assert isinstance(evidence, SuiteEvidence)
     return evidence
-
-
-def _read_seconds(path: Path) -> list[float]:
-    try:
-        return [float(one) for one in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no list of seconds ({error}): delete it; the earlier runs go untimed") from None
 
 
 def plan_suite(

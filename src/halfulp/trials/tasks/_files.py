@@ -29,24 +29,20 @@ class FileTask(Task):
     how: ClassVar[str]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", str(find(self.folder, self.data, self.files, self.how, self.name)))
-
-
-def find(folder: str, data: str | None, names: tuple[str, ...], how: str, task: str | None = None) -> Path:
-    """Return the folder that holds all of ``names``: ``data`` itself or its subfolder called ``folder``.
-
-    Without it, the error says which task needs the files, and how to get them.
-    """
-    need = f"task {task or folder!r} reads {' and '.join(names)}"
-    if data is None:
+        need = f"task {self.name!r} reads {' and '.join(self.files)}"
+        if self.data is None:
+            raise ValueError(
+                f"{need}; give their folder with --data DIR (data= in Python). {self.how}. "
+                f"{_list_tasks_without_files()}"
+            )
+        root = Path(self.data)
+        for place in (root / self.folder, root):
+            if all((place / name).is_file() for name in self.files):
+                object.__setattr__(self, "data", str(place))
+                return
         raise ValueError(
-            f"{need}; give their folder with --data DIR (data= in Python). {how}. {_list_tasks_without_files()}"
+            f"{need}, but neither {root / self.folder} nor {root} holds them. {self.how}. {_list_tasks_without_files()}"
         )
-    root = Path(data)
-    for place in (root / folder, root):
-        if all((place / name).is_file() for name in names):
-            return place
-    raise ValueError(f"{need}, but neither {root / folder} nor {root} holds them. {how}. {_list_tasks_without_files()}")
 
 
 def _list_tasks_without_files() -> str:
