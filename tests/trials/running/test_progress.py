@@ -34,10 +34,10 @@ def test_the_time_left_falls(tiny, monkeypatch: pytest.MonkeyPatch, terminal: bo
             progress("start", trial, None)
             clock.now += 30.0
             progress("progress", trial, (50, 2.0))
-            lefts.append(progress.bars.tasks[0].fields["said"])
+            lefts.append(progress.bar.fields["left"])
             clock.now += 30.0
             progress("done", trial, done)
-        total, finished = progress.bars.tasks[0].total, progress.bars.tasks[0].completed
+        total, finished = progress.bar.total, progress.bar.completed
     said = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", progress.console.file.getvalue())
     assert progress.live == terminal
     if terminal:
@@ -63,7 +63,7 @@ def test_nothing_is_left_after_the_last_trial(tiny, monkeypatch: pytest.MonkeyPa
                 clock.now += 0.1
                 progress("progress", trial, (step, 2.0))
             progress("done", trial, done)
-    assert progress.bars.tasks[0].completed == progress.bars.tasks[0].total
+    assert progress.bar.completed == progress.bar.total
     *_, before, last = progress.console.file.getvalue().splitlines()
     assert "left" in before
     assert "left" not in last

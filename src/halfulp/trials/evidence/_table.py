@@ -5,7 +5,6 @@ from collections import Counter
 from ... import formats
 from ...pages import DASH
 from .._defaults import PASSING_VERDICTS, REFERENCE
-from ..tasks import kind_of
 from ._row import MARGIN, FinishedTrials, Row, read_judged_loss
 
 
@@ -78,9 +77,6 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     size, is_imitated = number(stored_bytes(row), 1), row.emulated or row.gradient_format or row.operand_format
     cells["bytes/param"] = f"({size})" if row.emulated else size
     cells["step time"] = "emulated" if is_imitated else DASH if row.speed is None else f"{row.speed:.2f}×"
-    paper_gaps = kind_of(row.task).paper_gaps
-    if paper_gaps:
-        cells["gap in the paper"] = number(paper_gaps.get(row.recipe), 2, sign=True)
     return cells
 
 
@@ -116,8 +112,6 @@ def write_notes(evidence: FinishedTrials, task: str) -> list[str]:
         "wanted movement took place, large updates counting most; stochastic rounding makes up for what it cancels.",
         f"Step time is CPU time on one thread against fp32's {number(rows[0].step_ms, 2)} ms.",
     ]
-    if kind_of(task).paper_note:
-        said.append(kind_of(task).paper_note)
     if any(row.verdict is None for row in rows):
         said.append("A verdict needs 3 seeds: --seeds 3 --resume trains only what is missing.")
     together = sum(row.noise is not None and row.verdict not in ("reference", "control") for row in rows)

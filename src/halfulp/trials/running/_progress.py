@@ -9,8 +9,6 @@ from typing import Any
 
 from ._plan import Trial
 
-Clock = Callable[[], float]
-
 
 def describe_duration(seconds: float) -> str:
     """Return a duration in words, rounded as coarsely as an estimate deserves.
@@ -24,121 +22,94 @@ def describe_duration(seconds: float) -> str:
 
 
 class Progress:
-    """A listener for ``compare`` and a context manager; live bars on a terminal, a line per trial elsewhere.
+    """A listener for ``compare`` and a context manager: a bar of all steps on a terminal, and a line per ended trial.
 
     Both say about how long the rest takes, by the speed of the steps so far.
     """
 
-    def __init__(self, clock: Clock = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bars
 
         self.console = Console(file=sys.stderr, highlight=False)
         self.live = self.console.is_terminal
-        self.bars = Bars(
-            TextColumn("{task.description}"),
+        self._clock = clock
+        self._bars = Bars(
+            TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=28),
             TextColumn("{task.percentage:>3.0f}%"),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[left]}"),
             console=self.console,
             transient=True,
             speed_estimate_period=math.inf,
             get_time=clock,
             disable=not self.live,
         )
-        self.overall = self.bars.add_task("", total=0, said="")
-        self.trials: dict[str, Trial] = {}
-        self.running: dict[str, Any] = {}
-        self.ended: set[str] = set()
+        self._bars.add_task("", total=0, left="")
+        self.bar = self._bars.tasks[0]
+        self._trials: dict[str, Trial] = {}
+        self._steps: dict[str, int] = {}
+        self._begun: dict[str, float] = {}
+        self._ended: set[str] = set()
         self.kept = 0
 
     def __enter__(self) -> "Progress":
-        self.bars.start()
+        self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bars.stop()
+        self._bars.stop()
 
     def __call__(self, kind: str, trial: Trial | None, content: Any) -> None:
         """Show one event of ``compare``."""
-        getattr(self, f"_{kind}")(trial, content)
+        if trial is None:  # the plan
+            new = {one.key: one for one in content if one.key not in self._trials}
+            self._trials |= new
+            total = (self.bar.total or 0) + sum(one.steps for one in new.values())
+            self._bars.update(self.bar.id, description=f"{self.total} trials", total=total)
+        elif kind == "start":
+            self._begun[trial.key] = self._clock()
+            self._advance(trial, 0)
+        elif kind == "progress":
+            self._advance(trial, content[0])
+        elif trial.key not in self._ended:
+            self._end(kind, trial, content)
 
     @property
     def total(self) -> int:
         """How many trials are planned."""
-        return len(self.trials)
+        return len(self._trials)
 
-    def _plan(self, trial: None, trials: list[Trial]) -> None:
-        new = {one.key: one for one in trials if one.key not in self.trials}
-        self.trials |= new
-        self.bars.update(self.overall, description=f"[bold]{self.total} trials")
-        self._add_work(sum(one.steps for one in new.values()))
-
-    def _reused(self, trial: Trial, result: Any) -> None:
-        if trial.key not in self.ended:
-            self._add_work(-trial.steps)
-            self.ended.add(trial.key)
+    def _end(self, kind: str, trial: Trial, content: Any) -> None:
+        """Print the line of a trial that was trained, failed or was kept; its remaining steps count as done."""
+        self._ended.add(trial.key)
+        if kind == "reused":
+            self._bars.update(self.bar.id, total=(self.bar.total or 0) - trial.steps)
+        else:
+            self._advance(trial, trial.steps)
+        how = ["kept" if kind == "reused" else f"{self._clock() - self._begun[trial.key]:.1f} s"]
+        if kind == "failed":
+            said = content
+        else:
             self.kept += 1
-            self._print_result(trial, result, "kept")
-
-    def _start(self, trial: Trial, content: None) -> None:
-        self.running[trial.key] = self.bars.add_task(f"  {trial}", total=trial.steps, said="")
-        self._advance(trial, 0)
-
-    def _progress(self, trial: Trial, content: tuple[int, float]) -> None:
-        step, loss = content
-        self._advance(trial, step)
-        self.bars.update(self.running[trial.key], said=f"loss {loss:.4f}")
-
-    def _done(self, trial: Trial, result: Any) -> None:
-        seconds = self._end(trial)
-        self.kept += 1
-        self._print_result(trial, result, f"{seconds:.1f} s")
-
-    def _failed(self, trial: Trial, line: str) -> None:
-        from rich.markup import escape
-
-        self._end(trial)
-        self._print_end(trial, f"[red]{escape(line)}[/red]")
-
-    def _add_work(self, steps: int) -> None:
-        self.bars.update(self.overall, total=self._find_bar(self.overall).total + steps)
+            loss = content["float32"]["validation"]["loss"]
+            said = f"validation loss {loss:.4f}" if loss is not None else f"diverged at step {content['diverged_at']}"
+            how += [] if self.live else filter(None, [self._describe_left()])
+        count = f"{len(self._ended):>{len(str(self.total))}}/{self.total}"
+        line = f"{count}  {trial!s:<38} {said}  {', '.join(how)}"
+        self.console.print(line, style="red" if kind == "failed" else None, markup=False, soft_wrap=True)
 
     def _advance(self, trial: Trial, step: int) -> None:
-        """Move the bars of a trial and of all to a step, and write the time left beside them."""
-        bar = self._find_bar(self.running[trial.key])
-        self.bars.advance(self.overall, step - bar.completed)
-        self.bars.update(bar.id, completed=step)
-        if self.live:
-            self.bars.update(self.overall, said=self._describe_left())
-
-    def _end(self, trial: Trial) -> float:
-        """Take away the bar of a trial, whose remaining steps count as done; return the seconds that it took."""
-        self.ended.add(trial.key)
-        self._advance(trial, trial.steps)
-        bar = self._find_bar(self.running.pop(trial.key))
-        self.bars.remove_task(bar.id)
-        return float(bar.elapsed or 0.0)
+        """Move the bar by a trial's steps, and write the time left beside it."""
+        self._bars.advance(self.bar.id, step - self._steps.get(trial.key, 0))
+        self._steps[trial.key] = step
+        self._bars.update(self.bar.id, left=self._describe_left())
 
     def _describe_left(self) -> str:
         """Return about how long the rest takes, by the speed so far; nothing before there is one, and at the end."""
-        left = self._find_bar(self.overall).time_remaining
-        return f"about {describe_duration(left)} left" if left and len(self.ended) < self.total else ""
-
-    def _find_bar(self, task: Any) -> Any:
-        """Return the bar that rich knows by a number."""
-        return self.bars.tasks[self.bars.task_ids.index(task)]
-
-    def _print_result(self, trial: Trial, result: Any, how: str) -> None:
-        loss = result["float32"]["validation"]["loss"]
-        said = f"validation loss {loss:.4f}" if loss is not None else f"diverged at step {result['diverged_at']}"
-        left = "" if self.live else self._describe_left()
-        self._print_end(trial, f"{said}  [dim]{', '.join(filter(None, (how, left)))}[/dim]")
-
-    def _print_end(self, trial: Trial, said: str) -> None:
-        count = f"{len(self.ended):>{len(str(self.total))}}/{self.total}"
-        self.console.print(f"[dim]{count}[/dim]  {trial!s:<38} {said}", soft_wrap=True)
+        left = self.bar.time_remaining
+        return f"about {describe_duration(left)} left" if left and len(self._ended) < self.total else ""

@@ -109,8 +109,6 @@ class Task(abc.ABC):
         target: What one target is called when accuracy is shown: "image", "character"; empty where none is shown.
         in_process: Whether its trials run in the process that asks for them, one after the other, as what cannot be
             pickled for a worker must.
-        paper_gaps: The gaps to float32 that a paper reports, by recipe, for the table's last column.
-        paper_note: What paper, and of what they are gaps; a sentence for reports.
     """
 
     name: ClassVar[str]
@@ -123,8 +121,6 @@ class Task(abc.ABC):
     judged_by: ClassVar[str] = "validation_loss"
     target: ClassVar[str] = "example"
     in_process: ClassVar[bool] = False
-    paper_gaps: ClassVar[dict[str, float]] = {}
-    paper_note: ClassVar[str] = ""
 
     @abc.abstractmethod
     def load(self) -> Data:

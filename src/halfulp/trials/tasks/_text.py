@@ -251,15 +251,6 @@ class ScaledGPT(Text):
     hyper: ClassVar[dict[str, Any]] = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
     steps: ClassVar[int] = 500
     sizes: ClassVar[dict[str, int]] = {"smoke": 3, "small": 100, "full": 20_000}
-    paper_gaps: ClassVar[dict[str, float]] = {
-        "scaled-fp16-master": 0.0,
-        "scaled-fp16": 0.05,
-        "scaled-fp8": 0.05,
-        "scaled-fp8-state16": 0.06,
-    }
-    paper_note: ClassVar[str] = (
-        "The paper's gaps are those of its table 3 (arXiv 2407.17353): training loss, 168 million parameters."
-    )
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build a GPT of width 128, three layers, four heads."""
