@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -149,28 +149,25 @@ class Proof:
         self._model, self._batch, self._loss, self._seed = model, batch, loss, seed
         self._generator = torch.Generator().manual_seed(seed)
         self.plain = run_reference(model, batch, loss)
-        self.exact = self.run_exactly(self.plain)
+        self._exact = functools.cache(lambda: run_in_float64(model, batch, loss, self.plain))
         self.off = {name: 0.0 for name, value in self.plain.items() if value is not None}
         self.wrong: dict[str, None] = {}
 
-    def run_exactly(self, plain: Results, step: int = 1) -> Callable[[], Results | None]:
-        """Return a function that runs the step in float64 when it is first called."""
-        return functools.cache(lambda: run_in_float64(self._model, self._batch, self._loss, plain, step))
-
-    def judge(self, found: Results, where: str = "") -> None:
-        """Compare a run with that of the first step in plain float32."""
-        self.judge_step(found, where, self.plain, self.exact)
-
-    def judge_step(self, found: Results, where: str, plain: Results, exact: Callable[[], Results | None]) -> None:
-        """Compare a run with any step's in plain float32."""
-        for name, wanted, got in pair_results(plain, found):
+    def compare_with_float32(
+        self, found: Results, where: str = "", plain: Results | None = None, step: int = 1
+    ) -> None:
+        """Compare a run with plain float32's: that of the first step, or one that is given."""
+        exact = self._exact
+        if plain is not None:
+            exact = functools.cache(lambda: run_in_float64(self._model, self._batch, self._loss, plain, step))
+        for name, wanted, got in pair_results(self.plain if plain is None else plain, found):
             off = difference(wanted, got)
             if off or name in self.off:
                 self.off[name] = max(self.off.get(name, 0.0), off)
             if off and not agrees(wanted, got, (exact() or {}).get(name)):
                 self.wrong[f"{name}{where}"] = None
 
-    def result(self, technique: str, trials: int, **fields: Any) -> Verification:
+    def describe_result(self, technique: str, trials: int, **fields: Any) -> Verification:
         """Return a Verification of the runs, with given fields that the runs do not determine."""
         return Verification(
             technique=technique,
@@ -208,13 +205,13 @@ class ScaleProof(Proof):
                     scale = (values.scale * 2.0**power).clamp(2.0**-126, 2.0**127)
                     parameter.data = values.with_scale(scale).detach()
             check = OperatorCheck(other)
-            self.judge(run_one_step(other, self._batch, self._loss, watch=check))
+            self.compare_with_float32(run_one_step(other, self._batch, self._loss, watch=check))
             self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
             first, unequal = first or next(iter(check.wrong), None), unequal or check.unequal
             counts.update(fallbacks(other))
         left_out = "eight-bit products" if recipe.matmul else None
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
-        return self.result("scaled", trials, first=first or unequal, **more)
+        return self.describe_result("scaled", trials, first=first or unequal, **more)
 
 
 class ExponentProof(Proof):
@@ -233,17 +230,17 @@ class ExponentProof(Proof):
         """Run so many draws of exponents, and then passes whose graph is known."""
         merged = self.merge_sites(trials)
         replays = 0 if self.wrong or self._mode == "module" else self.check_replays(merged)
-        return self.result("gradients", trials, merged=merged, replays=replays)
+        return self.describe_result("gradients", trials, merged=merged, replays=replays)
 
     def merge_sites(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
         baseline = self._run({})
         assert self._state is not None  # the first run keeps its scaler's
-        self.judge(baseline)
+        self.compare_with_float32(baseline)
         keys = [key for key in self._state["sites"] if key != _GLOBAL]
         for exponent in (LOWEST, HIGHEST):
             # A model or a hook that bounds or rounds gradients by their size is right under no other loss scale.
-            self.judge(self._run({_GLOBAL: exponent}), f" under a loss scale of 2^{exponent} alone")
+            self.compare_with_float32(self._run({_GLOBAL: exponent}), f" under a loss scale of 2^{exponent} alone")
         merged: list[str] = []
         linear = not self.wrong
         for _ in range(trials):
@@ -255,7 +252,7 @@ class ExponentProof(Proof):
                 # Where none is wrong by itself, none can be told from the others.
                 merged += alone or own
                 found = self._run(draw, merged)
-            self.judge(found)
+            self.compare_with_float32(found)
         return merged
 
     def check_replays(self, merged: list[str]) -> int:
@@ -275,7 +272,7 @@ class ExponentProof(Proof):
             scaler.load_state_dict(self._random_state(scaler.state_dict(), merged, step, binade + step))
             wanted = run_one_step(theirs, self._batch, self._loss)
             found = self._unscaled(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
-            self.judge_step(found, f" in step {step} of a copy", wanted, self.run_exactly(wanted, step))
+            self.compare_with_float32(found, f" in step {step} of a copy", wanted, step)
         return count_replays(scaler)
 
     def _random_state(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:

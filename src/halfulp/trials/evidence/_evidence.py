@@ -85,7 +85,7 @@ def read_curves(evidence: FinishedTrials, task: str) -> Curves:
 
 def _describe_row(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
     """Return one row for the template: the table's words, and lengths of bars in per cent."""
-    words, gaps = format_cells(evidence, row), evidence.gaps(row.task, row.recipe)
+    words = format_cells(evidence, row)
     return {
         "row": row,
         "recipe": row.recipe,
@@ -93,10 +93,9 @@ def _describe_row(evidence: FinishedTrials, row: Row, style: LineStyle, most: fl
         "verdict": words["verdict"],
         "tone": TONES.get(row.verdict or "", ""),
         "style": style,
-        "colour": f"var(--c{style.colour})",
         "cancelled_width": 100 * (row.cancelled or 0.0),
         "bytes_width": 100 * (stored_bytes(row) or 0.0) / most if most else 0.0,
-        "dots": [50 + 46 * gap / reach for gap in gaps],
+        "dots": [50 + 46 * gap / reach for gap in evidence.gaps(row.task, row.recipe)],
         "band": min(46 * row.noise / reach, 50) if row.noise else None,
     }
 

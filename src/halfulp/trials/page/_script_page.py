@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ... import __version__, recipes
-from ...pages import DASH, number, render, require
+from ...pages import number, render, require
 from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, REFERENCE, TONES
 from ._curves import choose_line_styles, draw_curves
 
@@ -32,7 +32,7 @@ def render_script_page(data: Mapping[str, Any]) -> str:
         if REFERENCE not in curves
         else {
             "curves_in_words": _describe_curves(rows),
-            "rows": [line for line in lines if line["drawn"]],
+            "rows": [line for line in lines if line["curve"]],
             "wide": draw_curves(curves, "script", *_WIDE, titles=_TITLES, axis="backward pass"),
             "narrow": draw_curves(curves, "script", *_NARROW, titles=_TITLES, axis="backward pass"),
         }
@@ -50,7 +50,7 @@ def render_script_page(data: Mapping[str, Any]) -> str:
         key=key,
         rows=lines,
         reasons=any(row["reason"] for row in rows),
-        recipes=[(row["recipe"], recipes.get(row["recipe"]).description) for row in rows],
+        number=number,
         versions=f"halfulp {__version__}, torch {torch.__version__}",
         date=datetime.date.today().isoformat(),
     )
@@ -81,22 +81,14 @@ def _join_names(names: Sequence[str]) -> str:
 
 
 def _describe_row(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict[str, Any]:
-    size, gap = row["bytes_per_parameter"], row["gap"]
+    """Return one row for the template, with lengths of bars in per cent."""
     return {
-        "recipe": row["recipe"],
+        **row,
         "description": recipes.get(row["recipe"]).description,
-        "verdict": row["verdict"],
         "tone": TONES.get(row["verdict"], ""),
         "style": style,
-        "colour": f"var(--c{style.colour})",
-        "drawn": bool(row["curve"]),
-        "steps": f"{row['steps']:,}",
-        "loss": number(row["loss"], 4),
-        "gap": DASH if gap is None else f"{gap:+.3g}",
-        "dot": None if gap is None else 50 + 46 * gap / reach,
-        "bytes": number(size),
-        "bytes_width": 100 * (size or 0.0) / most if most else 0.0,
-        "reason": row["reason"],
+        "dot": None if row["gap"] is None else 50 + 46 * row["gap"] / reach,
+        "bytes_width": 100 * (row["bytes_per_parameter"] or 0.0) / most if most else 0.0,
     }
 
 
