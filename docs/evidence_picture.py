@@ -8,11 +8,11 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from halfulp.trials._defaults import REFERENCE, TONES
+from halfulp.trials._defaults import REFERENCE, VERDICT_TONES
 from halfulp.trials.evidence._row import FinishedTrials, Row
-from halfulp.trials.page._curves import SVG_SETTINGS, write_svg
+from halfulp.trials.page._curves import SVG_SETTINGS, render_figure_as_svg
 from halfulp.trials.suite._report import SuiteEvidence
-from halfulp.trials.suite._statements import COMMON, TASKS
+from halfulp.trials.suite._statements import COMMON_RECIPES, SUITE_TASKS
 
 HERE = Path(__file__).parent
 THEMES = {
@@ -28,11 +28,11 @@ def draw_figure(evidence: FinishedTrials, theme: str) -> str:
     The axis is in per cent of float32's loss, linear up to 1%, logarithmic up to 100%; a cross is a divergence.
     """
     colours = THEMES[theme]
-    common = [recipe if isinstance(recipe, str) else recipe.name for recipe in COMMON]
+    common = [recipe if isinstance(recipe, str) else recipe.name for recipe in COMMON_RECIPES]
     found = dict.fromkeys(record["settings"]["recipe"]["name"] for record in evidence.trials)
     # Those of all tasks come first.
     names = [name for name in dict.fromkeys([*common, *found]) if name in found and name != REFERENCE]
-    tasks = [task for task in TASKS if task in evidence.tasks()]
+    tasks = [task for task in SUITE_TASKS if task in evidence.tasks()]
     with rc_context(SVG_SETTINGS):
         drawn = Figure(figsize=(1.6 + 1.05 * len(tasks), 0.9 + 0.19 * len(names)), layout="constrained")
         FigureCanvasSVG(drawn)
@@ -44,7 +44,7 @@ def draw_figure(evidence: FinishedTrials, theme: str) -> str:
         panels[0].set_yticks(range(len(names)), names, color=colours["ink"], fontsize=8)
         panels[0].invert_yaxis()
         drawn.supxlabel("gap to float32, % of its loss", fontsize=8, color=colours["ink"])
-        return write_svg(drawn)
+        return render_figure_as_svg(drawn)
 
 
 def draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: dict[str, str]) -> None:
@@ -66,7 +66,7 @@ def draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: di
         row = rows.get(name)
         if row is None:
             continue
-        tone = TONES.get(row.verdict or "", "open")
+        tone = VERDICT_TONES.get(row.verdict or "", "open")
         if row.diverged or row.gap is None or not reference:
             axes.plot([1.3 * REACH], [place], marker="x", color=colours["bad"], markersize=5)
             continue

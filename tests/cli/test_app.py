@@ -27,7 +27,7 @@ _pool.multiprocessing = types.SimpleNamespace(get_context=lambda method: forks)
 def tell(*_):
     pathlib.Path("worker").write_text(str(multiprocessing.active_children()[0].pid))
     print("trains", flush=True)
-_progress.Progress._advance = tell
+_progress.TrialProgress._advance_bar = tell
 """
 MAIN = "from halfulp.cli import main\nmain()\n"
 

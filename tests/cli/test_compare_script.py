@@ -13,7 +13,7 @@ import torch
 
 from halfulp import recipes
 from halfulp.trials import _script as _compare_script
-from halfulp.trials._script import Refusal, substitute_optimizers
+from halfulp.trials._script import RecipeRefusal, substitute_optimizers
 
 SCRIPT = """
 import sys
@@ -196,8 +196,8 @@ def test_classes_are_put_back_and_subclasses_stay_themselves():
         mine = Mine(torch.nn.Linear(2, 2).parameters())
         mine.step()
         assert type(mine) is Mine
-        assert not done.made
-        assert done.others == ["Mine"]
+        assert not done.optimizers_made
+        assert done.other_optimizers == ["Mine"]
         optimizer = torch.optim.AdamW(model.named_parameters(), 1e-3, betas=(0.8, 0.9))
     assert type(optimizer).__module__.startswith("halfulp.optim")
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
@@ -216,17 +216,17 @@ def test_in_float32_an_optimizer_is_of_torchs_own_class_and_so_is_a_copy():
         assert torch.optim.AdamW is type(optimizer) is own
         assert isinstance(optimizer, torch.optim.Adam) == issubclass(own, torch.optim.Adam)
         copy.deepcopy(optimizer).step()
-        assert done.made == 1
-        assert not done.notes()
+        assert done.optimizers_made == 1
+        assert not done.write_notes()
 
 
 @pytest.mark.parametrize("recipe", ["scaled-fp16", "e8m3", "fp16-none"])
 def test_recipes_that_need_the_scripts_help_are_refused(recipe):
-    with pytest.raises(Refusal, match=r"hu\."), substitute_optimizers(recipes.get(recipe)):
+    with pytest.raises(RecipeRefusal, match=r"hu\."), substitute_optimizers(recipes.get(recipe)):
         pass
 
 
 def test_parameters_without_a_module_are_refused():
     loose = torch.nn.Parameter(torch.ones(3))
-    with substitute_optimizers(recipes.get("bf16")), pytest.raises(Refusal, match="no module holds"):
+    with substitute_optimizers(recipes.get("bf16")), pytest.raises(RecipeRefusal, match="no module holds"):
         torch.optim.SGD([loose], lr=0.1)

@@ -32,7 +32,7 @@ class Line(Task):
 
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(_registry._TASKS, Line.name, Line)
+    monkeypatch.setitem(_registry._TASK_REGISTRY, Line.name, Line)
     return Line.name
 
 

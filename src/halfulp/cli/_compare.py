@@ -33,9 +33,9 @@ from ._errors import fail, print_json
 def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
     """Call `compare` or `tune` with a folder and progress bars; end the command where they end early."""
     from ..trials import TrialError
-    from ..trials.running._progress import Progress
+    from ..trials.running._progress import TrialProgress
 
-    progress = Progress()
+    progress = TrialProgress()
     try:
         with progress:
             return trained(out=out, listen=progress, **options)
@@ -48,7 +48,7 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
             more = f" (more in {Path(out, 'error.log')})"
         fail(f"{error}{more}; {_describe_kept(progress, out)}")
     except ValueError as error:  # such as a disk that fills up
-        fail(f"{error}; {_describe_kept(progress, out)}" if progress.kept else error)
+        fail(f"{error}; {_describe_kept(progress, out)}" if progress.kept_count else error)
 
 
 def check_alone(command: str) -> None:
@@ -62,7 +62,7 @@ def check_alone(command: str) -> None:
 
 def _describe_kept(progress: Any, out: str) -> str:
     """Return how many trials are kept where."""
-    return f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"
+    return f"{progress.kept_count} of {progress.trial_count} trials are kept in {out}, --resume continues"
 
 
 _FILE, _PAGE, _LOG = "compare-script.json", "compare-script.html", "error.log"
@@ -114,7 +114,7 @@ def compare_script(
     if not as_json:
         print(f"\n{Path(out, _PAGE)} shows the curves; {Path(out, _FILE)} holds the numbers.")
     if crashed := [row.recipe for row in found.rows if row.verdict == "crashed"]:
-        said = "\n".join(f"== {recipe}\n{found.runs[recipe].said}" for recipe in crashed)
+        said = "\n".join(f"== {recipe}\n{found.runs[recipe].error_output}" for recipe in crashed)
         fail(f"the script crashed under {', '.join(crashed)}{_log_output(out, said)}")
 
 
@@ -140,7 +140,7 @@ def _print_script(found: Any) -> None:
         table.add_row(*map(Text, cells), style=choose_style(row.verdict))
     shown.print()
     shown.print(table)
-    for note in found.notes():
+    for note in found.write_notes():
         shown.print(Text(note, style="dim"))
 
 
@@ -240,10 +240,10 @@ def _run_suite(suite: str, out: str, workers: int | None, json: bool, options: d
 
 
 def _print_statements(evidence: Any, out: str) -> None:
-    from ..trials.suite._statements import statements
+    from ..trials.suite._statements import judge_statements
 
     table = make_plain_table(["statement", "verdict"], fold=["statement"])
-    for one in statements(evidence):
+    for one in judge_statements(evidence):
         table.add_row(f"{one.claim} ({one.source})", one.verdict)
     make_console().print(table)
     print(f"\n{_describe_run(evidence.run)}")
@@ -252,9 +252,9 @@ def _print_statements(evidence: Any, out: str) -> None:
 
 def _end_by_failures(evidence: Any, out: str) -> None:
     """End with an error where trials failed: how many, where, and the first one's message."""
-    from ..trials.suite._report import group_failures
+    from ..trials.suite._report import group_failed_trials
 
-    failed = group_failures(evidence)
+    failed = group_failed_trials(evidence)
     if not failed:
         return
     count = len(evidence.run["failed"])
@@ -278,7 +278,7 @@ def _describe_run(run: dict[str, Any]) -> str:
 def _print_tables(evidence: Any) -> None:
     from rich.text import Text
 
-    from ..trials.evidence._table import format_cells, write_notes
+    from ..trials.evidence._table import format_cells, write_table_notes
 
     shown = make_console()
     for task in evidence.tasks():
@@ -294,7 +294,7 @@ def _print_tables(evidence: Any) -> None:
             for row, line in zip(rows, lines):
                 table.add_row(*(line[header] for header in part), style=choose_style(row.verdict))
             shown.print(table)
-        for note in write_notes(evidence, task):
+        for note in write_table_notes(evidence, task):
             shown.print(Text(note, style="dim"))
 
 

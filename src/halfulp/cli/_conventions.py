@@ -90,9 +90,9 @@ def choose_style(verdict: str | None) -> str:
     >>> choose_style("no difference"), choose_style("reference")
     ('green', '')
     """
-    from ..trials._defaults import TONES
+    from ..trials._defaults import VERDICT_TONES
 
-    return {"good": "green", "bad": "red", "open": "yellow"}.get(TONES.get(verdict or "", ""), "")
+    return {"good": "green", "bad": "red", "open": "yellow"}.get(VERDICT_TONES.get(verdict or "", ""), "")
 
 
 def format_cell(value: Any) -> str:

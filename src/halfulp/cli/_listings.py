@@ -55,12 +55,12 @@ def recipes(json: Json = False) -> None:
 def tasks(json: Json = False) -> None:
     """Print the tasks that recipes can be compared on."""
     from ..trials.tasks import kind_of, names
-    from ..trials.tasks._registry import needs_data
+    from ..trials.tasks._registry import needs_data_folder
 
     rows = [
         {
             **{field: getattr(kind, field) for field in ("name", "title", "steps", "judged_by")},
-            "needs_data": needs_data(kind),
+            "needs_data": needs_data_folder(kind),
         }
         for kind in map(kind_of, names())
     ]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from ..recipes import Recipe
 from ._defaults import DEFAULT_RECIPES
 from .evidence._evidence import Evidence
-from .running._plan import plan
-from .running._training import Listener, training
+from .running._plan import plan_trials
+from .running._training import Listener, open_training_run
 from .tasks import Task
 
 
@@ -54,7 +54,7 @@ def compare(
         TypeError: seeds that are no integers.
         TrialError: a trial crashed or its worker was killed. What had finished is kept in ``out``.
     """
-    trials = plan(task, recipes, seeds, steps, data, size)
-    with training(out, trials, workers, listen, resume, overwrite) as run:
-        run.train(trials)
-    return run.evidence()
+    trials = plan_trials(task, recipes, seeds, steps, data, size)
+    with open_training_run(out, trials, workers, listen, resume, overwrite) as run:
+        run.train_missing(trials)
+    return run.make_evidence()

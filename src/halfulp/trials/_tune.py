@@ -21,23 +21,23 @@ from ..recipes import Recipe
 from ..recipes._plan import assign
 from ._defaults import PASSING_VERDICTS, REFERENCE, TWIN
 from .evidence._evidence import Evidence
-from .evidence._row import Row, interval, verdict
-from .evidence._table import number, percent
-from .running._plan import Trial, plan
-from .running._training import Listener, Training, training
-from .running._trial import READINGS
+from .evidence._row import Row, choose_verdict, compute_interval
+from .evidence._table import format_number, format_percent
+from .running._plan import Trial, plan_trials
+from .running._training import Listener, TrainingRun, open_training_run
+from .running._trial import OBSERVATION_KEY
 from .tasks import Task
 
 # The training that is observed: bfloat16 parameters, every update rounded to nearest.
 OBSERVED_RECIPE = "bf16"
 # Rounding to nearest is taken to do where the movement that took place differs from the wanted one by no more.
-MOST_LOST = 0.02
+MOST_LOST_MOVEMENT = 0.02
 
-Updates = dict[str, str]
-Observed = Mapping[str, Mapping[str, Any]]
+UpdateByParameter = dict[str, str]
+ObservedParameters = Mapping[str, Mapping[str, Any]]
 
 
-def group_by_pattern(observed: Observed) -> dict[str, list[str]]:
+def group_parameters(observed: ObservedParameters) -> dict[str, list[str]]:
     """Return the names of bfloat16 parameters by their pattern: those that differ in numbers alone are of one kind.
 
     >>> group_by_pattern({"a.0.w": {"dtype": "bfloat16"}, "a.1.w": {"dtype": "bfloat16"}, "b": {"dtype": "float32"}})
@@ -50,7 +50,7 @@ def group_by_pattern(observed: Observed) -> dict[str, list[str]]:
     return found
 
 
-def choose_updates(observed: Observed) -> Updates:
+def choose_weight_updates(observed: ObservedParameters) -> UpdateByParameter:
     """Return for each bfloat16 parameter the weight update of fewest bytes that an observed training allows.
 
     The observed training rounds to nearest. Where nearly all of the wanted movement took place, that will do; else
@@ -60,18 +60,18 @@ def choose_updates(observed: Observed) -> Updates:
     {'a': 'nearest', 'b': 'stochastic'}
     """
     return {
-        name: "nearest" if measure_loss(observed, names) <= MOST_LOST else "stochastic"
-        for names in group_by_pattern(observed).values()
+        name: "nearest" if measure_lost_movement(observed, names) <= MOST_LOST_MOVEMENT else "stochastic"
+        for names in group_parameters(observed).values()
         for name in names
     }
 
 
-def measure_loss(observed: Observed, names: Sequence[str]) -> float:
+def measure_lost_movement(observed: ObservedParameters, names: Sequence[str]) -> float:
     """Return by how much the movement of any of some parameters differs from the wanted one, as a share of that."""
     return max(float(abs(1 - (observed[name]["realised"] or 0.0))) for name in names)
 
 
-def set_updates(recipe: Recipe, model: nn.Module, updates: Updates) -> Recipe:
+def set_weight_updates(recipe: Recipe, model: nn.Module, updates: UpdateByParameter) -> Recipe:
     """Return a recipe of narrow parameters with a weight update for each, said in as few globs as say it right."""
     names = list(dict.fromkeys(updates.values()))
     usual = max(names, key=list(updates.values()).count)
@@ -115,12 +115,12 @@ def count_bytes(task: Task, model: nn.Module, recipe: Recipe) -> float:
     return float(recipes.optimizer(converted, task.rule, **task.hyper).bytes_per_parameter())
 
 
-def list_candidates(task: Task, model: nn.Module, observed: Observed) -> list[Candidate]:
+def list_candidates(task: Task, model: nn.Module, observed: ObservedParameters) -> list[Candidate]:
     """Return the recipes that an observed training leaves open, by their bytes."""
-    probe, updates = recipes.get(OBSERVED_RECIPE), choose_updates(observed)
+    probe, updates = recipes.get(OBSERVED_RECIPE), choose_weight_updates(observed)
     if not updates:
         return []
-    cheapest = set_updates(probe, model, updates)
+    cheapest = set_weight_updates(probe, model, updates)
     if len(names := list(dict.fromkeys(updates.values()))) > 1:
         cheapest = cheapest.replace(description=f"{' and '.join(names)}, as observed")
     rungs = [(cheapest, "8bit"), (cheapest, None), (cheapest, "float32")]
@@ -157,16 +157,16 @@ def _name_recipe(recipe: Recipe) -> Recipe:
 
 
 # A first seed that lies so many times the tolerance above float32 needs no further seeds.
-_CLEARLY = 3.0
+_CLEAR_GAP_FACTOR = 3.0
 # A mix of two recipes is tried where it can save this share of the bytes.
-_WORTH = 0.01
+_LEAST_SAVING = 0.01
 
 
-class Search:
+class RecipeSearch:
     """The candidates of a search and the trainings that decide it."""
 
     def __init__(
-        self, task: Task, seeds: Sequence[int], steps: int, tolerance: float | None, most: int, training: Training
+        self, task: Task, seeds: Sequence[int], steps: int, tolerance: float | None, most: int, training: TrainingRun
     ) -> None:
         self.task, self.seeds, self.steps, self.tolerance = task, seeds, steps, tolerance
         self._left, self._training = most, training
@@ -174,17 +174,17 @@ class Search:
         self.model = task.model(task.load(), seeds[0])
         self.candidates: list[Candidate] = []
         self.findings: list[Finding] = []
-        self._observed: Observed = {}
+        self._observed: ObservedParameters = {}
 
-    def begin(self) -> None:
+    def train_controls(self) -> None:
         """Train float32 and its twin from every seed, and one bfloat16 training that is observed."""
         controls = [self._make_trial(recipes.get(name), seed) for seed in self.seeds for name in (REFERENCE, TWIN)]
         probe = self._make_trial(recipes.get(OBSERVED_RECIPE), self.seeds[0], observed=True)
-        self._training.train([*controls, probe])
-        seen = self._training.results[probe.key][READINGS]
+        self._training.train_missing([*controls, probe])
+        seen = self._training.results[probe.key][OBSERVATION_KEY]
         self._observed = seen["parameters"]
         self.findings = [Finding(**{**one, "where": tuple(one["where"])}) for one in seen["findings"]]
-        reference = self._read_row(REFERENCE)
+        reference = self._read_evidence_row(REFERENCE)
         if reference.loss is None:
             raise ValueError(
                 f"task {self.task.name!r} diverges in float32 from {reference.diverged} of {len(self.seeds)} seeds: "
@@ -195,7 +195,7 @@ class Search:
             self._allowed = self.tolerance * abs(reference.loss)
             self._check_tolerance(reference.loss)
 
-    def run(self, given: Sequence[Recipe] | None) -> Recipe:
+    def find_cheapest(self, given: Sequence[Recipe] | None) -> Recipe:
         """Return the cheapest recipe that holds; float32's own where none does."""
         if given is None:
             candidates = list_candidates(self.task, self.model, self._observed)
@@ -203,7 +203,7 @@ class Search:
             candidates = sorted(map(self._make_candidate, given), key=attrgetter("bytes_per_parameter"))
         # The observed training's one seed may show that it cannot hold.
         probe = self._make_candidate(recipes.get(OBSERVED_RECIPE))
-        rejected = self._reject_early(probe)
+        rejected = self._judge_first_seed(probe)
         failed = [] if rejected is None else [rejected]
         self.candidates += [one for one in failed if one.recipe not in [other.recipe for other in candidates]]
         found = None
@@ -235,25 +235,25 @@ class Search:
             return dataclasses.replace(candidate, why="the number of candidates to train was reached (most=)")
         self._left -= 1
         first = self._make_trial(candidate.recipe, self.seeds[0])
-        self._training.train([first])
-        clear = self._reject_early(candidate)
+        self._training.train_missing([first])
+        clear = self._judge_first_seed(candidate)
         if clear is not None:
             return clear
-        self._training.train([first, *(self._make_trial(candidate.recipe, seed) for seed in self.seeds[1:])])
-        row = self._read_row(candidate.recipe.name)
+        self._training.train_missing([first, *(self._make_trial(candidate.recipe, seed) for seed in self.seeds[1:])])
+        row = self._read_evidence_row(candidate.recipe.name)
         if row.diverged:
             why = f"its loss is not finite from {row.diverged} of {row.seeds} seeds"
             return dataclasses.replace(candidate, outcome="diverged", why=why)
         outcome, why = self._judge_row(row)
         return dataclasses.replace(candidate, outcome=outcome, why=why, gap=row.gap)
 
-    def _reject_early(self, candidate: Candidate) -> Candidate | None:
+    def _judge_first_seed(self, candidate: Candidate) -> Candidate | None:
         """Return the outcome of a candidate that fails on its first seed already, else None."""
-        row = self._read_row(candidate.recipe.name)
+        row = self._read_evidence_row(candidate.recipe.name)
         if row.diverged:
             return dataclasses.replace(candidate, outcome="diverged", why="its loss is not finite")
         assert row.gap is not None
-        if row.gap <= _CLEARLY * self._allowed:
+        if row.gap <= _CLEAR_GAP_FACTOR * self._allowed:
             return None
         why = f"its first seed is {row.gap / self._allowed:.0f} times the tolerance above float32"
         return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
@@ -267,7 +267,7 @@ class Search:
         assert row.gap is not None
         assert row.interval is not None
         if self.tolerance is None:
-            alone = verdict(row.gap, row.interval, self._allowed)
+            alone = choose_verdict(row.gap, row.interval, self._allowed)
             outcome = "holds" if alone in PASSING_VERDICTS else str(alone)
         elif row.gap + row.interval <= self._allowed:
             outcome = "holds"
@@ -278,8 +278,8 @@ class Search:
 
     def _check_tolerance(self, loss: float) -> None:
         """Refuse a tolerance that not even a second float32 could be told to be within."""
-        twins = self._training.evidence().gaps(self.task.name, TWIN)
-        least = interval([0.0] * len(self.seeds), twins, loss)
+        twins = self._training.make_evidence().gaps(self.task.name, TWIN)
+        least = compute_interval([0.0] * len(self.seeds), twins, loss)
         assert least is not None
         if least > self._allowed:
             raise ValueError(
@@ -288,8 +288,8 @@ class Search:
                 "longer trainings (steps=) or a larger tolerance"
             )
 
-    def _read_row(self, recipe: str) -> Row:
-        return self._training.evidence().row(self.task.name, recipe)
+    def _read_evidence_row(self, recipe: str) -> Row:
+        return self._training.make_evidence().row(self.task.name, recipe)
 
     def _mix_updates(self, found: Candidate, failed: Sequence[Candidate]) -> Candidate:
         """Give the more expensive update to as few kinds of layers as needed, the worst first, by bisection."""
@@ -300,20 +300,20 @@ class Search:
         dear, cheap = assign(found.recipe, self.model), assign(cheaper.recipe, self.model)
         kinds = {
             kind: names
-            for kind, names in group_by_pattern(self._observed).items()
+            for kind, names in group_parameters(self._observed).items()
             if any(dear[name] != cheap[name] for name in names)
         }
-        order = sorted(kinds, key=lambda kind: measure_loss(self._observed, kinds[kind]), reverse=True)
+        order = sorted(kinds, key=lambda kind: measure_lost_movement(self._observed, kinds[kind]), reverse=True)
         fails, holds, mixed_from = 0, len(order), found.recipe
         while holds - fails > 1 and self._left:
             middle = (fails + holds) // 2
             dearer = [name for kind in order[:middle] for name in kinds[kind]]
             updates = {
                 name: str((dear if name in dearer else cheap)[name])
-                for names in group_by_pattern(self._observed).values()
+                for names in group_parameters(self._observed).values()
                 for name in names
             }
-            candidate = self._make_mix(mixed_from, updates, order[:middle])
+            candidate = self._make_mixed_candidate(mixed_from, updates, order[:middle])
             if not _is_cheaper(candidate, found):
                 fails = middle
                 continue
@@ -325,8 +325,8 @@ class Search:
                 fails = middle
         return found
 
-    def _make_mix(self, recipe: Recipe, updates: Updates, kinds: Sequence[str]) -> Candidate:
-        mixed = set_updates(recipe, self.model, updates).replace(
+    def _make_mixed_candidate(self, recipe: Recipe, updates: UpdateByParameter, kinds: Sequence[str]) -> Candidate:
+        mixed = set_weight_updates(recipe, self.model, updates).replace(
             name=f"{recipe.name}-on-{len(kinds)}",
             description=f"{recipe.description}, but on {', '.join(kinds)} alone",
         )
@@ -339,10 +339,10 @@ def _differ_in_updates(one: Recipe, other: Recipe) -> bool:
 
 
 def _is_cheaper(one: Candidate, other: Candidate) -> bool:
-    return one.bytes_per_parameter < (1 - _WORTH) * other.bytes_per_parameter
+    return one.bytes_per_parameter < (1 - _LEAST_SAVING) * other.bytes_per_parameter
 
 
-_MOST_FINDINGS = 5
+_MOST_PRINTED_FINDINGS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,23 +383,23 @@ class Tuned:
     def headline(self) -> str:
         """Return in one sentence which recipe it is and what it costs."""
         task = self.evidence.tasks()[0]
-        within = f"within {percent(self.tolerance)} of float32" if self.tolerance else "no difference to float32"
+        within = f"within {format_percent(self.tolerance)} of float32" if self.tolerance else "no difference to float32"
         if self.recipe.name == REFERENCE:
             return f"{task}: no candidate is {within}; float32 remains."
         reference = self.evidence.row(task, REFERENCE)
         return (
-            f"{task}: {self.recipe.name}, {within}, at {number(self.bytes_per_parameter, 1)} bytes per parameter "
-            f"instead of {number(reference.bytes_per_parameter, 1)}."
+            f"{task}: {self.recipe.name}, {within}, at {format_number(self.bytes_per_parameter, 1)} bytes per "
+            f"parameter instead of {format_number(reference.bytes_per_parameter, 1)}."
         )
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("recipe", "bytes/param", "gap to fp32", "outcome", "why")]
         for one in self.candidates:
-            size, gap = number(one.bytes_per_parameter, 2), number(one.gap, 4, sign=True)
+            size, gap = format_number(one.bytes_per_parameter, 2), format_number(one.gap, 4, sign=True)
             rows.append((one.recipe.name, size, gap, one.outcome, one.why))
         widths = [max(map(len, column)) for column in zip(*rows)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        shown = [f"  {finding.severity}: {finding}" for finding in self.findings[:_MOST_FINDINGS]]
+        shown = [f"  {finding.severity}: {finding}" for finding in self.findings[:_MOST_PRINTED_FINDINGS]]
         more = len(self.findings) - len(shown)
         shown += [f"  and {more} more in .findings"] if more else []
         observed = ["", "Observed where every update is rounded to nearest:", *shown] if shown else []
@@ -471,7 +471,7 @@ def tune(
             raise ValueError(
                 f"the name {one.name!r} belongs to the training that is observed: give your recipe another"
             )
-    first = plan(task, [REFERENCE, TWIN, *(given or ())], seeds, steps, data)
+    first = plan_trials(task, [REFERENCE, TWIN, *(given or ())], seeds, steps, data)
     kind, length = first[0].task, first[0].steps
     numbers = list(dict.fromkeys(trial.seed for trial in first))
     if len(numbers) < 3:
@@ -482,12 +482,12 @@ def tune(
             "halfulp.compare, or tune another task"
         )
     controls = [trial for trial in first if trial.recipe.name in (REFERENCE, TWIN)]
-    with training(out, controls, workers, listen, resume, overwrite) as run:
-        search = Search(kind, numbers, length, tolerance, most, run)
-        search.begin()
-        chosen = search.run(given)
+    with open_training_run(out, controls, workers, listen, resume, overwrite) as run:
+        search = RecipeSearch(kind, numbers, length, tolerance, most, run)
+        search.train_controls()
+        chosen = search.find_cheapest(given)
     findings = sorted(search.findings, key=lambda finding: -SEVERITIES.index(finding.severity))
-    return Tuned(chosen, run.evidence(), tuple(search.candidates), tuple(findings), tolerance)
+    return Tuned(chosen, run.make_evidence(), tuple(search.candidates), tuple(findings), tolerance)
 
 
 def _check_arguments(task: object, tolerance: float | None, most: int) -> None:

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from halfulp.trials.running._plan import plan
-from halfulp.trials.running._progress import Progress
+from halfulp.trials.running._plan import plan_trials
+from halfulp.trials.running._progress import TrialProgress
 
 
 class Clock:
@@ -24,8 +24,8 @@ def test_the_time_left_falls(tiny, monkeypatch: pytest.MonkeyPatch, terminal: bo
     monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "60")
     clock = Clock()
-    progress = Progress(clock)
-    trials = plan(tiny.Tiny(), ["fp32"], 3, 100, None)
+    progress = TrialProgress(clock)
+    trials = plan_trials(tiny.Tiny(), ["fp32"], 3, 100, None)
     done = {"float32": {"validation": {"loss": 1.5}}, "diverged_at": None}
     lefts = []
     with progress:
@@ -39,7 +39,7 @@ def test_the_time_left_falls(tiny, monkeypatch: pytest.MonkeyPatch, terminal: bo
             progress("done", trial, done)
         total, finished = progress.bar.total, progress.bar.completed
     said = re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", progress.console.file.getvalue())
-    assert progress.live == terminal
+    assert progress.is_live == terminal
     if terminal:
         assert lefts == ["about 2.5 min left", "about 1.5 min left", "about 30 s left"]
         assert total == finished
@@ -52,8 +52,8 @@ def test_nothing_is_left_after_the_last_trial(tiny, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.stderr", io.StringIO())
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     clock = Clock()
-    progress = Progress(clock)
-    trials = plan(tiny.Tiny(), ["fp32"], 7, 100, None)
+    progress = TrialProgress(clock)
+    trials = plan_trials(tiny.Tiny(), ["fp32"], 7, 100, None)
     done = {"float32": {"validation": {"loss": 1.5}}, "diverged_at": None}
     with progress:
         progress("plan", None, trials)

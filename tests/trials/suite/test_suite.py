@@ -32,7 +32,7 @@ FLOAT32 = {("digits", "fp32"): [1.0, 1.1, 0.9], ("digits", "fp32-twin"): [1.0, 1
 
 
 def verdict(found: SuiteEvidence, words: str) -> tuple[str, str]:
-    one = next(one for one in _statements.statements(found) if words in one.claim)
+    one = next(one for one in _statements.judge_statements(found) if words in one.claim)
     return one.verdict, one.numbers
 
 
@@ -54,16 +54,16 @@ def test_a_run_of_a_part(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("forked_workers")
 def test_a_pair_that_fails_is_listed_and_the_others_go_on(tiny, tmp_path: Path) -> None:
-    from halfulp.trials.running._plan import plan
-    from halfulp.trials.running._training import training
+    from halfulp.trials.running._plan import plan_trials
+    from halfulp.trials.running._training import open_training_run
 
     failed: list[dict] = []
-    trials = plan(tiny.Tiny(trap="raise"), ["fp32"], 3, 3, None)
-    with training(tmp_path, trials, 1, None, False, False) as run:
-        run.train(trials, failed=failed)
+    trials = plan_trials(tiny.Tiny(trap="raise"), ["fp32"], 3, 3, None)
+    with open_training_run(tmp_path, trials, 1, None, False, False) as run:
+        run.train_missing(trials, failed=failed)
     why = "ZeroDivisionError: a mistake in the task"
     assert failed == [{"task": "tiny", "recipe": "fp32", "seed": 1, "why": why}]
-    found = run.evidence()
+    found = run.make_evidence()
     assert len(found.trials) == found.run["trained"] == 2
     assert found.run["reused"] == 0
 
@@ -84,7 +84,7 @@ def command(make_record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
                 record = make_record("fp32", trial.seed, end if isinstance(end, float) else None)
                 yield ("failed", trial, end) if isinstance(end, str) else ("done", trial, record["result"])
 
-        monkeypatch.setattr(_training, "train_all", work)
+        monkeypatch.setattr(_training, "train_trials", work)
         common = ("--suite", "papers", "--size", "smoke", "--task", "linear-regression", "--recipe", "bf16")
         with pytest.raises(SystemExit) as caught:
             main(["compare", *common, "--out", str(tmp_path / "out"), *arguments])
@@ -101,7 +101,7 @@ def test_failed_trials_end_the_command_with_an_error_that_counts_them(command, t
     assert "1 of 9 trials failed: linear-regression · bf16 (seed 1); the first said ValueError: why" in said
     found = SuiteEvidence.from_json((tmp_path / "out" / "evidence.json").read_text())
     assert len(found.trials) == 8
-    assert "| linear-regression | bf16 | 1 | ValueError: why |" in _report.write_markdown(found)
+    assert "| linear-regression | bf16 | 1 | ValueError: why |" in _report.write_suite_report(found)
     assert command("--resume")[0] == 0
 
 
@@ -213,7 +213,7 @@ def test_statements_follow_the_numbers(evidence) -> None:
 def test_what_the_seeds_leave_open_confirms_nothing(evidence) -> None:
     wide, accurate = [1.5, 1.0, 1.1], {("digits", "bf16-stochastic"): [1.0, 1.1, 0.9]}
     found = evidence(FLOAT32 | accurate | {("digits", "bf16-kahan"): wide})
-    for record in found.of_task("digits"):
+    for record in found.select_task("digits"):
         if record["settings"]["recipe"]["name"] == "bf16-kahan":
             record["result"]["float32"]["validation"]["accuracy"] -= 0.1 * record["settings"]["seed"]
     said, numbers = verdict(found, "stochastic rounding and Kahan stay")
@@ -235,7 +235,7 @@ def test_recipes_of_some_tasks_alone_have_a_page(evidence, tmp_path: Path) -> No
 def test_a_task_without_float32_is_no_task(evidence) -> None:
     found = evidence(FLOAT32 | {("text", "bf16-kahan"): [1.5, 1.6, 1.4], ("text", "fp16-adaptive"): [1.5, 1.6, 1.4]})
     assert found.tasks() == ["digits"]
-    assert "text" not in _report.write_markdown(found).split("## digits")[1]
+    assert "text" not in _report.write_suite_report(found).split("## digits")[1]
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -292,13 +292,13 @@ def test_no_loss_scale_counts_where_gradients_lose_by_their_range(evidence) -> N
 
 def test_too_few_seeds_decide_nothing(evidence) -> None:
     found = evidence({key: losses[:2] for key, losses in FLOAT32.items()} | {("digits", "bf16"): [1.5, 1.6]})
-    assert {one.verdict for one in _statements.statements(found)} == {OPEN}
-    assert "2 seeds are too few" in _report.write_markdown(found)
+    assert {one.verdict for one in _statements.judge_statements(found)} == {OPEN}
+    assert "2 seeds are too few" in _report.write_suite_report(found)
 
 
 def test_a_divergence_is_a_row_that_says_where(evidence) -> None:
     found = evidence(FLOAT32 | {("digits", "fp16"): [1.0, None, None]})
-    assert "| diverged (2 of 3) at step 3, 3 |" in _report.write_markdown(found)
+    assert "| diverged (2 of 3) at step 3, 3 |" in _report.write_suite_report(found)
 
 
 def test_json_of_something_else() -> None:
@@ -309,7 +309,7 @@ def test_json_of_something_else() -> None:
 def test_losses_near_zero_keep_their_digits_and_papers_are_named(evidence) -> None:
     tiny = [7.1e-12, 7.7e-12, 8.3e-12]
     found = evidence({("digits", "fp32"): tiny, ("digits", "bf16-kahan"): [2e-11, 2e-11, 2e-11]})
-    said = _report.write_markdown(found)
+    said = _report.write_suite_report(found)
     assert "| 7.7e-12 ± 6e-13 |" in said
     assert "closes the remaining gap on all 7 applications (arXiv 2010.06192)" in said
-    assert "| 1.0000 ± 0.1000 |" in _report.write_markdown(evidence(FLOAT32))
+    assert "| 1.0000 ± 0.1000 |" in _report.write_suite_report(evidence(FLOAT32))

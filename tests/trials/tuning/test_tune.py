@@ -184,5 +184,5 @@ def test_globs_give_each_parameter_its_update() -> None:
     model["a"][0].register_module("norm", nn.Linear(2, 2, bias=False))
     updates = {"a.0.weight": "kahan", "a.0.norm.weight": "stochastic"}
     for wanted in (updates, {name: updates[other] for name, other in zip(updates, reversed(updates))}):
-        mixed = _tune.set_updates(hu.recipes.get("bf16"), model, wanted)
+        mixed = _tune.set_weight_updates(hu.recipes.get("bf16"), model, wanted)
         assert hu.recipes._plan.assign(mixed, model) == wanted

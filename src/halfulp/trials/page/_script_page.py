@@ -10,11 +10,11 @@ import torch
 
 from ... import __version__, recipes
 from ...pages import number, render, require
-from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, REFERENCE, TONES
-from ._curves import choose_line_styles, draw_curves
+from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, REFERENCE, VERDICT_TONES
+from ._curves import choose_line_styles, draw_loss_curves
 
 _WIDE, _NARROW = (820, 480), (340, 480)
-_TITLES = ("training loss", "difference to fp32 at the same backward pass", "the close ones, magnified")
+_PANEL_TITLES = ("training loss", "difference to fp32 at the same backward pass", "the close ones, magnified")
 
 
 def render_script_page(data: Mapping[str, Any]) -> str:
@@ -26,21 +26,21 @@ def render_script_page(data: Mapping[str, Any]) -> str:
     styles = choose_line_styles([row["recipe"] for row in rows])
     gaps = [abs(row["gap"]) for row in rows if row["gap"] is not None]
     most = max((row["bytes_per_parameter"] or 0.0 for row in rows), default=0.0)
-    lines = [_describe_row(row, styles[row["recipe"]], max(gaps, default=0.0) or 1.0, most) for row in rows]
+    lines = [_make_template_row(row, styles[row["recipe"]], max(gaps, default=0.0) or 1.0, most) for row in rows]
     key = (
         None
         if REFERENCE not in curves
         else {
             "curves_in_words": _describe_curves(rows),
             "rows": [line for line in lines if line["curve"]],
-            "wide": draw_curves(curves, "script", *_WIDE, titles=_TITLES, axis="backward pass"),
-            "narrow": draw_curves(curves, "script", *_NARROW, titles=_TITLES, axis="backward pass"),
+            "wide": draw_loss_curves(curves, "script", *_WIDE, titles=_PANEL_TITLES, axis="backward pass"),
+            "narrow": draw_loss_curves(curves, "script", *_NARROW, titles=_PANEL_TITLES, axis="backward pass"),
         }
     )
     return render(
         __package__,
         "script.html.j2",
-        headline=write_headline(rows),
+        headline=write_script_headline(rows),
         leads=[
             f"{row['recipe']} {'could not be used' if row['verdict'] == 'cannot' else row['verdict']}: {row['reason']}"
             for row in rows
@@ -56,14 +56,14 @@ def render_script_page(data: Mapping[str, Any]) -> str:
     )
 
 
-def write_headline(rows: Sequence[Mapping[str, Any]]) -> str:
+def write_script_headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return in words which recipes keep float32's loss.
 
     >>> row = {"recipe": "bf16-kahan", "verdict": "no difference"}
     >>> write_headline([row, {"recipe": "bf16", "verdict": "worse"}])
     'bf16-kahan keeps float32’s loss; bf16 does not.'
     """
-    of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in TONES}
+    of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in VERDICT_TONES}
     kept = [name for verdict in reversed(PASSING_VERDICTS) for name in of[verdict]]
     lost = [name for verdict in FAILING_VERDICTS for name in of[verdict]]
     if of["no verdict"]:
@@ -80,12 +80,12 @@ def _join_names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _describe_row(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict[str, Any]:
+def _make_template_row(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict[str, Any]:
     """Return one row for the template, with lengths of bars in per cent."""
     return {
         **row,
         "description": recipes.get(row["recipe"]).description,
-        "tone": TONES.get(row["verdict"], ""),
+        "tone": VERDICT_TONES.get(row["verdict"], ""),
         "style": style,
         "dot": None if row["gap"] is None else 50 + 46 * row["gap"] / reach,
         "bytes_width": 100 * (row["bytes_per_parameter"] or 0.0) / most if most else 0.0,

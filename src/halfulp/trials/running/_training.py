@@ -10,33 +10,33 @@ from ...environment import core_count, processor_line
 from ...pages import require
 from ..evidence._evidence import Evidence
 from ._plan import Trial
-from ._pool import train_all
-from ._store import Store
-from ._trial import READINGS
+from ._pool import train_trials
+from ._store import TrialStore
+from ._trial import OBSERVATION_KEY
 
 Listener = Callable[[str, Trial | None, Any], None]
 
 
-class Training:
+class TrainingRun:
     """The trials of a run and their results so far; with a folder, each is kept there as soon as it has finished.
 
     ``workers`` and ``listen`` are as `halfulp.compare` takes them.
 
     Attributes:
         results: of the trials so far, by key.
-        more: what is kept in the evidence beside how it was run.
+        more_run_facts: what is kept in the evidence beside how it was run.
     """
 
     def __init__(
         self,
         workers: int | None,
         listen: Listener | None,
-        store: Store | None,
+        store: TrialStore | None,
         resume: bool,
         make: type[Evidence] = Evidence,
     ) -> None:
         self._make = make
-        self.more: dict[str, Any] = {}
+        self.more_run_facts: dict[str, Any] = {}
         self._workers = workers or min(core_count(), 8)
         self._listen: Listener = listen or (lambda kind, trial, content: None)
         self._store, self._resume = store, resume
@@ -44,7 +44,7 @@ class Training:
         self._seconds, self._trained = 0.0, 0
         self.results: dict[str, dict[str, Any]] = {}
 
-    def train(self, trials: Sequence[Trial], failed: list[dict[str, Any]] | None = None) -> None:
+    def train_missing(self, trials: Sequence[Trial], failed: list[dict[str, Any]] | None = None) -> None:
         """Train what has no result yet.
 
         A trial that raises ends the training, or is noted in ``failed``: its task, recipe, seed and why.
@@ -52,13 +52,13 @@ class Training:
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
             self.results |= self._store.read_finished([trial for trial in trials if trial.key not in self.results])
-        missing = [trial for trial in trials if not self._has(trial)]
+        missing = [trial for trial in trials if not self._has_result(trial)]
         for trial in trials:
             if trial not in missing:
                 self._listen("reused", trial, self.results[trial.key])
         start = time.monotonic()
         workers = min(self._workers, len(missing))
-        with contextlib.closing(train_all(missing, workers, failed is not None)) as events:
+        with contextlib.closing(train_trials(missing, workers, failed is not None)) as events:
             for kind, trial, content in events:
                 if kind == "failed" and failed is not None:
                     which = {"task": trial.task.name, "recipe": trial.recipe.name, "seed": trial.seed}
@@ -67,29 +67,32 @@ class Training:
                     self._trained += 1
                     self.results[trial.key] = content
                     if self._store is not None:
-                        self._store.keep(trial, content)
+                        self._store.write_trial(trial, content)
                 self._listen(kind, trial, content)
         self._seconds += time.monotonic() - start
         self._trials |= {trial.key: trial for trial in trials if trial.key in self.results}
 
-    def evidence(self) -> Evidence:
+    def make_evidence(self) -> Evidence:
         """Return the evidence of all trials so far."""
         records = [
-            {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != READINGS}}
+            {
+                "settings": trial.settings(),
+                "result": {k: v for k, v in self.results[key].items() if k != OBSERVATION_KEY},
+            }
             for key, trial in self._trials.items()
         ]
         run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
         run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
         run |= {"reused": len(records) - self._trained, "processor": processor_line()}
-        return self._make(trials=tuple(records), run=run | self.more)
+        return self._make(trials=tuple(records), run=run | self.more_run_facts)
 
-    def _has(self, trial: Trial) -> bool:
+    def _has_result(self, trial: Trial) -> bool:
         found = self.results.get(trial.key)
-        return found is not None and (not trial.observed or READINGS in found)
+        return found is not None and (not trial.observed or OBSERVATION_KEY in found)
 
 
 @contextlib.contextmanager
-def training(
+def open_training_run(
     out: str | os.PathLike[str] | None,
     first: Sequence[Trial],
     workers: int | None,
@@ -97,7 +100,7 @@ def training(
     resume: bool,
     overwrite: bool,
     make: type[Evidence] = Evidence,
-) -> Generator[Training, None, None]:
+) -> Generator[TrainingRun, None, None]:
     """Yield a Training; at the end of the block its folder, if there is one, gets compare.json and compare.html.
 
     ``first`` are the trials that are known already, and the class of the evidence says what its files are called.
@@ -108,12 +111,12 @@ def training(
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     if out is None:
-        yield Training(workers, listen, None, False, make)
+        yield TrainingRun(workers, listen, None, False, make)
         return
     require("matplotlib", instead="give no out folder")
-    store = Store(out, make.stem)
-    with store.lock():
-        run = Training(workers, listen, store, resume, make)
-        run.results |= store.begin(first, resume, overwrite)
+    store = TrialStore(out, make.file_stem)
+    with store.lock_folder():
+        run = TrainingRun(workers, listen, store, resume, make)
+        run.results |= store.begin_comparison(first, resume, overwrite)
         yield run
-        store.finish(run.evidence())
+        store.write_evidence(run.make_evidence())

@@ -18,18 +18,18 @@ from ...observation import Observation, observe
 from ...recipes import Recipe
 from ...recipes._optimizer import Loss, MeasuredOptimizer, emulated
 from ..tasks import Batch, Data, Task
-from ..tasks._task import Course, Report, finite_or_none
+from ..tasks._task import LossCourse, ReportLoss, finite_or_none
 from ._plan import Trial
 
 # Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
-INTERVAL = 16
-SAMPLES = 12
+SAMPLE_INTERVAL = 16
+MOST_SAMPLES = 12
 
-LossOn = Callable[[nn.Module, Batch], Tensor]
-Zeros = dict[str, tuple[float, int]]
+LossOfBatch = Callable[[nn.Module, Batch], Tensor]
+ZeroCounts = dict[str, tuple[float, int]]
 
 
-class Scaling:
+class ScaledSteps:
     """The steps of a trial by the recipe's gradient scaler, if it has one, with counts of overflows and underflows.
 
     A step that overflows is skipped and counted. Underflow is counted in sampled steps, against the same step without
@@ -38,7 +38,7 @@ class Scaling:
 
     def __init__(self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self._scaler, self._model, self._optimizer = recipes.scaler(recipe, model), model, optimizer
-        self._sample_interval = INTERVAL * max(1, steps // (INTERVAL * SAMPLES))
+        self._sample_interval = SAMPLE_INTERVAL * max(1, steps // (SAMPLE_INTERVAL * MOST_SAMPLES))
         self._applied, self._skipped = True, 0
         self._lost: dict[str, list[tuple[float, float]]] = {}
         self._copy: nn.Module | None = None
@@ -51,13 +51,13 @@ class Scaling:
         if self._scaler is not None:
             self._scaler.detach()
 
-    def before(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Keep, at a sampled step, the model and the random state that it starts from."""
         self._copy = None
         if self._scaler is not None and step % self._sample_interval == 0:
             self._copy, self._random = copy.deepcopy(self._model), torch.get_rng_state()
 
-    def backward(self, loss: Tensor) -> None:
+    def backpropagate(self, loss: Tensor) -> None:
         """Differentiate the loss, scaled by the scaler."""
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
@@ -72,7 +72,7 @@ class Scaling:
         self._applied = last is not None and last.applied
         self._skipped += not self._applied
 
-    def after(self, step: int, loss_on: LossOn, batch: Batch) -> None:
+    def count_underflow(self, step: int, loss_on: LossOfBatch, batch: Batch) -> None:
         """Count, at a sampled step, what underflowed; skipped steps, which overflowed, show nothing."""
         if self._scaler is None or self._copy is None or not self._applied:
             return
@@ -84,21 +84,21 @@ class Scaling:
                 lost = max(0.0, zeros - wanted[key][0])
                 self._lost.setdefault(key, []).append((lost, elements - wanted[key][0]))
 
-    def readings(self) -> dict[str, Any]:
+    def summarize_scaling(self) -> dict[str, Any]:
         """Return how many steps were skipped, and the share that underflowed, of all sampled gradients and at worst."""
         if self._scaler is None:
             return {}
-        sites = {key: _compute_share(counts) for key, counts in self._lost.items()}
+        sites = {key: _compute_lost_share(counts) for key, counts in self._lost.items()}
         worst = max(sites, key=lambda site: sites[site], default=None)
         counts = [pair for pairs in self._lost.values() for pair in pairs]
-        mean = _compute_share(counts) if counts else None
+        mean = _compute_lost_share(counts) if counts else None
         return {
             "skipped": self._skipped,
             "underflow": {"mean": mean, "worst": None if worst is None else sites[worst], "site": worst},
         }
 
 
-def _count_exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
+def _count_exact_zeros(model: nn.Module, loss_on: LossOfBatch, batch: Batch) -> ZeroCounts:
     """Count zeros of one step's gradients without rounding, by site."""
     # Rounding to float32's own format changes nothing, and lets zeros be counted.
     plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="fp32")
@@ -108,23 +108,23 @@ def _count_exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros
     return _count_zeros(plain)
 
 
-def _count_zeros(scaler: AdaptiveGradScaler) -> Zeros:
+def _count_zeros(scaler: AdaptiveGradScaler) -> ZeroCounts:
     """Count stored zeros of the last measured step's gradients, and the elements, by site."""
     rows = [row for row in scaler.sites() if row.elements]
     return {row.site: (row.zero * row.elements, row.elements) for row in rows if row.zero is not None}
 
 
-def _compute_share(counts: list[tuple[float, float]]) -> float:
+def _compute_lost_share(counts: list[tuple[float, float]]) -> float:
     """Return the share of lost values among those that could be lost."""
     whole = sum(could for _, could in counts)
     return sum(lost for lost, _ in counts) / whole if whole else 0.0
 
 
 # The entry of a trial's result that holds its observation.
-READINGS = "observed"
+OBSERVATION_KEY = "observed"
 
 
-def readings(seen: Observation) -> dict[str, Any]:
+def summarize_observation(seen: Observation) -> dict[str, Any]:
     """Return the observation of a whole trial as plain data: the findings and, by parameter, its dtype and movement.
 
     Of the wanted movement, the share that was ``realised``; None where unknown.
@@ -141,10 +141,10 @@ def readings(seen: Observation) -> dict[str, Any]:
     }
 
 
-_NOTHING = {"loss": None, "accuracy": None}
+_NO_SCORE = {"loss": None, "accuracy": None}
 
 
-def run(trial: Trial, data: Data, report: Report | None = None) -> dict[str, Any]:
+def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dict[str, Any]:
     """Train and measure one trial; return its result as plain data. A loss that is not finite ends it as "diverged".
 
     The seed decides the start, the order of the data and the recipe's random bits. Observing, whose readings the result
@@ -167,36 +167,36 @@ def run(trial: Trial, data: Data, report: Report | None = None) -> dict[str, Any
     products: Any = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
     with products, emulated(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
-        every = max(1, steps // SAMPLES)
+        every = max(1, steps // MOST_SAMPLES)
         watch: Any = observe(model, optimizer, interval=every) if trial.observed else contextlib.nullcontext()
-        with Scaling(recipe, model, optimizer, steps) as scaled, watch as seen:
+        with ScaledSteps(recipe, model, optimizer, steps) as scaled, watch as seen:
             batches = task.batches(data, seed, steps)
-            course = _train(task, model, loss, optimizer, batches, steps, report, scaled)
+            course = _train_model(task, model, loss, optimizer, batches, steps, report, scaled)
         failed = course["diverged_at"] is not None
         if not failed:
             optimizer.eval()
-        own = _NOTHING if failed else evaluate(task, model, judge, data.validation)
-    wide = _score_in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))
+        own = _NO_SCORE if failed else evaluate_model(task, model, judge, data.validation)
+    wide = _score_weights(task, blank, data, None if failed else optimizer.float32_state_dict(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
-    watched = {READINGS: readings(seen)} if seen is not None else {}
-    return {**course, **scaled.readings(), "float32": wide, "own": own, **size, **watched}
+    watched = {OBSERVATION_KEY: summarize_observation(seen)} if seen is not None else {}
+    return {**course, **scaled.summarize_scaling(), "float32": wide, "own": own, **size, **watched}
 
 
-def _train(
+def _train_model(
     task: Task,
     model: nn.Module,
     loss_of: Loss,
     optimizer: MeasuredOptimizer,
     batches: Iterator[Batch],
     steps: int,
-    report: Report | None,
-    scaled: Scaling,
+    report: ReportLoss | None,
+    scaled: ScaledSteps,
 ) -> dict[str, Any]:
     """Train a model in place; return the course of the training as plain data."""
     rates = [group["lr"] for group in optimizer.param_groups]
     dtype = next(model.parameters()).dtype
-    course, memory = Course(steps, report), None
+    course, memory = LossCourse(steps, report), None
 
     def loss_on(model: nn.Module, batch: Batch) -> Tensor:
         return loss_of(task.outputs(model, batch[0]), batch[1])
@@ -204,34 +204,34 @@ def _train(
     for step, (inputs, targets) in enumerate(batches):
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * task.rate(step, steps)
-        batch = _cast(inputs, dtype), targets
-        scaled.before(step)
+        batch = _cast_inputs(inputs, dtype), targets
+        scaled.begin_step(step)
         start = time.process_time()
         loss = loss_on(model, batch)
-        scaled.backward(loss)
+        scaled.backpropagate(loss)
         if step == min(2, steps - 1):
             memory = optimizer.bytes_per_parameter()
         scaled.step()
         optimizer.zero_grad()
         course.seconds.append(time.process_time() - start)
-        if not course.add(loss.item()):
+        if not course.add_loss(loss.item()):
             break
-        scaled.after(step, loss_on, batch)
+        scaled.count_underflow(step, loss_on, batch)
     lost = optimizer.report()
-    return course.describe(lost.cancelled, lost.realised, memory)
+    return course.summarize_training(lost.cancelled, lost.realised, memory)
 
 
-def _score_in_float32(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Tensor] | None) -> dict[str, Any]:
+def _score_weights(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Tensor] | None) -> dict[str, Any]:
     """Score the decoded weights in a float32 copy of the model."""
     if decoded is None:
-        return {"validation": _NOTHING, "train": _NOTHING}
+        return {"validation": _NO_SCORE, "train": _NO_SCORE}
     blank.load_state_dict(decoded)
-    train = evaluate(task, blank, task.judge, data.train) if task.judged_by == "train_loss" else _NOTHING
-    return {"validation": evaluate(task, blank, task.judge, data.validation), "train": train}
+    train = evaluate_model(task, blank, task.judge, data.train) if task.judged_by == "train_loss" else _NO_SCORE
+    return {"validation": evaluate_model(task, blank, task.judge, data.validation), "train": train}
 
 
 @torch.no_grad()
-def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 256) -> dict[str, float | None]:
+def evaluate_model(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 256) -> dict[str, float | None]:
     """Return the mean loss in nats and the share of targets that are hits, None where the task has no targets."""
     inputs, targets = part
     dtype = next(model.parameters()).dtype
@@ -239,7 +239,7 @@ def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 
     model.eval()
     for start in range(0, len(inputs), size):
         chunk = targets[start : start + size]
-        logits = task.outputs(model, _cast(inputs[start : start + size], dtype))
+        logits = task.outputs(model, _cast_inputs(inputs[start : start + size], dtype))
         hit = task.hits(logits, chunk)
         total += loss(logits, chunk).item() * hit.numel()
         right += int(hit.sum())
@@ -248,5 +248,5 @@ def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 
     return {"loss": finite_or_none(total / count), "accuracy": right / count if task.target else None}
 
 
-def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_inputs(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return inputs.to(dtype) if inputs.is_floating_point() else inputs

@@ -9,25 +9,25 @@ from typing import Any, ClassVar
 
 from ...pages import write_whole
 from .._defaults import REFERENCE
-from ..evidence._evidence import SCHEMA, Evidence
+from ..evidence._evidence import JSON_SCHEMA, Evidence
 from ..evidence._row import FinishedTrials, Row
-from ..evidence._table import format_cells, loss_name, write_notes
+from ..evidence._table import format_cells, name_judged_loss, write_table_notes
 from ..running._progress import describe_duration
-from ._statements import REPORTED, explain_loss, statements
+from ._statements import REPORTED_RESULTS, explain_loss, judge_statements
 
 
-def write_sections(evidence: FinishedTrials) -> str:
+def write_report_sections(evidence: FinishedTrials) -> str:
     """Return the sections of the report as Markdown, without a head."""
-    findings = [[one.claim, one.source, one.verdict, one.numbers] for one in statements(evidence)]
+    findings = [[one.claim, one.source, one.verdict, one.numbers] for one in judge_statements(evidence)]
     sections = [
-        _describe_run(evidence),
+        _write_run_section(evidence),
         _write_section("The papers’ findings", ("statement", "paper", "verdict", "numbers"), findings),
-        *(_describe_task(evidence, task) for task in evidence.tasks()),
+        *(_write_task_section(evidence, task) for task in evidence.tasks()),
     ]
     if evidence.run.get("failed"):
         said = "The command ended with an error because of these; a row above counts the seeds that finished."
         headers = ("task", "recipe", "seeds", "why")
-        sections.append(_write_section("Trials that failed, and why", headers, group_failures(evidence), said))
+        sections.append(_write_section("Trials that failed, and why", headers, group_failed_trials(evidence), said))
     left_out = [
         [task, ", ".join(recipe for recipe, said in of_task.items() if said == why), why]
         for task, of_task in evidence.run.get("left_out", {}).items()
@@ -46,14 +46,14 @@ def _write_section(
     return "\n\n".join(filter(None, [f"## {title}", *said, table, notes]))
 
 
-def _describe_run(evidence: FinishedTrials) -> str:
+def _write_run_section(evidence: FinishedTrials) -> str:
     run = evidence.run
     recipes = {record["settings"]["recipe"]["name"] for record in evidence.trials}
     seeds = {record["settings"]["seed"] for record in evidence.trials}
     seeds_said = f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}"
     said = [
         f"{len(evidence.tasks())} tasks, {len(recipes)} recipes, {seeds_said}, {len(evidence.trials)} trials of size "
-        f"“{run['size']}”, {_describe_cost(evidence)}.",
+        f"“{run['size']}”, {_describe_training_time(evidence)}.",
         "Every row of a task starts from the same float32 weights, sees the same batches and uses the same "
         "hyper-parameters. Gaps are paired by seed; verdicts are corrected for the number of recipes on the task.",
         "What a paper reports is on its own application and quoted from a text that was read; figures that could not "
@@ -65,7 +65,7 @@ def _describe_run(evidence: FinishedTrials) -> str:
     return _write_section("How it was run", (), (), *said)
 
 
-def _describe_cost(evidence: FinishedTrials) -> str:
+def _describe_training_time(evidence: FinishedTrials) -> str:
     """Return how much CPU time the training took, in words."""
     results = [record["result"] for record in evidence.trials]
     steps = [record["settings"]["steps"] for record in evidence.trials]
@@ -73,28 +73,28 @@ def _describe_cost(evidence: FinishedTrials) -> str:
     return f"about {describe_duration(seconds)} of training steps on one thread each of {evidence.run['processor']}"
 
 
-def _describe_task(evidence: FinishedTrials, task: str) -> str:
-    loss = loss_name(evidence, task)
+def _write_task_section(evidence: FinishedTrials, task: str) -> str:
+    loss = name_judged_loss(evidence, task)
     shown = (loss, "gap to fp32", "verdict", "accuracy", "movement kept", "bytes/param", "step time")
     rows = []
     for row in evidence.rows(task):
         words = format_cells(evidence, row)
-        found = (record["result"]["diverged_at"] for record in evidence.of_recipe(task, row.recipe))
+        found = (record["result"]["diverged_at"] for record in evidence.select_recipe(task, row.recipe))
         steps = [str(step) for step in found if step is not None]
         if row.diverged and steps:
             words["verdict"] += f" at step {', '.join(steps)}"
-        paper = REPORTED.get(row.recipe)
+        paper = REPORTED_RESULTS.get(row.recipe)
         reported = f"{paper.says} ({paper.source})" if paper else "–"
         rows.append([row.recipe, *(words[name] for name in shown), reported, _describe_disagreement(row)])
-    title = evidence.of_task(task)[0]["settings"]["task"]["title"]
+    title = evidence.select_task(task)[0]["settings"]["task"]["title"]
     headers = ("recipe", *shown, "its paper, on its own application", "where ours disagrees")
-    notes = "\n".join(f"- {note}" for note in write_notes(evidence, task))
+    notes = "\n".join(f"- {note}" for note in write_table_notes(evidence, task))
     return _write_section(f"{task}: {title}", headers, rows, notes=notes)
 
 
 def _describe_disagreement(row: Row) -> str:
     """Describe how our verdict differs from the paper's, and the reading that best explains it."""
-    paper = REPORTED.get(row.recipe)
+    paper = REPORTED_RESULTS.get(row.recipe)
     if paper is None or row.verdict in (None, "unclear", paper.expects):
         return ""
     if row.verdict == "better":
@@ -115,7 +115,7 @@ def _explain_no_loss(row: Row) -> str:
     return "the task is smaller than the paper's"
 
 
-def group_failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
+def group_failed_trials(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
     """Return task, recipe, seeds and error of failed trials, those of one error in one line."""
     seeds: dict[tuple[str, str, str], list[str]] = {}
     for one in evidence.run.get("failed", []):
@@ -123,11 +123,11 @@ def group_failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
     return [(task, recipe, ", ".join(of_seeds), why) for (task, recipe, why), of_seeds in seeds.items()]
 
 
-def write_markdown(evidence: FinishedTrials) -> str:
+def write_suite_report(evidence: FinishedTrials) -> str:
     """Return the report as one Markdown file."""
     command = f"halfulp compare --suite {evidence.run['suite']} --size {evidence.run['size']}"
     written = f"This page is written by `{command} --data DIR --out DIR`."
-    return f"# The papers’ tables, every recipe side by side\n\n{written}\n\n{write_sections(evidence)}\n"
+    return f"# The papers’ tables, every recipe side by side\n\n{written}\n\n{write_report_sections(evidence)}\n"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +138,8 @@ class SuiteEvidence(Evidence):
     no trials; and ``failed``: the task, recipe, seed and error of each trial that raised.
     """
 
-    stem: ClassVar[str] = "evidence"
-    kind: ClassVar[str] = "suite"
+    file_stem: ClassVar[str] = "evidence"
+    kind_in_words: ClassVar[str] = "suite"
 
     def tasks(self) -> list[str]:
         """Return the names of the tasks that have trials under float32: without one there is no gap."""
@@ -159,10 +159,10 @@ class SuiteEvidence(Evidence):
             trials.append({**head, "steps": settings["steps"], "result": result})
         versions = self.trials[0]["settings"]["versions"] if self.trials else {}
         return {
-            "schema": SCHEMA,
+            "schema": JSON_SCHEMA,
             "run": self.run,
             "versions": versions,
-            "statements": [dataclasses.asdict(one) for one in statements(self)],
+            "statements": [dataclasses.asdict(one) for one in judge_statements(self)],
             "rows": [dataclasses.asdict(row) for row in self.rows()],
             **shared,
             "suite trials": trials,
@@ -199,4 +199,4 @@ class SuiteEvidence(Evidence):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write the page of a comparison, and beside it evidence.md with the papers' figures and findings."""
         super().to_html(path)
-        write_whole(Path(path).with_suffix(".md"), write_markdown(self))
+        write_whole(Path(path).with_suffix(".md"), write_suite_report(self))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from ..._messages import first_line
 from ._task import Task
 
-Read = TypeVar("Read")
+ReadContent = TypeVar("Read")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +46,13 @@ class FileTask(Task):
 
 
 def _list_tasks_without_files() -> str:
-    from ._registry import kind_of, names, needs_data
+    from ._registry import kind_of, names, needs_data_folder
 
-    free = [name for name in names() if not needs_data(kind_of(name))]
+    free = [name for name in names() if not needs_data_folder(kind_of(name))]
     return f"Tasks that need no files: {', '.join(free)}"
 
 
-def read_columns(path: str | Path, columns: list[str], rows: int | None = None) -> list[list[Any]]:
+def read_parquet(path: str | Path, columns: list[str], rows: int | None = None) -> list[list[Any]]:
     """Return columns of a Parquet file as lists, of the first ``rows`` or of all."""
     try:
         import pyarrow.parquet as parquet
@@ -65,12 +65,12 @@ def read_columns(path: str | Path, columns: list[str], rows: int | None = None) 
             raise ValueError(f"it has no column {', '.join(lacking)}")
         return parquet.read_table(path, columns=columns)
 
-    table = decode(str(path), read, columns)
+    table = decode_file(str(path), read, columns)
     table = table.slice(0, rows) if rows else table
     return [table[column].to_pylist() for column in columns]
 
 
-def decode(name: str, read: Callable[[Any], Read], content: Any) -> Read:
+def decode_file(name: str, read: Callable[[Any], ReadContent], content: Any) -> ReadContent:
     """Return ``read(content)``; an error names the file, and the row of it."""
     try:
         return read(content)
