@@ -234,7 +234,7 @@ def test_what_cannot_be_registered_is_refused(text, words, tmp_path):
     file = tmp_path / f"extension_{abs(hash(text))}.py"
     file.write_text(text)
     with pytest.raises(ValueError, match=words):
-        _extensions.load([str(file)])
+        _extensions.load_extensions([str(file)])
     assert file.stem not in sys.modules
     with pytest.raises(ValueError, match="no such file"):
-        _extensions.load([str(tmp_path / "absent.py")])
+        _extensions.load_extensions([str(tmp_path / "absent.py")])

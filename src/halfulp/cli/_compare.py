@@ -16,18 +16,18 @@ import typer
 from ..pages import require, write_whole
 from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
-    Json,
-    choose_style,
+    JsonOption,
+    choose_verdict_style,
     describe_option,
     format_cell,
+    list_recipe_names,
+    list_task_names,
     make_console,
     make_plain_table,
-    prepare,
-    recipe_names,
-    split,
-    task_names,
+    prepare_out_folder,
+    split_names,
 )
-from ._errors import fail, print_json
+from ._errors import exit_with_error, print_json
 
 
 def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
@@ -40,21 +40,21 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
         with progress:
             return trained(out=out, listen=progress, **options)
     except KeyboardInterrupt as ending:
-        fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out)}")
+        exit_with_error(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out)}")
     except TrialError as error:
         more = ""
         if error.details:
             Path(out, "error.log").write_text(error.details, encoding="utf-8")
             more = f" (more in {Path(out, 'error.log')})"
-        fail(f"{error}{more}; {_describe_kept(progress, out)}")
+        exit_with_error(f"{error}{more}; {_describe_kept(progress, out)}")
     except ValueError as error:  # such as a disk that fills up
-        fail(f"{error}; {_describe_kept(progress, out)}" if progress.kept_count else error)
+        exit_with_error(f"{error}; {_describe_kept(progress, out)}" if progress.kept_count else error)
 
 
-def check_alone(command: str) -> None:
+def refuse_torchrun(command: str) -> None:
     """Fail where torchrun started several processes, which would all train the same."""
     if (count := os.environ.get("WORLD_SIZE") or "1") != "1":
-        fail(
+        exit_with_error(
             f"halfulp {command} does not run under torchrun, which says WORLD_SIZE={count}: start it without; "
             "--workers trains several trials at once"
         )
@@ -82,11 +82,13 @@ def compare_script(
     from ..trials._script import compare_script as compare
 
     if given := [option for option, value in unused.items() if value is not None]:
-        fail(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
+        exit_with_error(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
     if not module and not Path(script).is_file():
-        fail(f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task")
+        exit_with_error(
+            f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task"
+        )
     require("matplotlib")
-    prepare(out, "compare-script")
+    prepare_out_folder(out, "compare-script")
     running = ""
 
     def tell(recipe: str, row: Any, seconds: float) -> None:
@@ -101,24 +103,24 @@ def compare_script(
     try:
         found = compare(script, arguments, recipes, module, listen=tell)
     except ScriptError as error:
-        fail(f"{error}{_log_output(out, error.said)}")
+        exit_with_error(f"{error}{_write_error_log(out, error.said)}")
     except KeyboardInterrupt:
-        fail(f"interrupted while the script ran under {running}: nothing is written")
+        exit_with_error(f"interrupted while the script ran under {running}: nothing is written")
     content = found.to_dict()
     if as_json:
         print_json(content)
     else:
-        _print_script(found)
+        _print_script_comparison(found)
     write_whole(Path(out, _FILE), json.dumps(content, indent=1, allow_nan=False))
     found.to_html(Path(out, _PAGE))
     if not as_json:
         print(f"\n{Path(out, _PAGE)} shows the curves; {Path(out, _FILE)} holds the numbers.")
     if crashed := [row.recipe for row in found.rows if row.verdict == "crashed"]:
         said = "\n".join(f"== {recipe}\n{found.runs[recipe].error_output}" for recipe in crashed)
-        fail(f"the script crashed under {', '.join(crashed)}{_log_output(out, said)}")
+        exit_with_error(f"the script crashed under {', '.join(crashed)}{_write_error_log(out, said)}")
 
 
-def _log_output(out: str, said: str) -> str:
+def _write_error_log(out: str, said: str) -> str:
     """Write a failed script's output to a log file and name the file."""
     if not said.strip():
         return ""
@@ -126,7 +128,7 @@ def _log_output(out: str, said: str) -> str:
     return f"; all that it said is in {Path(out, _LOG)}"
 
 
-def _print_script(found: Any) -> None:
+def _print_script_comparison(found: Any) -> None:
     from rich.text import Text
 
     shown = make_console()
@@ -137,14 +139,14 @@ def _print_script(found: Any) -> None:
     for row in rows:
         numbers = (row.steps, row.loss, row.gap, row.bytes_per_parameter)
         cells = [row.recipe, *map(format_cell, numbers), row.verdict, *([row.reason] if why else [])]
-        table.add_row(*map(Text, cells), style=choose_style(row.verdict))
+        table.add_row(*map(Text, cells), style=choose_verdict_style(row.verdict))
     shown.print()
     shown.print(table)
     for note in found.write_notes():
         shown.print(Text(note, style="dim"))
 
 
-DEFAULT_OUT = "halfulp-compare"
+DEFAULT_FOLDER = "halfulp-compare"
 
 
 def compare(
@@ -155,11 +157,11 @@ def compare(
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
     task: Annotated[
         list[str] | None,
-        typer.Option(help=describe_option("Tasks", DEFAULT_TASKS), autocompletion=task_names),
+        typer.Option(help=describe_option("Tasks", DEFAULT_TASKS), autocompletion=list_task_names),
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES), autocompletion=recipe_names),
+        typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES), autocompletion=list_recipe_names),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
     first_seed: Annotated[
@@ -174,13 +176,13 @@ def compare(
         typer.Option(help="papers: the papers' kinds of tasks under every recipe, --task and --recipe for a part."),
     ] = None,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
-    out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = DEFAULT_OUT,
+    out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = DEFAULT_FOLDER,
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take over finished trials of the same settings.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the comparison that the folder holds.")
     ] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Train tasks under several recipes, and show which keep float32's accuracy, at what memory and speed.
 
@@ -190,7 +192,7 @@ def compare(
     The exit code is 0 with all trials trained, whatever the verdicts, and 2 where one failed or could not be run, or a
     script crashed under a recipe. With --suite, and of a script, the others are trained to the end first.
     """
-    check_alone("compare")
+    refuse_torchrun("compare")
     options: dict[str, Any] = {
         "seeds": range(first_seed, first_seed + seeds) if first_seed and seeds > 0 else seeds,
         "data": data,
@@ -199,12 +201,16 @@ def compare(
     }
     if suite is not None:
         if script is not None or steps is not None:
-            fail("--suite trains its own tasks, as long as --size says: leave out the script and --steps")
-        options |= {"size": size or "small", "tasks": split(task, ()) or None, "recipes": split(recipe, ()) or None}
-        _run_suite(suite, "halfulp-evidence" if out == DEFAULT_OUT else out, workers, json, options)
+            exit_with_error("--suite trains its own tasks, as long as --size says: leave out the script and --steps")
+        options |= {
+            "size": size or "small",
+            "tasks": split_names(task, ()) or None,
+            "recipes": split_names(recipe, ()) or None,
+        }
+        _run_suite(suite, "halfulp-evidence" if out == DEFAULT_FOLDER else out, workers, json, options)
         return
     if module and script is None:
-        fail("-m needs the name of a module: halfulp compare -m package.train")
+        exit_with_error("-m needs the name of a module: halfulp compare -m package.train")
     if script is not None:
         unused = {"--task": task, "--steps": steps, "--size": size, "--data": data, "--workers": workers}
         unused |= {
@@ -213,9 +219,9 @@ def compare(
             "--resume": resume or None,
             "--overwrite": overwrite or None,
         }
-        compare_script(script, arguments or [], split(recipe, DEFAULT_RECIPES), module, unused, out, json)
+        compare_script(script, arguments or [], split_names(recipe, DEFAULT_RECIPES), module, unused, out, json)
         return
-    tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
+    tasks, recipes = split_names(task, DEFAULT_TASKS), split_names(recipe, DEFAULT_RECIPES)
     from ..trials import compare as train
 
     evidence = run_trials(partial(train, tasks, recipes, steps=steps, size=size), out, workers=workers, **options)
@@ -236,7 +242,7 @@ def _run_suite(suite: str, out: str, workers: int | None, json: bool, options: d
         print_json(evidence.to_dict())
     else:
         _print_statements(evidence, out)
-    _end_by_failures(evidence, out)
+    _fail_for_failed_trials(evidence, out)
 
 
 def _print_statements(evidence: Any, out: str) -> None:
@@ -250,7 +256,7 @@ def _print_statements(evidence: Any, out: str) -> None:
     print(f"{Path(out, 'evidence.md')} has every table; evidence.html shows the curves, evidence.json the numbers.")
 
 
-def _end_by_failures(evidence: Any, out: str) -> None:
+def _fail_for_failed_trials(evidence: Any, out: str) -> None:
     """End with an error where trials failed: how many, where, and the first one's message."""
     from ..trials.suite._report import group_failed_trials
 
@@ -259,7 +265,7 @@ def _end_by_failures(evidence: Any, out: str) -> None:
         return
     count = len(evidence.run["failed"])
     where = ", ".join(f"{task} · {recipe} (seed {seeds})" for task, recipe, seeds, _ in failed)
-    fail(
+    exit_with_error(
         f"{count} of {count + len(evidence.trials)} trials failed: {where}; the first said {failed[0][3]}; the others "
         f"are kept in {out}, --resume tries these again"
     )
@@ -292,14 +298,14 @@ def _print_tables(evidence: Any) -> None:
             right = [header for header in part if header not in ("recipe", "verdict")]
             table = make_plain_table(part, right=right)
             for row, line in zip(rows, lines):
-                table.add_row(*(line[header] for header in part), style=choose_style(row.verdict))
+                table.add_row(*(line[header] for header in part), style=choose_verdict_style(row.verdict))
             shown.print(table)
         for note in write_table_notes(evidence, task):
             shown.print(Text(note, style="dim"))
 
 
 def tune(
-    task: Annotated[str, typer.Option(help="The task.", autocompletion=task_names)] = "digits",
+    task: Annotated[str, typer.Option(help="The task.", autocompletion=list_task_names)] = "digits",
     tolerance: Annotated[
         float | None,
         typer.Option(help="By which share of float32's loss a recipe may be above it; default: as compare judges."),
@@ -308,7 +314,7 @@ def tune(
         list[str] | None,
         typer.Option(
             help="Candidates, by their bytes; default: those that an observed training leaves open.",
-            autocompletion=recipe_names,
+            autocompletion=list_recipe_names,
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; 3 at least.")] = 3,
@@ -319,16 +325,16 @@ def tune(
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take over finished trials of the same settings.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the trials that the folder holds.")] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Find the recipe of fewest bytes per parameter that stays with float32, per layer where that pays."""
     from ..trials import tune as search
 
-    check_alone("tune")
+    refuse_torchrun("tune")
     found = run_trials(
         partial(search, task, tolerance),
         out,
-        recipes=None if recipe is None else split(recipe, ()),
+        recipes=None if recipe is None else split_names(recipe, ()),
         seeds=seeds,
         steps=steps,
         data=data,

@@ -23,7 +23,7 @@ def describe_option(kind: str, default: Sequence[str]) -> str:
     return f"{kind}, separated by commas or one option each. Default: {', '.join(default)}"
 
 
-def split(given: list[str] | None, default: Sequence[str]) -> list[str]:
+def split_names(given: list[str] | None, default: Sequence[str]) -> list[str]:
     """Split ``["a,b", "c"]`` into ``["a", "b", "c"]``; return the default for an empty list.
 
     >>> split(["digits, text", "cifar10"], ["text"]), split(None, ["text"])
@@ -34,25 +34,25 @@ def split(given: list[str] | None, default: Sequence[str]) -> list[str]:
     return [name.strip() for part in given for name in part.split(",") if name.strip()]
 
 
-def recipe_names() -> list[str]:
+def list_recipe_names() -> list[str]:
     """Return the names of all recipes."""
     from ..recipes import names
 
     return names()
 
 
-def task_names() -> list[str]:
+def list_task_names() -> list[str]:
     """Return the names of all tasks."""
     from ..trials.tasks import names
 
     return names()
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in place of tables.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program in place of tables.")]
 
 
 @contextlib.contextmanager
-def print_elsewhere() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Send what a script and its processes print in a block to stderr, so that stdout has JSON alone."""
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
@@ -84,7 +84,7 @@ def make_plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int
     return table
 
 
-def choose_style(verdict: str | None) -> str:
+def choose_verdict_style(verdict: str | None) -> str:
     """Return the colour of a verdict's line in a terminal.
 
     >>> choose_style("no difference"), choose_style("reference")
@@ -108,10 +108,10 @@ def format_cell(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
-Out = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
+OutOption = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
 
 
-def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> None:
+def prepare_out_folder(out: str | None, name: Instrument | Literal["compare-script"]) -> None:
     """Create the output folder and check, before any work, that a page can be written into it."""
     if out is None:
         return
@@ -122,21 +122,21 @@ def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> No
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write {out}: {error.strerror or error}; give another folder with --out") from None
-    for path in _name_files(out, name):
+    for path in _name_out_files(out, name):
         check_writable(path)
 
 
-def write_out(out: str | None, name: Instrument, found: Any) -> None:
+def write_page_and_json(out: str | None, name: Instrument, found: Any) -> None:
     """Write what an instrument found as NAME.html and NAME.json, each whole or not at all; without a folder nothing."""
     if out is None:
         return
     from ..observation.page import write_page
 
-    page, data = _name_files(out, name)
+    page, data = _name_out_files(out, name)
     content = found.to_dict()
     write_whole(data, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
     write_page(name, content, page)
 
 
-def _name_files(out: str, name: str) -> tuple[Path, Path]:
+def _name_out_files(out: str, name: str) -> tuple[Path, Path]:
     return Path(out) / f"{name}.html", Path(out) / f"{name}.json"

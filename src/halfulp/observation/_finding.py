@@ -10,7 +10,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from .._names import described
-from .._qualified_names import braced, pattern_of
+from .._qualified_names import join_numbered_names, pattern_of
 from ._record import plain
 from ._text import at_lr, for_groups, percent
 
@@ -99,7 +99,7 @@ def in_words(names: Iterable[str]) -> str:
     grouped: dict[str, list[str]] = {}
     for name in names:
         grouped.setdefault(pattern_of(name), []).append(name)
-    said = [braced(group) for group in grouped.values()]
+    said = [join_numbered_names(group) for group in grouped.values()]
     return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
 
 
@@ -371,7 +371,7 @@ def places_of(names: Iterable[str]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for one in modules:
         kinds.setdefault(pattern_of(one), []).append(one)
-    return [braced(group) for group in kinds.values()]
+    return [join_numbered_names(group) for group in kinds.values()]
 
 
 def _module(name: str) -> str:

@@ -74,7 +74,9 @@ def check_rule(
             plain, under_one = (
                 _run_operator(operator, arguments, number, gradients, exponent) for exponent in (None, lambda: 0)
             )
-            _compare(plain, under_one, tolerance, f"{name}: {{}} is not the plain operator's: {{}} (seed={number})")
+            _compare_runs(
+                plain, under_one, tolerance, f"{name}: {{}} is not the plain operator's: {{}} (seed={number})"
+            )
             chance = random.Random(number)
             drawn: list[int] = []
 
@@ -85,7 +87,7 @@ def check_rule(
             found = _run_operator(operator, arguments, number, gradients, exponent)
             scales = ", ".join(f"2^{k}" for k in drawn)
             message = f"{name}: {{}} depends on the scales: {{}}; all 1 and {scales} (seed={number})"
-            _compare(under_one, found, None, message)
+            _compare_runs(under_one, found, None, message)
 
 
 def _run_operator(
@@ -101,22 +103,22 @@ def _run_operator(
     def make_leaf(x: Any) -> Any:
         if not _is_floating(x):
             return x
-        leaves.append(_represent(x.detach().clone(), exponent))
+        leaves.append(_give_scale(x.detach().clone(), exponent))
         return leaves[-1].requires_grad_(gradients)
 
     arguments = tree_map(make_leaf, arguments)
     torch.manual_seed(seed)
     results = [x for x in tree_leaves(operator(*arguments)) if x is not None]
-    named = {f"result {number}": _decode(x) for number, x in enumerate(results)}
+    named = {f"result {number}": _decode_scaled(x) for number, x in enumerate(results)}
     outputs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
     if outputs:
         torch.manual_seed(~seed)  # other numbers than the arguments, which are often drawn alike
         cotangents = [torch.randn(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
         cotangents = [
-            _represent(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
+            _give_scale(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
         ]
         found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
-        named |= {f"gradient {number}": _decode(x) for number, x in enumerate(found)}
+        named |= {f"gradient {number}": _decode_scaled(x) for number, x in enumerate(found)}
     return named
 
 
@@ -124,7 +126,7 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _represent(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
+def _give_scale(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
     if exponent is None:
         return x
     power = 2.0 ** exponent()
@@ -134,22 +136,22 @@ def _represent(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
     return ScaledTensor(payload, power, x.dtype)
 
 
-def _decode(x: Any) -> Any:
+def _decode_scaled(x: Any) -> Any:
     values = x.detach() if isinstance(x, Tensor) else x
     return values.decode() if isinstance(values, ScaledTensor) else values
 
 
-def _compare(expected: dict[str, Any], found: dict[str, Any], tolerance: float | None, message: str) -> None:
+def _compare_runs(expected: dict[str, Any], found: dict[str, Any], tolerance: float | None, message: str) -> None:
     """Raise where two runs differ, without a tolerance in any bit; the message takes a result's name and how."""
     if expected.keys() != found.keys():
         raise RuleError(message.format("the number of results", f"{list(found)} for {list(expected)}"))
     for name, x in expected.items():
         is_signed = tolerance is None or (tolerance == 0 and not name.startswith("gradient"))
-        if difference := _difference(x, found[name], tolerance or 0.0, is_signed):
+        if difference := _describe_difference(x, found[name], tolerance or 0.0, is_signed):
             raise RuleError(message.format(name, difference))
 
 
-def _difference(x: Any, y: Any, tolerance: float, is_signed: bool) -> str:
+def _describe_difference(x: Any, y: Any, tolerance: float, is_signed: bool) -> str:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         same = x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and (x == y or (x != x and y != y)))
         return "" if same else f"{y!r} for {x!r}"

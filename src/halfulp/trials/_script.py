@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import optim, recipes
-from .._extensions import load_inherited
+from .._extensions import load_inherited_extensions
 from ..observation.scripts import Ending, model_of, run_script, tell_backward_losses
 from ..pages import write_whole
 from ..recipes import Recipe
-from ..recipes._optimizer import _state as recipe_state
-from ..recipes._optimizer import split_by_update
+from ..recipes._optimizer import choose_state_dtype as recipe_state
+from ..recipes._optimizer import split_groups_by_update
 from ._defaults import REFERENCE, TWIN
 from .page._script_page import render_script_page
-from .running._pool import describe_exit_code
+from .running._pool import describe_exit
 from .tasks._task import finite_or_none
 
 REPLACED_OPTIMIZERS = ("SGD", "Adam", "AdamW")
@@ -71,11 +71,8 @@ class Substitution:
         """Count a step of an optimizer (a step hook)."""
         self.step_count += 1
         kind = type(optimizer)
-        if (
-            kind not in self.recipe_classes
-            and not _is_of_halfulp(optimizer)
-            and kind.__name__ not in self.other_optimizers
-        ):
+        is_other = kind not in self.recipe_classes and not _is_of_halfulp(optimizer)
+        if is_other and kind.__name__ not in self.other_optimizers:
             self.other_optimizers.append(kind.__name__)
 
     def bytes_per_parameter(self) -> float | None:
@@ -161,13 +158,13 @@ def _make_optimizer_class(own: Any, recipe: Recipe, done: Substitution) -> type:
     def make(cls: type, *args: Any, **options: Any) -> Any:
         if cls is not kind:
             return object.__new__(cls)
-        return _make_recipe_optimizer(own, recipe, done, args, options)
+        return _make_optimizer(own, recipe, done, args, options)
 
     kind = type(own.__name__, (own,), {"__new__": make, "__module__": own.__module__, "__doc__": own.__doc__})
     return kind
 
 
-def _make_recipe_optimizer(own: Any, recipe: Recipe, done: Substitution, args: tuple, options: dict[str, Any]) -> Any:
+def _make_optimizer(own: Any, recipe: Recipe, done: Substitution, args: tuple, options: dict[str, Any]) -> Any:
     """Return the recipe's optimizer for what was to be torch's."""
     given = dict(inspect.signature(own.__init__).bind(None, *args, **options).arguments)
     groups = _list_param_groups(given.pop("params"))
@@ -178,7 +175,7 @@ def _make_recipe_optimizer(own: Any, recipe: Recipe, done: Substitution, args: t
         split = []
         for group in groups:
             named = [(names[id(parameter)], parameter) for parameter in group["params"]]
-            split += [{**group, **part} for part in split_by_update(recipe, model, named)]
+            split += [{**group, **part} for part in split_groups_by_update(recipe, model, named)]
         kind: Any = optim.OPTIMIZERS[own.__name__]
         made = kind(split, state_dtype=recipe_state(recipe, kind, given), **given)
     done.add_optimizer(made)
@@ -294,7 +291,7 @@ class ScriptRun:
 
 def run_worker() -> None:
     """Run `[recipe, result file, "file" or "module", script, *arguments]` of sys.argv and write the Run as JSON."""
-    load_inherited()
+    load_inherited_extensions()
     recipe, result, kind, script, *arguments = sys.argv[1:]
     losses: list[float] = []
     done = Substitution()
@@ -402,11 +399,8 @@ class ScriptComparison:
             return "cannot", run.refusal
         if run.exit_code:
             return "crashed", run.read_last_error_line() if run.ending == "crashed" else run.describe_ending()
-        loss, reference, twin = (
-            finite_or_none(run.compute_loss()),
-            self._read_final_loss(REFERENCE),
-            self._read_final_loss(TWIN),
-        )
+        loss, reference = finite_or_none(run.compute_loss()), self._read_final_loss(REFERENCE)
+        twin = self._read_final_loss(TWIN)
         if name in (REFERENCE, TWIN):
             broken = ["its loss is not finite: it did not learn"] if loss is None else []
             return ("reference" if name == REFERENCE else "control"), "; ".join([*broken, *notes])
@@ -476,7 +470,7 @@ def _run_script_under(script: str, arguments: Sequence[str], recipe: str, module
             return ScriptRun(**{**found, "error_output": done.stderr})
     before = " before it could report" if done.returncode >= 0 else ""
     return ScriptRun(
-        ending=describe_exit_code(done.returncode) + before, exit_code=done.returncode or 1, error_output=done.stderr
+        ending=describe_exit(done.returncode) + before, exit_code=done.returncode or 1, error_output=done.stderr
     )
 
 

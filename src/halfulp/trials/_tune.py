@@ -25,7 +25,7 @@ from .evidence._row import Row, choose_verdict, compute_interval
 from .evidence._table import format_number, format_percent
 from .running._plan import Trial, plan_trials
 from .running._training import Listener, TrainingRun, open_training_run
-from .running._trial import OBSERVATION_KEY
+from .running._trial import OBSERVED_KEY
 from .tasks import Task
 
 # The training that is observed: bfloat16 parameters, every update rounded to nearest.
@@ -181,7 +181,7 @@ class RecipeSearch:
         controls = [self._make_trial(recipes.get(name), seed) for seed in self.seeds for name in (REFERENCE, TWIN)]
         probe = self._make_trial(recipes.get(OBSERVED_RECIPE), self.seeds[0], observed=True)
         self._training.train_missing([*controls, probe])
-        seen = self._training.results[probe.key][OBSERVATION_KEY]
+        seen = self._training.results[probe.key][OBSERVED_KEY]
         self._observed = seen["parameters"]
         self.findings = [Finding(**{**one, "where": tuple(one["where"])}) for one in seen["findings"]]
         reference = self._read_evidence_row(REFERENCE)

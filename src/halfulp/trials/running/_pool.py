@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from ..._extensions import load_inherited
+from ..._extensions import load_inherited_extensions
 from ..._messages import first_line
 from ..tasks import Data
 from ._plan import Trial
 from ._trial import run_trial
 
 
-def describe_exit_code(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """Describe how a process ended, by its exit code: minus a signal's number where one killed it.
 
     >>> describe_exit(3), describe_exit(-15), describe_exit(-99), describe_exit(0xC0000005)
@@ -50,7 +50,7 @@ def serve_trials(connection: Connection, log: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
-    load_inherited()
+    load_inherited_extensions()
     loaded: dict[str, Data] = {}
     try:
         connection.send(("ready", None))
@@ -171,7 +171,7 @@ def _receive_message(worker: _WorkerProcess, on: bool) -> tuple[str, Any]:
 def _make_death_error(worker: _WorkerProcess) -> TrialError:
     """Return the error of a worker that ended early: its exit code and its last output."""
     worker.process.join(10)
-    how = describe_exit_code(worker.process.exitcode)
+    how = describe_exit(worker.process.exitcode)
     output = worker.log.read_text(encoding="utf-8", errors="replace") if worker.log.exists() else ""
     if worker.trial is None:
         hint = 'in a script, call compare under `if __name__ == "__main__":`, since workers import the script again'

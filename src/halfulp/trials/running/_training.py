@@ -12,7 +12,7 @@ from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_trials
 from ._store import TrialStore
-from ._trial import OBSERVATION_KEY
+from ._trial import OBSERVED_KEY
 
 Listener = Callable[[str, Trial | None, Any], None]
 
@@ -75,10 +75,7 @@ class TrainingRun:
     def make_evidence(self) -> Evidence:
         """Return the evidence of all trials so far."""
         records = [
-            {
-                "settings": trial.settings(),
-                "result": {k: v for k, v in self.results[key].items() if k != OBSERVATION_KEY},
-            }
+            {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != OBSERVED_KEY}}
             for key, trial in self._trials.items()
         ]
         run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
@@ -88,7 +85,7 @@ class TrainingRun:
 
     def _has_result(self, trial: Trial) -> bool:
         found = self.results.get(trial.key)
-        return found is not None and (not trial.observed or OBSERVATION_KEY in found)
+        return found is not None and (not trial.observed or OBSERVED_KEY in found)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from ...environment._narrow_products import float32_products_of, widened_dtypes
 from ...gradients import AdaptiveGradScaler
 from ...observation import Observation, observe
 from ...recipes import Recipe
-from ...recipes._optimizer import Loss, MeasuredOptimizer, emulated
+from ...recipes._optimizer import LossFunction, MeasuredOptimizer, emulate_recipe
 from ..tasks import Batch, Data, Task
 from ..tasks._task import LossCourse, ReportLoss, finite_or_none
 from ._plan import Trial
@@ -121,7 +121,7 @@ def _compute_lost_share(counts: list[tuple[float, float]]) -> float:
 
 
 # The entry of a trial's result that holds its observation.
-OBSERVATION_KEY = "observed"
+OBSERVED_KEY = "observed"
 
 
 def summarize_observation(seen: Observation) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     # processors with float16 instructions too, and differ by the order of summation alone.
     is_float16 = recipe.param_dtype == "float16" and recipe.narrow
     products: Any = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
-    with products, emulated(recipe, model) as under:
+    with products, emulate_recipe(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         every = max(1, steps // MOST_SAMPLES)
         watch: Any = observe(model, optimizer, interval=every) if trial.observed else contextlib.nullcontext()
@@ -179,14 +179,14 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     wide = _score_weights(task, blank, data, None if failed else optimizer.float32_state_dict(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
-    watched = {OBSERVATION_KEY: summarize_observation(seen)} if seen is not None else {}
+    watched = {OBSERVED_KEY: summarize_observation(seen)} if seen is not None else {}
     return {**course, **scaled.summarize_scaling(), "float32": wide, "own": own, **size, **watched}
 
 
 def _train_model(
     task: Task,
     model: nn.Module,
-    loss_of: Loss,
+    loss_of: LossFunction,
     optimizer: MeasuredOptimizer,
     batches: Iterator[Batch],
     steps: int,
@@ -231,7 +231,9 @@ def _score_weights(task: Task, blank: nn.Module, data: Data, decoded: dict[str, 
 
 
 @torch.no_grad()
-def evaluate_model(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 256) -> dict[str, float | None]:
+def evaluate_model(
+    task: Task, model: nn.Module, loss: LossFunction, part: Batch, size: int = 256
+) -> dict[str, float | None]:
     """Return the mean loss in nats and the share of targets that are hits, None where the task has no targets."""
     inputs, targets = part
     dtype = next(model.parameters()).dtype

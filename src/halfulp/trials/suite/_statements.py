@@ -11,12 +11,12 @@ from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, TWIN
 from ..evidence._row import FinishedTrials, Row, compute_half_interval, compute_interval, read_judged_loss
 from ..evidence._table import format_number, format_percent
 
-_BF16_SOURCE = "arXiv 2010.06192"
+_BF16_PAPER = "arXiv 2010.06192"
 _SCALES_SOURCE = "arXiv 1910.12385 and its repository"
 _SCALIFY_SOURCE = "arXiv 2407.17353, table 3"
 _MCTENSOR_SOURCE = "arXiv 2207.08867 and its notebooks"
-_FLASHOPTIM_SOURCE = "arXiv 2602.23349"
-_TORCHTITAN_SOURCE = "torchtitan's NVFP4 notes, Llama 3 8B, 200M tokens"
+_FLASH_PAPER = "arXiv 2602.23349"
+_TITAN_NOTES = "torchtitan's NVFP4 notes, Llama 3 8B, 200M tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +41,15 @@ _RECIPE_8BIT_STATES = Recipe(
     weight_update="split",
     state_dtype="8bit",
 )
-_KAHAN_FEW_BITS = ("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stochastic")
-_OPERAND_RECIPES = ("mixed-precision", "fp8-training", "mxfp8", "nvfp4")
+_FEW_BITS = ("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stochastic")
+_OPERANDS = ("mixed-precision", "fp8-training", "mxfp8", "nvfp4")
 # On every task.
 COMMON_RECIPES: tuple[str | Recipe, ...] = (
     *("fp32", "fp32-twin", "bf16", _RECIPE_UPDATE_ONLY, "bf16-stochastic", "bf16-kahan", "bf16-split", "bf16-split8"),
     *(_RECIPE_8BIT_STATES, "fp16"),
-    *_KAHAN_FEW_BITS,
+    *_FEW_BITS,
     *("fp16-constant-1", "fp16-constant-128", "fp16-constant-16384", "fp16-dynamic", "fp16-adaptive"),
-    *("e5m2-adaptive", *_OPERAND_RECIPES),
+    *("e5m2-adaptive", *_OPERANDS),
     *("scaled-fp16", "scaled-fp8-state16"),
 )
 # Several components in every operator take ten to forty times as long: on the tasks of their paper alone.
@@ -60,7 +60,7 @@ FEW_BIT_RECIPES: tuple[str, ...] = ("e8m5", "e8m3", "e8m1")
 # What is left out of a task although it would run, and why.
 RECIPES_LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
     "two-heads": (
-        _KAHAN_FEW_BITS,
+        _FEW_BITS,
         "left out: this task is about gradients far apart, and the emulation would take most of its time",
     ),
 }
@@ -89,15 +89,15 @@ SUITE_TASKS: Mapping[str, tuple[str, ...]] = {
 LEFT_OUT_AT_SMALL: Mapping[str, tuple[str, ...]] = {
     "cifar10-resnet-half": (
         "fp16",
-        *_KAHAN_FEW_BITS,
+        *_FEW_BITS,
         "e5m2-adaptive",
-        *_OPERAND_RECIPES,
+        *_OPERANDS,
         "scaled-fp16",
         "scaled-fp8-state16",
     ),
-    "tinyshakespeare": (*_KAHAN_FEW_BITS, "e5m2-adaptive", *_OPERAND_RECIPES),
-    "tinyshakespeare-lstm": (*_KAHAN_FEW_BITS, "e5m2-adaptive", *_OPERAND_RECIPES),
-    "two-heads": ("e5m2-adaptive", *_OPERAND_RECIPES, "scaled-fp8-state16"),
+    "tinyshakespeare": (*_FEW_BITS, "e5m2-adaptive", *_OPERANDS),
+    "tinyshakespeare-lstm": (*_FEW_BITS, "e5m2-adaptive", *_OPERANDS),
+    "two-heads": ("e5m2-adaptive", *_OPERANDS, "scaled-fp8-state16"),
 }
 WHY_NOT_AT_SMALL = "left out at small, which is to take an hour of one core: name the recipe, or take --size full"
 
@@ -105,21 +105,21 @@ _RESNET18_ACCURACIES = "ResNet-18 on ImageNet: 71.48 adaptive, 71.24 without a s
 REPORTED_RESULTS: Mapping[str, PaperResult] = {
     "bf16": PaperResult(
         "up to 7% less validation accuracy than with stochastic rounding or Kahan; BERT loses 16% training accuracy",
-        _BF16_SOURCE,
+        _BF16_PAPER,
         "worse",
     ),
-    "bf16-update": PaperResult("nearest rounding of the update alone is what hurts", _BF16_SOURCE, "worse"),
+    "bf16-update": PaperResult("nearest rounding of the update alone is what hurts", _BF16_PAPER, "worse"),
     "bf16-stochastic": PaperResult(
-        "matches 32 bits in 5 of 7 applications, −0.1% to +0.2% over all 7", _BF16_SOURCE, "no difference"
+        "matches 32 bits in 5 of 7 applications, −0.1% to +0.2% over all 7", _BF16_PAPER, "no difference"
     ),
-    "bf16-kahan": PaperResult("closes the remaining gap on all 7 applications", _BF16_SOURCE, "no difference"),
-    "bf16-split": PaperResult("with 32-bit weights the gap of 16-bit arithmetic closes", _BF16_SOURCE, "no difference"),
+    "bf16-kahan": PaperResult("closes the remaining gap on all 7 applications", _BF16_PAPER, "no difference"),
+    "bf16-split": PaperResult("with 32-bit weights the gap of 16-bit arithmetic closes", _BF16_PAPER, "no difference"),
     "bf16-split8": PaperResult(
         "no measurable loss with 8 more bits and 8-bit moments, SGD, AdamW, Lion",
-        _FLASHOPTIM_SOURCE,
+        _FLASH_PAPER,
         "no difference",
     ),
-    "fp16": PaperResult("float16 fails for its range", _BF16_SOURCE, "worse"),
+    "fp16": PaperResult("float16 fails for its range", _BF16_PAPER, "worse"),
     "fp16-constant-1": PaperResult(f"{_RESNET18_ACCURACIES}; SSD512 without a scale diverged", _SCALES_SOURCE, "worse"),
     "fp16-constant-128": PaperResult(
         "SSD512, batch 8: 78.71 (float32 78.94); ResNet-18: 71.39", _SCALES_SOURCE, "no difference"
@@ -141,8 +141,8 @@ REPORTED_RESULTS: Mapping[str, PaperResult] = {
         "arXiv 1905.12334",
         "no difference",
     ),
-    "mxfp8": PaperResult("loss 1.2671 against 1.2738 of bfloat16", _TORCHTITAN_SOURCE, "no difference"),
-    "nvfp4": PaperResult("loss 1.2715 against 1.2738 of bfloat16", _TORCHTITAN_SOURCE, "no difference"),
+    "mxfp8": PaperResult("loss 1.2671 against 1.2738 of bfloat16", _TITAN_NOTES, "no difference"),
+    "nvfp4": PaperResult("loss 1.2715 against 1.2738 of bfloat16", _TITAN_NOTES, "no difference"),
     "scaled-fp16": PaperResult("training loss 2.92 ± 0.12 against 2.87 ± 0.12", _SCALIFY_SOURCE, "no difference"),
     "scaled-fp8-state16": PaperResult(
         "training loss 2.93 ± 0.12 against 2.87 ± 0.12", _SCALIFY_SOURCE, "no difference"
@@ -257,11 +257,8 @@ def _judge_linear_regression(evidence: FinishedTrials) -> Judgement:
 
 
 def _judge_need_of_loss_scale(evidence: FinishedTrials) -> Judgement:
-    plain, scaled = (
-        _find_rows(evidence, "fp16"),
-        {row.task: row for row in _find_rows(evidence, "scaled-fp16")},
-    )
-    plain = [row for row in plain if row.task in scaled]
+    scaled = {row.task: row for row in _find_rows(evidence, "scaled-fp16")}
+    plain = [row for row in _find_rows(evidence, "fp16") if row.task in scaled]
     without = {row.task: row.verdict for row in _find_rows(evidence, "fp16-constant-1")}
     # Float16 weights lose to rounding too, which no scale repairs; float32 weights lose by the gradients' range alone.
     told = [row for row in plain if row.verdict in FAILING_VERDICTS and without.get(row.task) in FAILING_VERDICTS]

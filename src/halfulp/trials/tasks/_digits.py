@@ -97,8 +97,8 @@ class DigitsFPU(Digits):
 
 # Cells of the image along each side, and pixels of the page along a cell.
 PAGE_CELLS, CELL_PIXELS = 24, 4
-CLASS_COUNT = 1 + 10
-CLASS_LOSS_WEIGHT = 0.001
+CLASSES = 1 + 10
+CLASS_WEIGHT = 0.001
 _COPIES_PER_DIGIT = 4
 
 BoxesAndClasses = tuple[Tensor, Tensor]
@@ -147,9 +147,7 @@ class TwoHeads(Task):
     def loss(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
         """Return the weighted sum of both heads' losses."""
         boxes, classes = logits
-        return (boxes - targets[:, 1:]).square().sum() + CLASS_LOSS_WEIGHT * F.cross_entropy(
-            classes, label_cells(targets)
-        )
+        return (boxes - targets[:, 1:]).square().sum() + CLASS_WEIGHT * F.cross_entropy(classes, label_cells(targets))
 
     def judge(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
         """Return both heads' loss in nats."""
@@ -187,7 +185,7 @@ class DigitDetector(nn.Module):
                 down,
                 *_make_layer(twice, twice),
             ),
-            nn.ConvTranspose2d(twice, CLASS_COUNT, 4, stride=4),
+            nn.ConvTranspose2d(twice, CLASSES, 4, stride=4),
         )
 
     def forward(self, images: Tensor) -> BoxesAndClasses:
