@@ -37,7 +37,7 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join(map(repr, names[:_MOST_LISTED])) + rest
 
 
-def describe_differences(missing: Iterable[object], unknown: Iterable[object]) -> str:
+def name_differences(missing: Iterable[object], unknown: Iterable[object]) -> str:
     """Return the words for the names that a file lacks and those that it has in excess.
 
     >>> differences(["a"], []), differences(["a"], ["b"])

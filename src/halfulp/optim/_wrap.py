@@ -19,7 +19,7 @@ from ..formats import Format
 from ..scaled import ScaledTensor
 from ._float32 import MOST_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
 from ._group_options import NarrowOptions, Parameters, check_number, read_defaults, read_options
-from ._optimizer import LossFunction, Optimizer
+from ._optimizer import Loss, Optimizer
 from ._state_dict_validation import refuse_confusing_keys
 from ._storage import F32, Store
 from ._wrapped_state import (
@@ -269,11 +269,11 @@ class Wrapped(ExplicitGradientOptimizer):
     def step(self, closure: None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], LossFunction]) -> LossFunction: ...
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     @torch.no_grad()
-    def step(self, closure: Callable[[], LossFunction] | None = None) -> LossFunction | None:
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """Take one step of the wrapped optimizer.
 
         Args:
@@ -305,7 +305,7 @@ class Wrapped(ExplicitGradientOptimizer):
                 self._release(plans)
         return loss
 
-    def _step_with_closure(self, closure: Callable[[], LossFunction] | None) -> LossFunction:
+    def _step_with_closure(self, closure: Callable[[], Loss] | None) -> Loss:
         """Step a wrapped optimizer that evaluates the model at points of its choice."""
         if closure is None:
             raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
@@ -313,7 +313,7 @@ class Wrapped(ExplicitGradientOptimizer):
         own = [part.detach() for plan in plans if not _needs_no_shadow(plan) for part in own_parts(plan.parameter)]
         before = [(part, part.clone()) for part in own]
 
-        def evaluate() -> LossFunction:
+        def evaluate() -> Loss:
             with torch.no_grad():
                 for plan in plans:
                     part, shadow = plan.parts[0], local(self._shadows[plan.parameter])
@@ -329,7 +329,7 @@ class Wrapped(ExplicitGradientOptimizer):
         try:
             self._load(plans, nowhere)
             try:
-                loss: LossFunction = self._step_base(evaluate)
+                loss: Loss = self._step_base(evaluate)
             finally:
                 for part, copy in before:
                     part.copy_(copy)
