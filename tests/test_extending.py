@@ -115,7 +115,7 @@ USES = {
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         recipe, said, rule = hu.recipes.get("e5m2-coarse"), [], extension.Coarse.exponent
         extension.Coarse.exponent = lambda self, site: said.append(rule(self, site)) or said[-1]
-        assert 'Scales go by coarse: The exponent of "amax", rounded down' in " ".join(recipe.explain().split())
+        assert 'gradient_scale: coarse, The exponent of "amax", rounded down' in " ".join(recipe.explain().split())
         model = hu.convert(model, recipe)
         optimizer = hu.recipes.optimizer(model, "SGD", lr=0.1)
         scaler = hu.recipes.scaler(recipe, model)

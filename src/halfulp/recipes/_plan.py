@@ -282,8 +282,10 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
 
     >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.LayerNorm(4))
     >>> print(explain(model, "bf16-kahan"))
-    bf16-kahan: Weights are bfloat16, float32 in modules that match '*Norm*'. Each is updated with a second 16-bit
-    number per weight that keeps what rounding dropped. Forward and backward run in bfloat16.
+    bf16-kahan: bfloat16 with a 16-bit residual
+      param_dtype: bfloat16
+      weight_update: kahan, with a second 16-bit number per weight that keeps what rounding dropped
+      float32: *Norm*
     module  class      asked for        gets             why not
     0       Linear     bfloat16, kahan  bfloat16, kahan
     2       LayerNorm  bfloat16, kahan  float32          matches '*Norm*'; float32 needs no weight update

@@ -113,16 +113,16 @@ WEIGHT_UPDATES = {
     "components-3": "as the first of three components of that type, which take the update exactly cut",
 }
 
-# The policies of gradient scales, in the same way.
+# The policies of gradient scales, each with what `Recipe.explain` says of it.
 GRADIENT_SCALES = {
-    "amax": "Each layer has a scale of its own, by the largest gradient seen lately.",
-    "underflow-bound": "Each layer has a scale of its own, so that few underflow if gradients are Gaussian.",
-    "element-wise": "Each layer has a scale of its own, so that no product of two elements underflows.",
-    "abs-range": "Each layer has a scale of its own, so that the product of the smallest operands does not underflow.",
-    "constant": "All have one scale, 65536.",
-    "measured": "All have one scale, by the largest gradient of all.",
-    "dynamic": "All have one scale, halved after an overflow and doubled after 2000 steps without.",
-    "rising-floor": "All have one scale, halved after an overflow, above a least one that rises by schedule.",
+    "amax": "each layer has a scale of its own, by the largest gradient seen lately",
+    "underflow-bound": "each layer has a scale of its own, so that few underflow if gradients are Gaussian",
+    "element-wise": "each layer has a scale of its own, so that no product of two elements underflows",
+    "abs-range": "each layer has a scale of its own, so that the product of the smallest operands does not underflow",
+    "constant": "all have one scale, 65536",
+    "measured": "all have one scale, by the largest gradient of all",
+    "dynamic": "all have one scale, halved after an overflow and doubled after 2000 steps without",
+    "rising-floor": "all have one scale, halved after an overflow, above a least one that rises by schedule",
 }
 
 
@@ -317,18 +317,40 @@ class Recipe:
         return cls.from_dict(data)
 
     def explain(self) -> str:
-        """Return sentences that say what the recipe does.
+        """Return the description and, a line each, the fields that are not left at their defaults, in words.
 
         >>> import halfulp.recipes
         >>> print(halfulp.recipes.get("bf16-kahan").explain())
-        bf16-kahan: Weights are bfloat16, float32 in modules that match '*Norm*'. Each is updated with a second 16-bit
-        number per weight that keeps what rounding dropped. Forward and backward run in bfloat16.
+        bf16-kahan: bfloat16 with a 16-bit residual
+          param_dtype: bfloat16
+          weight_update: kahan, with a second 16-bit number per weight that keeps what rounding dropped
+          float32: *Norm*
         """
-        said = [_describe_storage(self), *_describe_updates(self), *_describe_states(self.state_dtype)]
-        said += [_describe_arithmetic(self), *_describe_gradients(self)]
-        if self.perturb:
-            said.append(f"Every starting weight is changed by about {self.perturb:g} of itself, as a control.")
-        return f"{self.name}: {' '.join(said)}"
+        lines = [f"{self.name}: {self.description or 'a recipe of your own'}"]
+        for field in dataclasses.fields(self)[2:]:
+            value = getattr(self, field.name)
+            # The default of float32, every norm, means something in these recipes alone.
+            if value != field.default or (field.name == "float32" and (self.narrow or self.operand_format)):
+                lines += [f"  {field.name}: {said}" for said in _describe_field(field.name, value)]
+        return "\n".join(lines)
+
+
+def _describe_field(field: str, value: Any) -> list[str]:
+    """Return a field's value in words; pairs of globs and weight updates one by one."""
+    registered = {"weight_update": "weight update", "gradient_scale": "policy"}.get(field, "")
+    words = {
+        **described(registered),
+        **{"weight_update": WEIGHT_UPDATES, "gradient_scale": GRADIENT_SCALES}.get(field, {}),
+    }
+    pairs = value if field == "weight_update" and isinstance(value, tuple) else ((None, value),)
+    said = [", ".join(filter(None, (_write_value(name), words.get(name)))) for _, name in pairs]
+    return [one if glob is None else f"{glob!r} {one}" for one, (glob, _) in zip(said, pairs)]
+
+
+def _write_value(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _append_registered(names: Iterable[str], kind: str) -> tuple[str, ...]:
@@ -375,82 +397,6 @@ def _check_fields(data: Mapping[str, Any]) -> None:
     for key in data:
         if key not in allowed:
             raise ValueError(unknown("field of a recipe", key, allowed))
-
-
-def _describe_storage(recipe: Recipe) -> str:
-    if recipe.components:
-        return f"Weights are sums of {recipe.components} {recipe.param_dtype} components, updated by torch.optim."
-    if recipe.by_torch:
-        return f"Weights are {recipe.param_dtype}, updated by torch.optim."
-    if recipe.param_dtype:
-        kept = f", float32 in modules that match {_list_globs(recipe)}" if recipe.float32 else ""
-        return f"Weights are {recipe.param_dtype}{kept}."
-    if recipe.payload:
-        return f"Weights are {recipe.payload} payloads, each tensor with a power-of-two scale."
-    if recipe.format:
-        return f"Weights are float32 tensors that hold only values of {recipe.format}."
-    return "Weights are float32, updated as torch.optim does."
-
-
-def _list_globs(recipe: Recipe) -> str:
-    return " or ".join(map(repr, recipe.float32))
-
-
-def _describe_updates(recipe: Recipe) -> list[str]:
-    names = recipe.update_names()
-    registered = described("weight update")
-    words = {name: WEIGHT_UPDATES.get(name) or f"by {name}: {registered[name].rstrip('.')}" for name in names}
-    if isinstance(recipe.weight_update, str):
-        return [f"Each is updated {words[recipe.weight_update]}."]
-    return [f"Those that match {glob!r} are updated {words[name]}." for glob, name in recipe.weight_update or ()]
-
-
-def _describe_states(name: str | None) -> list[str]:
-    if name in ("float16", "fp8"):
-        return [f"The optimizer's moments are stored in {name}, each tensor with a scale."]
-    if name == "bfloat16x2":
-        return ["The optimizer's second moments are stored as two bfloat16, its first ones as one."]
-    return [f"The optimizer's moments are stored in {name.replace('bit', ' bits')}."] if name else []
-
-
-def _describe_arithmetic(recipe: Recipe) -> str:
-    if recipe.emulate:
-        return f"The output of every operator, forward and backward, is rounded to {recipe.emulate}."
-    if recipe.components:
-        return "Forward and backward compute with all of them."
-    if recipe.payload:
-        products = " Linear layers multiply in eight bits." if recipe.matmul else ""
-        return f"Activations and gradients are such payloads too.{products}"
-    gradients = f" but for gradients in {recipe.gradient_format}:" if recipe.gradient_format else "."
-    if recipe.operand_format:
-        exempt = f", but in modules that match {_list_globs(recipe)}." if recipe.float32 else "."
-        if _is_block_format(recipe.operand_format):
-            return (
-                "Linear layers and convolutions read the operands of their products, forward and backward, in blocks "
-                f"of {recipe.operand_format}{exempt}"
-            )
-        rounded = (
-            f"Inputs, weights and results of linear layers and convolutions are rounded to {recipe.operand_format}"
-        )
-        return f"{rounded}{exempt} Backward runs in float32{gradients}"
-    if recipe.gradient_format:
-        return f"Forward runs in float32, and backward too{gradients}"
-    return f"Forward and backward run in {recipe.param_dtype or 'float32'}."
-
-
-def _describe_gradients(recipe: Recipe) -> list[str]:
-    if recipe.gradient_format is None:
-        return []
-    how = ", up or down at random" if recipe.gradient_rounding == "stochastic" else ""
-    if isinstance(recipe.gradient_scale, str):
-        name = recipe.gradient_scale
-        scale = GRADIENT_SCALES.get(name) or f"Scales go by {name}: {described('policy')[name]}"
-    elif recipe.gradient_scale is None:
-        scale = "They have no scale."
-    else:
-        scale = f"All have one scale, {recipe.gradient_scale:g}."
-    rounded = f"every one that a product reads or makes is rounded to that{how}."
-    return [rounded, scale, "A step whose gradients are not finite is skipped."]
 
 
 def _bf16_recipe(suffix: str, description: str, **fields: Any) -> Recipe:

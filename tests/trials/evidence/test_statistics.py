@@ -13,7 +13,6 @@ from halfulp.trials.evidence._row import (
     LEAST_RELATIVE_GAP,
     choose_pooled_level,
     choose_verdict,
-    compute_deviation,
     compute_interval,
     compute_noise,
     compute_quantile,
@@ -212,11 +211,6 @@ def test_a_narrow_interval_leaves_nothing_unclear(seed: int) -> None:
         twins = [draws.gauss(0.0, 0.1) for _ in range(draws.choice([0, 3, 5, 10]))]
         found = judged([draws.gauss(0.0, 0.3)] * 30, twins, draws.choice([0.01, 1.0]))
         assert found in ("worse", "better", "no difference")
-
-
-def test_spread() -> None:
-    assert compute_deviation([]) is compute_deviation([1.0]) is None
-    assert compute_deviation([1.0, 2.0, 4.0]) == pytest.approx(statistics.stdev([1.0, 2.0, 4.0]))
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 4, 7, 12, 41])

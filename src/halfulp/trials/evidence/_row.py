@@ -108,15 +108,6 @@ _POOLED, _BONFERRONI = 0.037, 0.005
 _MOST_RECIPES_AT_FULL_LEVEL = 5
 
 
-def compute_deviation(values: Sequence[float]) -> float | None:
-    """Return the standard deviation over seeds, n - 1 in the denominator; None for a single one.
-
-    >>> spread([1.0, 3.0]), spread([1.0])
-    (1.4142135623730951, None)
-    """
-    return statistics.stdev(values) if len(values) > 1 else None
-
-
 def compute_interval(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float) -> float | None:
     """Return how far a recipe's true gap may be from its mean gap: the largest of three bounds.
 
@@ -441,7 +432,7 @@ def _compute_mean(values: Sequence[float | None]) -> float | None:
 
 def _compute_spread(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return compute_deviation(known) if len(known) == len(values) else None
+    return statistics.stdev(known) if len(known) == len(values) > 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
