@@ -127,8 +127,8 @@ def test_a_torch_below_the_floor_that_is_imported_later_is_refused_at_the_first_
 def test_the_floor_is_that_of_the_metadata_and_the_page():
     root = Path(__file__).parent.parent
     wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert f"torch>={_torch_floor.FLOOR}" in wanted
-    assert f"\ntorch {_torch_floor.FLOOR} or later, " in (root / "docs/compatibility.md").read_text()
+    assert f"torch>={_torch_floor.OLDEST_TORCH}" in wanted
+    assert f"\ntorch {_torch_floor.OLDEST_TORCH} or later, " in (root / "docs/compatibility.md").read_text()
     assert not _torch_floor.is_older(torch.__version__)
 
 

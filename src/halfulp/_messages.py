@@ -40,7 +40,7 @@ def listed(names: Iterable[object]) -> str:
 def name_differences(missing: Iterable[object], unknown: Iterable[object]) -> str:
     """Return the words for the names that a file lacks and those that it has in excess.
 
-    >>> differences(["a"], []), differences(["a"], ["b"])
+    >>> name_differences(["a"], []), name_differences(["a"], ["b"])
     ("lacks 'a'", "lacks 'a' and has the unknown 'b'")
     """
     lacks = [f"lacks {listed(missing)}"] if missing else []

@@ -22,9 +22,9 @@ def pattern_of(name: str) -> str:
 def join_numbered_names(names: Sequence[str]) -> str:
     """Return names that differ in numbers alone as one word: the numbers in braces, or how many names there are.
 
-    >>> braced(["layers.3.norm", "layers.4.norm", "layers.5.norm", "layers.9.norm"])
+    >>> join_numbered_names(["layers.3.norm", "layers.4.norm", "layers.5.norm", "layers.9.norm"])
     'layers.{3-5,9}.norm'
-    >>> braced(["layers.0.experts.1", "layers.3.experts.2"]), braced(["head"])
+    >>> join_numbered_names(["layers.0.experts.1", "layers.3.experts.2"]), join_numbered_names(["head"])
     ('layers.*.experts.* (2)', 'head')
     """
     numbers = {tuple(map(int, _NUMBER_IN_NAME.findall(name))) for name in names}

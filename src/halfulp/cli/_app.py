@@ -29,7 +29,7 @@ def _run_application(arguments: list[str] | None) -> int:
             return _print_environment(json=bool(options))
         exit_with_error(f"the command line needs {error.name}: pip install 'halfulp[cli]'")
     try:
-        code = make_application()(arguments, prog_name="halfulp", standalone_mode=False)
+        code = application()(arguments, prog_name="halfulp", standalone_mode=False)
     except (ValueError, NotImplementedError, ImportError) as error:
         exit_with_error(error)
     except Exception as error:
@@ -55,7 +55,7 @@ def _print_environment(json: bool) -> int:
     return 0
 
 
-def make_application() -> Any:
+def application() -> Any:
     """Return the typer application, made when it is needed, so that this module imports without typer.
 
     A command imports what is slow (torch, matplotlib) where it runs, so that its help does not.

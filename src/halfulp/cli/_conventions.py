@@ -26,7 +26,7 @@ def describe_option(kind: str, default: Sequence[str]) -> str:
 def split_names(given: list[str] | None, default: Sequence[str]) -> list[str]:
     """Split ``["a,b", "c"]`` into ``["a", "b", "c"]``; return the default for an empty list.
 
-    >>> split(["digits, text", "cifar10"], ["text"]), split(None, ["text"])
+    >>> split_names(["digits, text", "cifar10"], ["text"]), split_names(None, ["text"])
     (['digits', 'text', 'cifar10'], ['text'])
     """
     if given is None:
@@ -87,7 +87,7 @@ def make_plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int
 def choose_verdict_style(verdict: str | None) -> str:
     """Return the colour of a verdict's line in a terminal.
 
-    >>> choose_style("no difference"), choose_style("reference")
+    >>> choose_verdict_style("no difference"), choose_verdict_style("reference")
     ('green', '')
     """
     from ..trials._defaults import VERDICT_TONES

@@ -336,7 +336,7 @@ def _unfold_input_rows(layer: Any, x: Tensor) -> Tensor:
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack signed integers of so many bits behind each other into bytes.
 
-    >>> pack(torch.tensor([1, -1, 3]), 4)
+    >>> pack_codes(torch.tensor([1, -1, 3]), 4)
     tensor([241,   3], dtype=torch.uint8)
     """
     flat = codes.reshape(-1).to(torch.int64) & (2**bits - 1)
@@ -349,7 +349,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """Return the inverse of `pack_codes`, as int8.
 
-    >>> unpack(torch.tensor([241, 3], dtype=torch.uint8), 4, 3)
+    >>> unpack_codes(torch.tensor([241, 3], dtype=torch.uint8), 4, 3)
     tensor([ 1, -1,  3], dtype=torch.int8)
     """
     places = torch.arange(max(bits, 8), dtype=torch.int64, device=packed.device)

@@ -46,7 +46,7 @@ def find_float32_modules(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     buffers before each forward pass, and, where norms are kept, modules with vectors alone, which enter no product.
 
     >>> from halfulp import recipes
-    >>> find_islands(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
+    >>> find_float32_modules(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
     {'1': "matches '*Norm*'"}
     """
     if not recipe.narrow:

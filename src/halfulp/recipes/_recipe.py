@@ -367,7 +367,7 @@ def _check_among(kind: str, allowed: tuple[str, ...], *given: object) -> None:
 def _is_power_of_two(scale: object) -> bool:
     """Return whether a number is a power of two that a scaler takes.
 
-    >>> [_power_of_two(scale) for scale in (1024.0, 0.5, 3.0, 0.0, 2.0**61, True, None)]
+    >>> [_is_power_of_two(scale) for scale in (1024.0, 0.5, 3.0, 0.0, 2.0**61, True, None)]
     [True, True, False, False, False, False, False]
     """
     if not isinstance(scale, float) or not math.isfinite(scale):

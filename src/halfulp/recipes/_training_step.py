@@ -43,8 +43,8 @@ def agrees_with_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor
         exact: of the same computation in float64, or with other rounding errors; None where there is no such run.
 
     >>> a = torch.tensor([1.0, 1e-7]).repeat(8)
-    >>> agrees(a, a * (1 + 1e-7), a.double()), agrees(a, torch.where(a < 1e-6, 0.0, a), a.double())
-    (True, False)
+    >>> [agrees_with_float32(a, b, a.double()) for b in (a * (1 + 1e-7), torch.where(a < 1e-6, 0.0, a))]
+    [True, False]
     """
     if wanted is None or got is None:
         return wanted is got
@@ -81,8 +81,9 @@ def relative_difference(wanted: Tensor, got: Tensor) -> float:
     """Return the norm of the difference over the norm of what was wanted; infinite where infinities or NaN differ.
 
     >>> inf = float("inf")
-    >>> relative(torch.tensor([4.0, inf]), torch.tensor([3.0, inf])), relative(torch.tensor(inf), torch.tensor(-inf))
-    (0.25, inf)
+    >>> pairs = (([4.0, inf], [3.0, inf]), ([inf], [-inf]))
+    >>> [relative_difference(torch.tensor(wanted), torch.tensor(got)) for wanted, got in pairs]
+    [0.25, inf]
     """
     if _differs_in_nonfinite(wanted, got):
         return float("inf")

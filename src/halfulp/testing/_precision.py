@@ -324,7 +324,7 @@ def assert_precision_ok(
 def compute_default_tolerance(recipe: Recipe) -> float:
     """Return 32 times the relative spacing of the numbers that a recipe computes with, from 0.0001 to 0.5.
 
-    >>> default_tolerance(recipes.get("bf16")), default_tolerance(recipes.get("fp16-master"))
+    >>> compute_default_tolerance(recipes.get("bf16")), compute_default_tolerance(recipes.get("fp16-master"))
     (0.25, 0.03125)
     """
     names = [recipe.emulate, recipe.gradient_format, recipe.payload, recipe.param_dtype]

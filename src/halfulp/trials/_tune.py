@@ -40,7 +40,7 @@ ObservedParameters = Mapping[str, Mapping[str, Any]]
 def group_parameters(observed: ObservedParameters) -> dict[str, list[str]]:
     """Return the names of bfloat16 parameters by their pattern: those that differ in numbers alone are of one kind.
 
-    >>> group_by_pattern({"a.0.w": {"dtype": "bfloat16"}, "a.1.w": {"dtype": "bfloat16"}, "b": {"dtype": "float32"}})
+    >>> group_parameters({"a.0.w": {"dtype": "bfloat16"}, "a.1.w": {"dtype": "bfloat16"}, "b": {"dtype": "float32"}})
     {'a.*.w': ['a.0.w', 'a.1.w']}
     """
     found: dict[str, list[str]] = {}
@@ -56,7 +56,8 @@ def choose_weight_updates(observed: ObservedParameters) -> UpdateByParameter:
     The observed training rounds to nearest. Where nearly all of the wanted movement took place, that will do; else
     rounding at random may, of the same bytes.
 
-    >>> choose_updates({"a": {"dtype": "bfloat16", "realised": 1.0}, "b": {"dtype": "bfloat16", "realised": 0.4}})
+    >>> one = {"dtype": "bfloat16", "realised": 1.0}
+    >>> choose_weight_updates({"a": one, "b": one | {"realised": 0.4}})
     {'a': 'nearest', 'b': 'stochastic'}
     """
     return {

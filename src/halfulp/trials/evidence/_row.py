@@ -36,7 +36,7 @@ def compute_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
     All this is of gaps that are drawn apart. Where they are correlated, Bonferroni's sum over means still holds, but
     several small deviations come together. What that adds is left to the level.
 
-    >>> [round(simultaneous_quantile(seeds, recipes), 3) for seeds, recipes in ((3, 1), (3, 5), (5, 1), (5, 5))]
+    >>> [round(compute_quantile(seeds, recipes), 3) for seeds, recipes in ((3, 1), (3, 5), (5, 1), (5, 5))]
     [4.303, 4.303, 2.776, 3.152]
     """
     found = 1.0
@@ -119,7 +119,7 @@ def compute_interval(gaps: Sequence[float], twin_gaps: Sequence[float], referenc
     The first two fall with the square root of the seeds, so that more seeds tell smaller differences.
     None where there are fewer than three seeds: then there is no verdict.
 
-    >>> interval([0.060, 0.062, 0.064], [1e-5], 2.0)
+    >>> compute_interval([0.060, 0.062, 0.064], [1e-5], 2.0)
     0.0049...
     """
     count = len(gaps)
@@ -133,7 +133,7 @@ def compute_interval(gaps: Sequence[float], twin_gaps: Sequence[float], referenc
 def compute_half_interval(values: Sequence[float]) -> float | None:
     """Return half of Student's 95% confidence interval of a mean; None for fewer than three values.
 
-    >>> half_interval([0.060, 0.062, 0.064])
+    >>> compute_half_interval([0.060, 0.062, 0.064])
     0.0049...
     """
     if len(values) < 3:
@@ -162,7 +162,7 @@ def compute_noise(
         reference: float32's loss.
         compared: the gaps of every recipe compared, of this one too; those of fewer than three seeds do not count.
 
-    >>> noise([0.060, 0.062, 0.064], [], 2.0, [[0.060, 0.062, 0.064], [0.02, 0.01, 0.03]])
+    >>> compute_noise([0.060, 0.062, 0.064], [], 2.0, [[0.060, 0.062, 0.064], [0.02, 0.01, 0.03]])
     0.0210...
     """
     alone = compute_interval(gaps, twin_gaps, reference)
@@ -183,7 +183,7 @@ def choose_pooled_level(recipes: int) -> float:
     exceeds it up to 1.3 times as often as the level says among five recipes, up to 1.4 times among ten. This level
     keeps all of that within 5%, the other limit's share included, by simulation (benchmarks/bench_verdicts.py).
 
-    >>> [round(pooled_level(recipes), 4) for recipes in (2, 5, 10)]
+    >>> [round(choose_pooled_level(recipes), 4) for recipes in (2, 5, 10)]
     [0.037, 0.037, 0.0294]
     """
     return float(_POOLED * min(1.0, _MOST_RECIPES_AT_FULL_LEVEL / recipes) ** (1 / 3))
@@ -192,7 +192,7 @@ def choose_pooled_level(recipes: int) -> float:
 def pool_deviations(compared: Sequence[Sequence[float]]) -> float:
     """Return the root mean square of the standard deviations of several recipes' gaps, weighted by degrees of freedom.
 
-    >>> pooled_spread([[1.0, 3.0], [0.0, 0.0]])
+    >>> pool_deviations([[1.0, 3.0], [0.0, 0.0]])
     1.0
     """
     degrees = sum(len(gaps) - 1 for gaps in compared)
@@ -207,7 +207,7 @@ def compute_tolerance(twin_gaps: Sequence[float], reference: float) -> float:
 
     Neither grows with the seeds, and an interval that falls below both always leads to a verdict.
 
-    >>> tolerance([1e-5, 0.0, -1e-5], 2.0)
+    >>> compute_tolerance([1e-5, 0.0, -1e-5], 2.0)
     0.02
     """
     return max(_RELATIVE_TOLERANCE * abs(reference), _TWIN_SCATTER_FACTOR * _compute_rms(twin_gaps))
@@ -230,9 +230,9 @@ def choose_verdict(gap: float, noise: float | None, tolerance: float, interval: 
     A gap within its noise is no difference only where ``abs(gap) + interval`` is within the tolerance. That is said of
     one recipe, and needs no correction for the others; without an interval, the noise takes its place.
 
-    >>> verdict(0.06, 0.005, 0.02), verdict(-0.001, 0.005, 0.02), verdict(0.001, 0.5, 0.02), verdict(0.06, None, 0.02)
-    ('worse', 'no difference', 'unclear', None)
-    >>> verdict(0.001, 0.5, 0.02, interval=0.005)
+    >>> [choose_verdict(gap, x, 0.02) for gap, x in ((0.06, 0.005), (-0.001, 0.005), (0.001, 0.5), (0.06, None))]
+    ['worse', 'no difference', 'unclear', None]
+    >>> choose_verdict(0.001, 0.5, 0.02, interval=0.005)
     'no difference'
     """
     if noise is None:

@@ -11,7 +11,7 @@ from ._row import LEAST_RELATIVE_GAP, FinishedTrials, Row, read_judged_loss
 def format_number(value: float | None, digits: int = 4, sign: bool = False) -> str:
     """Return a number with fixed digits, a dash where there is none.
 
-    >>> number(1.23456), number(0.01, 3, sign=True), number(None)
+    >>> format_number(1.23456), format_number(0.01, 3, sign=True), format_number(None)
     ('1.2346', '+0.010', '–')
     """
     if value is None:
@@ -24,8 +24,8 @@ def format_number(value: float | None, digits: int = 4, sign: bool = False) -> s
 def format_with_spread(value: float | None, spread: float | None, digits: int | None = 4, sign: bool = False) -> str:
     """Return a mean and, from two seeds on, its spread; with two significant digits where none are fixed.
 
-    >>> with_spread(1.5, 0.02, 2), with_spread(1.5, None, 2), with_spread(2.8e-11, 1e-12, None, sign=True)
-    ('1.50 ± 0.02', '1.50', '+2.8e-11 ± 1e-12')
+    >>> format_with_spread(1.5, 0.02, 2), format_with_spread(1.5, None, 2), format_with_spread(2.8e-11, 1e-12, None)
+    ('1.50 ± 0.02', '1.50', '2.8e-11 ± 1e-12')
     """
 
     def say(one: float | None, sign: bool = False) -> str:
@@ -39,7 +39,7 @@ def format_with_spread(value: float | None, spread: float | None, digits: int | 
 def format_percent(value: float | None, digits: int = 1) -> str:
     """Return a share as per cent.
 
-    >>> percent(0.515), percent(None)
+    >>> format_percent(0.515), format_percent(None)
     ('51.5%', '–')
     """
     return DASH if value is None else f"{100 * value:.{digits}f}%"

@@ -60,7 +60,7 @@ def write_script_headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return in words which recipes keep float32's loss.
 
     >>> row = {"recipe": "bf16-kahan", "verdict": "no difference"}
-    >>> write_headline([row, {"recipe": "bf16", "verdict": "worse"}])
+    >>> write_script_headline([row, {"recipe": "bf16", "verdict": "worse"}])
     'bf16-kahan keeps float32’s loss; bf16 does not.'
     """
     of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in VERDICT_TONES}

@@ -108,7 +108,7 @@ def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:
 def find_different_setting(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
     """Return the first place where two nested settings differ.
 
-    >>> find_difference({"a": {"b": 1}}, {"a": {"b": 2}})
+    >>> find_different_setting({"a": {"b": 1}}, {"a": {"b": 2}})
     ('a.b', 1, 2)
     """
     if isinstance(left, dict) and isinstance(right, dict):

@@ -208,7 +208,7 @@ def classify_images(classes: Tensor) -> Tensor:
 def label_cells(targets: Tensor) -> Tensor:
     """Return the class of every cell, (batch, 24, 24): 1 + the digit where its middle is in the box, else 0.
 
-    >>> cells(torch.tensor([[7, 48, 48, 8, 16]]))[0, 9:13, 10:14]
+    >>> label_cells(torch.tensor([[7, 48, 48, 8, 16]]))[0, 9:13, 10:14]
     tensor([[0, 0, 0, 0],
             [0, 8, 8, 0],
             [0, 8, 8, 0],

@@ -101,7 +101,7 @@ def _read_numbered_rows(path: str, columns: list[str]) -> tuple[dict[int, int], 
 def _parse_year(title: str) -> int:
     """Return the year at the end of a film's title, 1980 where there is none.
 
-    >>> _find_year("Toy Story (1995)"), _find_year("unknown")
+    >>> _parse_year("Toy Story (1995)"), _parse_year("unknown")
     (1995, 1980)
     """
     found = re.search(r"\((\d{4})\)\s*$", title or "")

@@ -81,7 +81,7 @@ class SentenceClassifier(nn.Module):
 def _encode_sentences(sentences: list[str], labels: list[int], vocabulary: dict[str, int]) -> Batch:
     """Encode sentences as numbers (n, TIME), cut or padded, and their labels.
 
-    >>> _encode(["a film , a film"], [1], {"a": 3, "film": 4})[0][0, :8]
+    >>> _encode_sentences(["a film , a film"], [1], {"a": 3, "film": 4})[0][0, :8]
     tensor([1, 3, 4, 2, 3, 4, 0, 0])
     """
     rows = []
