@@ -236,27 +236,27 @@ class ExponentProof(Proof):
 
     def merge_sites(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
-        baseline = self._run_under_exponents({})
+        baseline = self._run_scaled_step({})
         assert self._state is not None  # the first run keeps its scaler's
         self.compare_with_float32(baseline)
         keys = [key for key in self._state["sites"] if key != _GLOBAL_SITE]
         for exponent in (LOWEST_EXPONENT, HIGHEST_EXPONENT):
             # A model or a hook that bounds or rounds gradients by their size is right under no other loss scale.
             self.compare_with_float32(
-                self._run_under_exponents({_GLOBAL_SITE: exponent}), f" under a loss scale of 2^{exponent} alone"
+                self._run_scaled_step({_GLOBAL_SITE: exponent}), f" under a loss scale of 2^{exponent} alone"
             )
         merged: list[str] = []
         linear = not self.wrong
         for _ in range(trials):
             draw = self._draw_exponents([_GLOBAL_SITE, *keys] if linear else keys)
-            found = self._run_under_exponents(draw, merged)
+            found = self._run_scaled_step(draw, merged)
             if _differ(baseline, found):
                 own = [key for key in keys if key not in merged]
-                runs = {key: self._run_under_exponents({key: draw[key] or 1}, merged) for key in own}
+                runs = {key: self._run_scaled_step({key: draw[key] or 1}, merged) for key in own}
                 alone = [key for key, run in runs.items() if _differ(baseline, run)]
                 # Where none is wrong by itself, none can be told from the others.
                 merged += alone or own
-                found = self._run_under_exponents(draw, merged)
+                found = self._run_scaled_step(draw, merged)
             self.compare_with_float32(found)
         return merged
 
@@ -295,7 +295,7 @@ class ExponentProof(Proof):
     def _draw_exponents(self, keys: list[str]) -> dict[str, int]:
         return dict(zip(keys, self.draw_integers(LOWEST_EXPONENT, HIGHEST_EXPONENT, len(keys))))
 
-    def _run_under_exponents(self, exponents: dict[str, int], merged: list[str] | None = None) -> StepResults:
+    def _run_scaled_step(self, exponents: dict[str, int], merged: list[str] | None = None) -> StepResults:
         """Return a copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
         model = copy_model(self._model)
         scaler = AdaptiveGradScaler(model, mode=self._mode, init_scale=1.0, float32_outputs=False)

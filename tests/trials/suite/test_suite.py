@@ -213,7 +213,7 @@ def test_statements_follow_the_numbers(evidence) -> None:
 def test_what_the_seeds_leave_open_confirms_nothing(evidence) -> None:
     wide, accurate = [1.5, 1.0, 1.1], {("digits", "bf16-stochastic"): [1.0, 1.1, 0.9]}
     found = evidence(FLOAT32 | accurate | {("digits", "bf16-kahan"): wide})
-    for record in found.select_task("digits"):
+    for record in found.of_task("digits"):
         if record["settings"]["recipe"]["name"] == "bf16-kahan":
             record["result"]["float32"]["validation"]["accuracy"] -= 0.1 * record["settings"]["seed"]
     said, numbers = verdict(found, "stochastic rounding and Kahan stay")

@@ -50,7 +50,7 @@ def render_comparison_page(evidence: FinishedTrials) -> str:
 def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     """Return one task for the template: its rows, curves, notes and settings."""
     rows = evidence.rows(task)
-    settings = evidence.select_task(task)[0]["settings"]
+    settings = evidence.of_task(task)[0]["settings"]
     of_task = settings["task"]
     said = {"optimizer": of_task["rule"], **{key: str(value) for key, value in of_task["hyper"].items()}}
     said |= {"batch": str(of_task["batch"]), "steps": str(settings["steps"]), "judged by": of_task["judged_by"]}
@@ -69,14 +69,14 @@ def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         "narrow": draw_loss_curves(curves, task, *_NARROW),
         "rows": [_make_template_row(evidence, row, styles[row.recipe], most, reach) for row in rows],
         "settings": said,
-        "recipes": [evidence.select_recipe(task, row.recipe)[0]["settings"]["recipe"] for row in rows],
+        "recipes": [evidence.of_recipe(task, row.recipe)[0]["settings"]["recipe"] for row in rows],
     }
 
 
 def read_loss_curves(evidence: FinishedTrials, task: str) -> LossCurves:
     """Return the training loss of a task's trials."""
     curves: dict[str, dict[int, dict[int, float]]] = {}
-    for record in evidence.select_task(task):
+    for record in evidence.of_task(task):
         settings = record["settings"]
         points = {int(step): loss for step, loss in record["result"]["curve"]}
         curves.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = points
@@ -104,7 +104,7 @@ def _make_template_row(
 
 def _describe_curves(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
     """Describe the curves in words, for readers who cannot see them."""
-    steps = evidence.select_task(rows[0].task)[0]["settings"]["steps"]
+    steps = evidence.of_task(rows[0].task)[0]["settings"]["steps"]
     ends = (f"{row.recipe} ends at {format_number(row.loss)}" for row in rows if row.loss is not None)
     said = "; ".join([f"Training loss over {steps} steps, and its difference to fp32", *ends])
     return f"{said}. The table has the same numbers."

@@ -285,10 +285,10 @@ class Row:
     loss_spread: float | None
     gap: float | None
     gap_spread: float | None
-    compute_noise: float | None
-    compute_interval: float | None
-    compute_tolerance: float
-    choose_verdict: str | None
+    noise: float | None
+    interval: float | None
+    tolerance: float
+    verdict: str | None
     accuracy: float | None
     accuracy_spread: float | None
     validation_loss: float | None
@@ -396,10 +396,10 @@ def _make_row(
         loss_spread=_compute_spread(losses),
         gap=gap,
         gap_spread=_compute_spread(gaps),
-        compute_noise=limit,
-        compute_interval=alone,
-        compute_tolerance=allowed,
-        choose_verdict=judged,
+        noise=limit,
+        interval=alone,
+        tolerance=allowed,
+        verdict=judged,
         accuracy=_compute_mean(accuracies),
         accuracy_spread=_compute_spread(accuracies),
         validation_loss=_compute_mean([result["float32"]["validation"]["loss"] for result in results]),
@@ -446,23 +446,23 @@ class FinishedTrials:
         """Return the names of the tasks, in order."""
         return list(dict.fromkeys(record["settings"]["task"]["name"] for record in self.trials))
 
-    def select_task(self, task: str) -> list[TrialRecord]:
+    def of_task(self, task: str) -> list[TrialRecord]:
         """Return the trials of one task."""
         return [record for record in self.trials if record["settings"]["task"]["name"] == task]
 
-    def select_recipe(self, task: str, recipe: str) -> list[TrialRecord]:
+    def of_recipe(self, task: str, recipe: str) -> list[TrialRecord]:
         """Return the trials of one recipe on one task."""
-        return [record for record in self.select_task(task) if record["settings"]["recipe"]["name"] == recipe]
+        return [record for record in self.of_task(task) if record["settings"]["recipe"]["name"] == recipe]
 
     def gaps(self, task: str, recipe: str, other: str = REFERENCE) -> list[float]:
         """Return a recipe's judged loss minus another's, for each seed that finished under both."""
-        trials = _group_by_recipe(self.select_task(task))
+        trials = _group_by_recipe(self.of_task(task))
         return _pair_gaps(trials.get(recipe, {}), trials.get(other, {}))
 
-    def make_rows(self, task: str | None = None) -> list[Row]:
+    def rows(self, task: str | None = None) -> list[Row]:
         """Return one row per recipe, of one task or of all."""
         chosen = self.tasks() if task is None else [task]
-        return [row for name in chosen for row in make_rows(name, self.select_task(name))]
+        return [row for name in chosen for row in make_rows(name, self.of_task(name))]
 
     def row(self, task: str, recipe: str) -> Row:
         """Return the row of one recipe on one task.

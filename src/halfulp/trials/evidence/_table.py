@@ -47,15 +47,13 @@ def format_percent(value: float | None, digits: int = 1) -> str:
 
 def name_judged_loss(evidence: FinishedTrials, task: str) -> str:
     """Return in words which loss judges the task."""
-    judged_by = evidence.select_task(task)[0]["settings"]["task"]["judged_by"]
+    judged_by = evidence.of_task(task)[0]["settings"]["task"]["judged_by"]
     return judged_by.replace("_", " ").replace("train ", "training ")
 
 
 def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     """Return the cells of a row as text, by column header, the same in every table."""
-    float32 = [
-        abs(loss) for loss in map(read_judged_loss, evidence.select_recipe(row.task, REFERENCE)) if loss is not None
-    ]
+    float32 = [abs(loss) for loss in map(read_judged_loss, evidence.of_recipe(row.task, REFERENCE)) if loss is not None]
     # On a task whose float32 loss would have no digits, losses have two that count.
     digits = None if float32 and max(float32) < 1e-4 else 4
     verdict = f"diverged ({row.diverged} of {row.seeds})" if row.diverged else row.verdict or "needs 3 seeds"
@@ -91,7 +89,7 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
 
 def has_gradient_formats(evidence: FinishedTrials, task: str) -> bool:
     """Return whether a recipe of the comparison has a format for gradients."""
-    return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.select_task(task))
+    return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
 
 
 def compute_stored_bytes(row: Row) -> float | None:
@@ -103,7 +101,7 @@ def compute_stored_bytes(row: Row) -> float | None:
 
 def write_table_notes(evidence: FinishedTrials, task: str) -> list[str]:
     """Return the notes beneath the table of a task, which explain its columns."""
-    record = evidence.select_task(task)[0]
+    record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
     target = settings["task"].get("target", "example")
     rows = evidence.rows(task)
@@ -164,7 +162,7 @@ def format_tables(evidence: FinishedTrials) -> str:
 
 def write_headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
-    task = max(evidence.tasks(), key=lambda task: evidence.select_task(task)[0]["result"]["parameters"])
+    task = max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])
     reference = evidence.row(task, REFERENCE)
     everywhere = Counter(row.recipe for row in evidence.rows() if _keeps_float32_loss(evidence, row))
     kept = [
@@ -204,7 +202,7 @@ def describe_losing_recipes(evidence: FinishedTrials) -> list[str]:
             )
             if worst.underflow:
                 lost = f": {format_percent(worst.underflow, 0)} of its gradients underflowed"
-            if worst.skipped == evidence.select_task(task)[0]["settings"]["steps"]:
+            if worst.skipped == evidence.of_task(task)[0]["settings"]["steps"]:
                 lost = ": every step overflowed and was skipped"
             if lost and worst.realised is not None and worst.realised < 0.5:
                 lost += f", and only {format_percent(worst.realised, 0)} of the wanted movement took place"

@@ -79,14 +79,14 @@ def _write_task_section(evidence: FinishedTrials, task: str) -> str:
     rows = []
     for row in evidence.rows(task):
         words = format_cells(evidence, row)
-        found = (record["result"]["diverged_at"] for record in evidence.select_recipe(task, row.recipe))
+        found = (record["result"]["diverged_at"] for record in evidence.of_recipe(task, row.recipe))
         steps = [str(step) for step in found if step is not None]
         if row.diverged and steps:
             words["verdict"] += f" at step {', '.join(steps)}"
         paper = REPORTED_RESULTS.get(row.recipe)
         reported = f"{paper.says} ({paper.source})" if paper else "–"
         rows.append([row.recipe, *(words[name] for name in shown), reported, _describe_disagreement(row)])
-    title = evidence.select_task(task)[0]["settings"]["task"]["title"]
+    title = evidence.of_task(task)[0]["settings"]["task"]["title"]
     headers = ("recipe", *shown, "its paper, on its own application", "where ours disagrees")
     notes = "\n".join(f"- {note}" for note in write_table_notes(evidence, task))
     return _write_section(f"{task}: {title}", headers, rows, notes=notes)

@@ -203,11 +203,11 @@ def _judge_loss_at_low_rates(evidence: FinishedTrials) -> Judgement:
     shares: list[list[float]] = []
     said = []
     for task in ("digits-fpu", "digits", "digits-slow"):
-        kept = [record["result"]["realised"] for record in evidence.select_recipe(task, "bf16")]
+        kept = [record["result"]["realised"] for record in evidence.of_recipe(task, "bf16")]
         if not kept or None in kept or task not in evidence.tasks():
             return OPEN, ""
         shares.append([1 - one for one in kept])
-        rate = evidence.select_task(task)[0]["settings"]["task"]["hyper"]["lr"]
+        rate = evidence.of_task(task)[0]["settings"]["task"]["hyper"]["lr"]
         lost, gap = format_percent(statistics.fmean(shares[-1])), _format_gap(evidence.row(task, "bf16"))
         said.append(f"{lost} at {rate:g} (training loss {gap})")
     rising = all(max(one) < min(other) for one, other in itertools.pairwise(shares))
@@ -367,7 +367,7 @@ def _judge_loss_limit(
 
 def _has_accuracy(evidence: FinishedTrials, task: str) -> bool:
     """Return whether papers report such a task by accuracy: not a text's next character, nor equations or edges."""
-    target = evidence.select_task(task)[0]["settings"]["task"].get("target", "example")
+    target = evidence.of_task(task)[0]["settings"]["task"].get("target", "example")
     return target not in ("", "character", "equation", "edge")
 
 
@@ -376,7 +376,7 @@ def _pair_accuracies(evidence: FinishedTrials, row: Row) -> tuple[list[float], l
     own, reference = (
         {
             record["settings"]["seed"]: record["result"]["float32"]["validation"]["accuracy"]
-            for record in evidence.select_recipe(row.task, name)
+            for record in evidence.of_recipe(row.task, name)
             if record["result"]["float32"]["validation"]["accuracy"] is not None  # of a trial that diverged
         }
         for name in (row.recipe, "fp32")
@@ -386,7 +386,7 @@ def _pair_accuracies(evidence: FinishedTrials, row: Row) -> tuple[list[float], l
 
 def _list_losses(evidence: FinishedTrials, task: str, recipe: str) -> list[float]:
     """Return the judged losses of the trials that did not diverge."""
-    return [loss for loss in map(read_judged_loss, evidence.select_recipe(task, recipe)) if loss is not None]
+    return [loss for loss in map(read_judged_loss, evidence.of_recipe(task, recipe)) if loss is not None]
 
 
 def _format_points(evidence: FinishedTrials, row: Row) -> str:
