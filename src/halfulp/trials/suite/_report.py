@@ -181,7 +181,7 @@ class SuiteEvidence(Evidence):
         return "{\n " + ",\n ".join(parts) + "\n}\n"
 
     @classmethod
-    def _read_trials(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
+    def _read_trial_records(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
         return [
             {
                 "settings": {
