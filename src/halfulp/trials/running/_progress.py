@@ -99,7 +99,7 @@ class TrialProgress:
             loss = content["float32"]["validation"]["loss"]
             said = f"validation loss {loss:.4f}" if loss is not None else f"diverged at step {content['diverged_at']}"
             how += [] if self.is_live else filter(None, [self._describe_time_left()])
-        count = f"{len(self._ended):>{len(str(self.trial_count))}}/{self.total}"
+        count = f"{len(self._ended):>{len(str(self.trial_count))}}/{self.trial_count}"
         line = f"{count}  {trial!s:<38} {said}  {', '.join(how)}"
         self.console.print(line, style="red" if kind == "failed" else None, markup=False, soft_wrap=True)
 
