@@ -16,7 +16,7 @@ from ._messages import ENVIRONMENT
 from ._torch_floor import is_older
 
 _torch_C: Any = torch._C
-_frames, _saved = _torch_C._dynamo.eval_frame, _torch_C._autograd
+_eval_frame, _torch_autograd = _torch_C._dynamo.eval_frame, _torch_C._autograd
 _distributed: Any = torch.distributed  # without its functions in a build without the package
 
 
@@ -33,12 +33,12 @@ def lacks(feature: str, remedy: str) -> NotImplementedError:
 
 
 # Older: nothing is lost but about 1 us a call, as a wrapper switches Dynamo off while the function runs.
-if hasattr(_frames, "_FrameExecStrategy"):
+if hasattr(_eval_frame, "_FrameExecStrategy"):
 
     def skip_frames(function: Callable) -> Callable:
         """Let Dynamo capture neither a function's frames nor those of what it calls; the function is returned."""
-        skip = _frames._FrameAction.SKIP
-        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
         return function
 
 else:
@@ -50,14 +50,14 @@ else:
         def run(*arguments: Any, **options: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 return function(*arguments, **options)
-            callback = _frames.set_eval_frame(None)
+            callback = _eval_frame.set_eval_frame(None)
             try:
                 return function(*arguments, **options)
             finally:
-                _frames.set_eval_frame(callback)
+                _eval_frame.set_eval_frame(callback)
 
         skipped: Any = run
-        _frames.skip_code(skipped.__code__)
+        _eval_frame.skip_code(skipped.__code__)
         return run
 
 
@@ -68,13 +68,13 @@ CUDAGRAPH_UNSAFE: torch.Tag | None = getattr(torch.Tag, "cudagraph_unsafe", None
 HAS_GRADIENT_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 # Older: scaled models keep the factors of a product's operand in float32 for the backward pass: memory.
-HAS_SAVED_HOOKS = hasattr(_saved.SavedTensor, "unpack_hook")
+HAS_SAVED_HOOKS = hasattr(_torch_autograd.SavedTensor, "unpack_hook")
 
 # Older: torch.compile breaks its graph at an emulated model for a reason in torch's words.
-BREAKS_WITH_REASON = hasattr(_frames, "_FrameExecStrategy")  # of the same version as graph_break's argument
+BREAKS_WITH_REASON = hasattr(_eval_frame, "_FrameExecStrategy")  # of the same version as graph_break's argument
 
 # Older: a parameter sharded along one dimension twice (_StridedShard) is refused, whose map would ask other ranks.
-HAS_SOURCE_RANK = hasattr(_saved, "_top_saved_tensors_default_hooks")  # of the same version
+HAS_SOURCE_RANK = hasattr(_torch_autograd, "_top_saved_tensors_default_hooks")  # of the same version
 
 
 # Nothing is lost: older names of the same functions, which newer versions warn of.
@@ -229,11 +229,11 @@ def partition_graphs_by(partition: Any, settings: dict[str, Any]) -> Iterator[di
 
 
 # Older: nothing is lost; the hooks are counted where torch pushes them.
-if hasattr(_saved, "_top_saved_tensors_default_hooks"):
+if hasattr(_torch_autograd, "_top_saved_tensors_default_hooks"):
 
     def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
         """Return the pair of hooks for tensors that autograd saves now, None where there is none."""
-        return _saved._top_saved_tensors_default_hooks(True)
+        return _torch_autograd._top_saved_tensors_default_hooks(True)
 
 else:
 
@@ -254,5 +254,8 @@ else:
         del _hooks.stack[-1:]
 
     _hooks = _Hooks()
-    _own_push, _own_pop = _saved._push_saved_tensors_default_hooks, _saved._pop_saved_tensors_default_hooks
-    _saved._push_saved_tensors_default_hooks, _saved._pop_saved_tensors_default_hooks = _push, _pop
+    _own_push, _own_pop = (
+        _torch_autograd._push_saved_tensors_default_hooks,
+        _torch_autograd._pop_saved_tensors_default_hooks,
+    )
+    _torch_autograd._push_saved_tensors_default_hooks, _torch_autograd._pop_saved_tensors_default_hooks = _push, _pop

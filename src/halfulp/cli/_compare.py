@@ -65,7 +65,7 @@ def _describe_kept(progress: Any, out: str) -> str:
     return f"{progress.kept_count} of {progress.trial_count} trials are kept in {out}, --resume continues"
 
 
-_FILE, _PAGE, _LOG = "compare-script.json", "compare-script.html", "error.log"
+_JSON_NAME, _PAGE_NAME, _LOG_NAME = "compare-script.json", "compare-script.html", "error.log"
 
 
 def compare_script(
@@ -111,10 +111,10 @@ def compare_script(
         print_json(content)
     else:
         _print_script_comparison(found)
-    write_whole(Path(out, _FILE), json.dumps(content, indent=1, allow_nan=False))
-    found.to_html(Path(out, _PAGE))
+    write_whole(Path(out, _JSON_NAME), json.dumps(content, indent=1, allow_nan=False))
+    found.to_html(Path(out, _PAGE_NAME))
     if not as_json:
-        print(f"\n{Path(out, _PAGE)} shows the curves; {Path(out, _FILE)} holds the numbers.")
+        print(f"\n{Path(out, _PAGE_NAME)} shows the curves; {Path(out, _JSON_NAME)} holds the numbers.")
     if crashed := [row.recipe for row in found.rows if row.verdict == "crashed"]:
         said = "\n".join(f"== {recipe}\n{found.runs[recipe].error_output}" for recipe in crashed)
         exit_with_error(f"the script crashed under {', '.join(crashed)}{_write_error_log(out, said)}")
@@ -124,8 +124,8 @@ def _write_error_log(out: str, said: str) -> str:
     """Write a failed script's output to a log file and name the file."""
     if not said.strip():
         return ""
-    write_whole(Path(out, _LOG), said)
-    return f"; all that it said is in {Path(out, _LOG)}"
+    write_whole(Path(out, _LOG_NAME), said)
+    return f"; all that it said is in {Path(out, _LOG_NAME)}"
 
 
 def _print_script_comparison(found: Any) -> None:

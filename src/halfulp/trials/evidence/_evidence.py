@@ -26,7 +26,7 @@ from ._table import (
     write_table_notes,
 )
 
-_WIDE, _NARROW = (820, 560), (340, 560)
+_WIDE_SIZE, _NARROW_SIZE = (820, 560), (340, 560)
 
 
 def render_comparison_page(evidence: FinishedTrials) -> str:
@@ -65,8 +65,8 @@ def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         "rounds_gradients": has_gradient_formats(evidence, task),
         "notes": write_table_notes(evidence, task),
         "curves_in_words": _describe_curves(evidence, rows),
-        "wide": draw_loss_curves(curves, task, *_WIDE),
-        "narrow": draw_loss_curves(curves, task, *_NARROW),
+        "wide": draw_loss_curves(curves, task, *_WIDE_SIZE),
+        "narrow": draw_loss_curves(curves, task, *_NARROW_SIZE),
         "rows": [_make_template_row(evidence, row, styles[row.recipe], most, reach) for row in rows],
         "settings": said,
         "recipes": [evidence.of_recipe(task, row.recipe)[0]["settings"]["recipe"] for row in rows],

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .._defaults import REFERENCE, TWIN
 
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
+_LEGENDRE_NODES, _LEGENDRE_WEIGHTS = np.polynomial.legendre.leggauss(64)
 
 FloatArray = NDArray[np.float64]
 
@@ -73,8 +73,8 @@ def _make_quadrature(degrees: int, recipes: int, scattering: int) -> tuple[Float
     kink = math.asin(math.sqrt(1 / recipes))
     angles, weights = [], []
     for low, high in ((0.0, kink), (kink, math.pi / 2)):
-        angles.append(low + (high - low) * (_NODES + 1) / 2)
-        weights.append((high - low) / 2 * _WEIGHTS)
+        angles.append(low + (high - low) * (_LEGENDRE_NODES + 1) / 2)
+        weights.append((high - low) / 2 * _LEGENDRE_WEIGHTS)
     angle, weight = np.concatenate(angles), np.concatenate(weights)
     weight = weight * np.sin(angle) ** (degrees - 1) * np.cos(angle) ** ((scattering - 1) * degrees - 1)
     return np.sin(angle) ** 2, weight / weight.sum()
@@ -103,7 +103,7 @@ _RELATIVE_TOLERANCE = 10 * LEAST_RELATIVE_GAP
 _TWIN_SCATTER_FACTOR = 3
 
 # How often chance may call one of several recipes worse or better by each of two limits, of which the lower counts.
-_POOLED, _BONFERRONI = 0.037, 0.005
+_POOLED_LEVEL, _BONFERRONI_LEVEL = 0.037, 0.005
 # Up to so many recipes the first share holds; it falls with the cube root of more.
 _MOST_RECIPES_AT_FULL_LEVEL = 5
 
@@ -171,7 +171,7 @@ def compute_noise(
         return alone
     count, own = len(gaps), math.sqrt(_compute_variance(gaps))
     pooled = compute_quantile(count, len(family), choose_pooled_level(len(family))) * max(own, pool_deviations(family))
-    bonferroni = compute_quantile(count, 1, _BONFERRONI / len(family)) * own
+    bonferroni = compute_quantile(count, 1, _BONFERRONI_LEVEL / len(family)) * own
     return max(alone, min(pooled, bonferroni) / math.sqrt(count))
 
 
@@ -186,7 +186,7 @@ def choose_pooled_level(recipes: int) -> float:
     >>> [round(choose_pooled_level(recipes), 4) for recipes in (2, 5, 10)]
     [0.037, 0.037, 0.0294]
     """
-    return float(_POOLED * min(1.0, _MOST_RECIPES_AT_FULL_LEVEL / recipes) ** (1 / 3))
+    return float(_POOLED_LEVEL * min(1.0, _MOST_RECIPES_AT_FULL_LEVEL / recipes) ** (1 / 3))
 
 
 def pool_deviations(compared: Sequence[Sequence[float]]) -> float:

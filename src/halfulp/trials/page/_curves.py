@@ -75,7 +75,7 @@ SVG_SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
 }
 # Stand-ins that matplotlib writes and that become var(--name) afterwards.
-_INK, _FAINT = "#010101", "#020202"
+_INK_COLOUR, _FAINT_COLOUR = "#010101", "#020202"
 _PANEL_TITLES = ("training loss, nats", "difference to fp32 on the same batches, nats", "the close ones, magnified")
 _STAND_IN_COLOURS = [f"#0a00{index:02x}" for index in range(COLOUR_COUNT)]
 
@@ -159,7 +159,7 @@ def _find_common_steps(curves: Sequence[Mapping[int, float]]) -> list[int]:
 def _choose_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     """Return matplotlib's plot options; markers stand at different places, so that overlapping lines show."""
     if style.colour == 0:
-        return {"color": _INK, "linewidth": 3.6, "zorder": 2}
+        return {"color": _INK_COLOUR, "linewidth": 3.6, "zorder": 2}
     look = {"color": _STAND_IN_COLOURS[style.colour], "linewidth": 1.3, "zorder": 4}
     look["linestyle"] = "-" if style.dash is None else (0, style.dash)
     if style.marker is None:
@@ -172,29 +172,29 @@ def _style_plot_panels(panels: Sequence[Any], curves: LossCurves, titles: Sequen
     """Style axes in the page's ink, and cut off the high losses of the first steps."""
     for axes, title in zip(panels, titles):
         axes.patch.set_alpha(0)
-        axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+        axes.grid(axis="y", color=_FAINT_COLOUR, linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.tick_params(colors=_INK, length=0, labelsize=9)
+        axes.tick_params(colors=_INK_COLOUR, length=0, labelsize=9)
         for side, spine in axes.spines.items():
             spine.set_visible(side == "bottom")
-            spine.set_color(_FAINT)
+            spine.set_color(_FAINT_COLOUR)
         axes.margins(x=0.01)
-        axes.set_title(title, loc="left", fontsize=10, color=_INK)
+        axes.set_title(title, loc="left", fontsize=10, color=_INK_COLOUR)
     losses = [loss for seeds in curves.values() for points in seeds.values() for loss in list(points.values())[5:]]
     if losses:
         low, high = min(losses), sorted(losses)[int(0.97 * (len(losses) - 1))]
         room = 0.06 * (high - low) or 0.01
         panels[0].set_ylim(low - room, high + room)
     for axes in panels[1:]:
-        axes.axhline(0, color=_INK, linewidth=1)
-    panels[-1].set_xlabel(axis, color=_INK)
+        axes.axhline(0, color=_INK_COLOUR, linewidth=1)
+    panels[-1].set_xlabel(axis, color=_INK_COLOUR)
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
 
 
 def _replace_svg_colours(text: str, prefix: str) -> str:
     """Return an <svg> element with ids unique on the page, and colours and fonts left to the style sheet."""
     text = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{prefix}-", text)
-    text = text.replace(_INK, "var(--ink)").replace(_FAINT, "var(--faint)")
+    text = text.replace(_INK_COLOUR, "var(--ink)").replace(_FAINT_COLOUR, "var(--faint)")
     for index, colour in enumerate(_STAND_IN_COLOURS):
         text = text.replace(colour, f"var(--c{index})")
     text = re.sub(r"font: ([^;\"]*?)px '[^;\"]*", r"font-size: \1px", text)

@@ -13,7 +13,7 @@ from ...pages import number, render, require
 from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, REFERENCE, VERDICT_TONES
 from ._curves import choose_line_styles, draw_loss_curves
 
-_WIDE, _NARROW = (820, 480), (340, 480)
+_WIDE_SIZE, _NARROW_SIZE = (820, 480), (340, 480)
 _PANEL_TITLES = ("training loss", "difference to fp32 at the same backward pass", "the close ones, magnified")
 
 
@@ -33,8 +33,8 @@ def render_script_page(data: Mapping[str, Any]) -> str:
         else {
             "curves_in_words": _describe_curves(rows),
             "rows": [line for line in lines if line["curve"]],
-            "wide": draw_loss_curves(curves, "script", *_WIDE, titles=_PANEL_TITLES, axis="backward pass"),
-            "narrow": draw_loss_curves(curves, "script", *_NARROW, titles=_PANEL_TITLES, axis="backward pass"),
+            "wide": draw_loss_curves(curves, "script", *_WIDE_SIZE, titles=_PANEL_TITLES, axis="backward pass"),
+            "narrow": draw_loss_curves(curves, "script", *_NARROW_SIZE, titles=_PANEL_TITLES, axis="backward pass"),
         }
     )
     return render(

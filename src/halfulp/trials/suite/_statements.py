@@ -428,19 +428,19 @@ def _format_two_digits(value: float | None) -> str:
     return "–" if value is None else f"{value:.2g}"
 
 
-_BF16, _SCALES, _SCALIFY, _MCTENSOR = "arXiv 2010.06192", "arXiv 1910.12385", "arXiv 2407.17353", "arXiv 2207.08867"
+_SCALES_PAPER, _SCALIFY_PAPER, _MCTENSOR_PAPER = "arXiv 1910.12385", "arXiv 2407.17353", "arXiv 2207.08867"
 # The papers' findings: what they say, where, and how a comparison judges it.
 _JUDGED_FINDINGS: tuple[tuple[str, str, Callable[[FinishedTrials], Judgement]], ...] = (
-    ("bfloat16 with nearest rounding everywhere loses against float32", _BF16, _judge_nearest_rounding),
-    ("what nearest rounding loses grows as the learning rate falls", _BF16, _judge_loss_at_low_rates),
+    ("bfloat16 with nearest rounding everywhere loses against float32", _BF16_PAPER, _judge_nearest_rounding),
+    ("what nearest rounding loses grows as the learning rate falls", _BF16_PAPER, _judge_loss_at_low_rates),
     (
         "rounding the weight update to nearest is what hurts, rounding forward and backward is not",
-        _BF16,
+        _BF16_PAPER,
         _judge_weight_update,
     ),
     (
         "stochastic rounding and Kahan stay within 0.1% accuracy or 0.2% loss of float32, or inside the seeds' spread",
-        _BF16,
+        _BF16_PAPER,
         partial(
             _judge_loss_limit, recipes=("bf16-stochastic", "bf16-kahan"), loss=0.002, accuracy=0.001, or_spread=True
         ),
@@ -452,24 +452,24 @@ _JUDGED_FINDINGS: tuple[tuple[str, str, Callable[[FinishedTrials], Judgement]], 
     ),
     (
         "float16 MCTensor weights of two and three components equal float32",
-        _MCTENSOR,
+        _MCTENSOR_PAPER,
         partial(_judge_loss_limit, recipes=COMPONENT_RECIPES, loss=0.002),
     ),
-    ("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR, _judge_linear_regression),
+    ("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR_PAPER, _judge_linear_regression),
     (
         "adaptive scales are nowhere worse than the best constant scale, without tuning",
-        _SCALES,
+        _SCALES_PAPER,
         partial(_judge_adaptive_scales, tasks=None, better=False),
     ),
     (
         "adaptive scales are better than any constant scale where two losses are far apart",
-        _SCALES,
+        _SCALES_PAPER,
         partial(_judge_adaptive_scales, tasks=("two-heads",), better=True),
     ),
     (
         "scaled FP8 products with float16 state stay within 0.3% of float32",
-        _SCALIFY,
+        _SCALIFY_PAPER,
         partial(_judge_loss_limit, recipes=("scaled-fp8-state16",), loss=0.003),
     ),
-    ("with scales that propagate, float16 needs no loss scale", _SCALIFY, _judge_need_of_loss_scale),
+    ("with scales that propagate, float16 needs no loss scale", _SCALIFY_PAPER, _judge_need_of_loss_scale),
 )

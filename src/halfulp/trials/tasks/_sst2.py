@@ -16,7 +16,7 @@ _DATA_SOURCE = (
 )
 SENTENCE_LENGTH = 32
 # The first numbers of the vocabulary: padding, the token that is classified, and every rare word.
-_PAD, _CLASS, _RARE = 0, 1, 2
+_PAD_TOKEN, _CLASS_TOKEN, _RARE_TOKEN = 0, 1, 2
 
 
 class SST2(FileTask):
@@ -44,7 +44,7 @@ class SST2(FileTask):
         parts = [read_parquet(f"{self.data}/{name}.parquet", ["sentence", "label"]) for name in ("train", "validation")]
         counts = collections.Counter(word for sentence in parts[0][0] for word in sentence.split())
         words = sorted(word for word, count in counts.items() if count > 1)
-        vocabulary = {word: number for number, word in enumerate(words, 1 + _RARE)}
+        vocabulary = {word: number for number, word in enumerate(words, 1 + _RARE_TOKEN)}
         train, validation = (_encode_sentences(sentences, labels, vocabulary) for sentences, labels in parts)
         note = (
             f"SST-2: {len(train[0]):,} sentences to train on, {len(validation[0]):,} to validate, {len(words):,} words"
@@ -72,7 +72,7 @@ class SentenceClassifier(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits of word numbers (batch, time)."""
         x = self.tokens(ids) + self.positions.weight
-        barred = (ids == _PAD)[:, None, None, :]
+        barred = (ids == _PAD_TOKEN)[:, None, None, :]
         for block in self.blocks:
             x = block(x, barred)
         return self.head(self.norm(x[:, 0]))
@@ -86,6 +86,6 @@ def _encode_sentences(sentences: list[str], labels: list[int], vocabulary: dict[
     """
     rows = []
     for sentence in sentences:
-        row = [_CLASS, *(vocabulary.get(word, _RARE) for word in sentence.split())][:SENTENCE_LENGTH]
-        rows.append(row + [_PAD] * (SENTENCE_LENGTH - len(row)))
+        row = [_CLASS_TOKEN, *(vocabulary.get(word, _RARE_TOKEN) for word in sentence.split())][:SENTENCE_LENGTH]
+        rows.append(row + [_PAD_TOKEN] * (SENTENCE_LENGTH - len(row)))
     return torch.tensor(rows, dtype=torch.int64, device="cpu"), torch.tensor(labels, dtype=torch.int64, device="cpu")
