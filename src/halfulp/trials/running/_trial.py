@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -171,7 +171,7 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
         watch: Any = observe(model, optimizer, interval=every) if trial.observed else contextlib.nullcontext()
         with ScaledSteps(recipe, model, optimizer, steps) as scaled, watch as seen:
             batches = task.batches(data, seed, steps)
-            course = train_model(task, model, loss, optimizer, batches, steps, report, scaled)
+            course = _train_model(task, model, loss, optimizer, batches, steps, report, scaled)
         failed = course["diverged_at"] is not None
         if not failed:
             optimizer.eval()
@@ -183,12 +183,12 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
     return {**course, **scaled.summarize_scaling(), "float32": wide, "own": own, **size, **watched}
 
 
-def train_model(
+def _train_model(
     task: Task,
     model: nn.Module,
     loss_of: LossFunction,
     optimizer: MeasuredOptimizer,
-    batches: Iterable[Batch],
+    batches: Iterator[Batch],
     steps: int,
     report: ReportLoss | None,
     scaled: ScaledSteps,

@@ -4,6 +4,7 @@ import abc
 import copy
 import functools
 import itertools
+import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -15,7 +16,7 @@ from ... import recipes
 from ...mctensor import MCTensor
 from ...recipes import Recipe
 from ...recipes._optimizer import MeasuredOptimizer
-from ._task import Batch, Data, ReportLoss, Task
+from ._task import Batch, Data, LossCourse, ReportLoss, Task
 
 
 class FullBatchTask(Task):
@@ -61,8 +62,6 @@ class FullBatchTask(Task):
         report: ReportLoss | None = None,
     ) -> dict[str, Any]:
         """Run one trial; return a trial's results."""
-        from ..running._trial import ScaledSteps, train_model
-
         torch.manual_seed(seed)
         start = self.model(data, seed)
         report_interval = max(1, min(50, steps // 12))
@@ -70,10 +69,19 @@ class FullBatchTask(Task):
         optimizer = recipes.optimizer(model, self.rule, seed=seed, report_interval=report_interval, **self.hyper)
         train, validation = self.load_float64()
         inputs, targets = (encode_as_weights(recipe, x) for x in train)
-        batches = itertools.repeat((inputs, targets), steps)
-        with ScaledSteps(recipe, model, optimizer, steps) as scaled:
-            course = train_model(self, model, self.loss, optimizer, batches, steps, report, scaled)
-        failed = course["diverged_at"] is not None
+        course, memory = LossCourse(steps, report), None
+        for step in range(steps):
+            begun = time.process_time()
+            loss = self.loss(model(inputs), targets)
+            loss.backward()
+            memory = optimizer.bytes_per_parameter() if step == min(2, steps - 1) else memory
+            optimizer.step()
+            optimizer.zero_grad()
+            course.seconds.append(time.process_time() - begun)
+            if not course.add_loss(loss.item()):
+                break
+        lost = optimizer.report()
+        failed = course.diverged_at is not None
         wide = start.double()
         if not failed:
             optimizer.eval()
@@ -83,7 +91,8 @@ class FullBatchTask(Task):
         }
         own = self._score_model(model, [encode_as_weights(recipe, x) for x in validation], failed)
         size = {"parameters": sum(p.numel() for p in model.parameters()), "targets": len(validation[1])}
-        return {**course, "float32": scores, "own": own, **size, "data": self.note}
+        described = course.summarize_training(lost.cancelled, lost.realised, memory)
+        return {**described, "float32": scores, "own": own, **size, "data": self.note}
 
     @torch.no_grad()
     def _score_model(self, model: nn.Module, part: Batch | list[Tensor], failed: bool) -> dict[str, float | None]:
