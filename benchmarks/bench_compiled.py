@@ -188,11 +188,11 @@ PARTS = ("step", "model")
 
 def stepper(run, optimizer, scaler):
     """One function of forward, backward and step."""
-    from halfulp.recipes._optimizer import step_by
+    from halfulp.recipes._optimizer import backpropagate_and_step
 
     def step(batch):
         loss = run(**batch)["loss"]
-        step_by(loss, optimizer, scaler)
+        backpropagate_and_step(loss, optimizer, scaler)
         return loss
 
     return step

@@ -55,7 +55,7 @@ def train(name: str, mammals, data, seed: int, epochs: int) -> dict:
     edges = data.train[0][:, :2]
     weight = points(name, mammals, data, seed)
     begun = time.process_time()
-    course = mammals.embed(weight, edges, seed, epochs * -(-len(edges) // mammals.batch))
+    course = mammals.train_points(weight, edges, seed, epochs * -(-len(edges) // mammals.batch))
     seconds = (time.process_time() - begun) / epochs
     plain = weight.detach()
     first = plain.components[0] if VARIANTS[name][1] > 1 else plain
@@ -129,7 +129,7 @@ def epoch(name: str, mammals, data, autograd: bool = False):
     import torch
 
     from halfulp.hyperbolic import RankingSets, RiemannianSGD, ranking_gradient, ranking_loss
-    from halfulp.trials.tasks._mammals import SCALE
+    from halfulp.trials.tasks._mammals import DISTANCE_SCALE
 
     edges = data.train[0][:, :2]
     weight = points(name, mammals, data, 0)
@@ -140,9 +140,9 @@ def epoch(name: str, mammals, data, autograd: bool = False):
         for chosen in sets.epoch(generator):
             if autograd:
                 optimizer.zero_grad()
-                ranking_loss(weight, chosen, SCALE).backward()
+                ranking_loss(weight, chosen, DISTANCE_SCALE).backward()
             else:
-                _, weight.grad = ranking_gradient(weight.detach(), chosen, SCALE)
+                _, weight.grad = ranking_gradient(weight.detach(), chosen, DISTANCE_SCALE)
             optimizer.step()
 
     return run

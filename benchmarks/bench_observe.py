@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.trials.tasks._digits import make_network
-from halfulp.trials.tasks._text import GPT, Block
+from halfulp.trials.tasks._digits import make_digits_network
+from halfulp.trials.tasks._text import GPT, TransformerBlock
 
 from ._harness import Contender, Timing, measure, set_threads
 from ._overhead_models import Workload
@@ -32,10 +32,10 @@ MOST_RATIO, MOST_SHARE, MOST_MICROSECONDS, SLOW = 1.25, 0.02, 20.0, 10.0
 def digits() -> Workload:
     """The network of the task digits on a batch of 32 images."""
     inputs, targets = torch.rand(32, 64), torch.randint(10, (32,))
-    return make_network(), lambda made: nn.functional.cross_entropy(made(inputs), targets)
+    return make_digits_network(), lambda made: nn.functional.cross_entropy(made(inputs), targets)
 
 
-class RealMaskBlock(Block):
+class RealMaskBlock(TransformerBlock):
     """A block whose mask is made of floating-point numbers, since DebugUnderflowOverflow takes none of booleans."""
 
     def _attend(self, x: torch.Tensor, future: torch.Tensor) -> torch.Tensor:

@@ -30,10 +30,10 @@ def start(seed: int, power: int, nudge: float = 0.0):
     """A network whose parameters are 2^power times those of the seed, each off by a nudge."""
     import torch
 
-    from halfulp.trials.tasks._digits import make_network
+    from halfulp.trials.tasks._digits import make_digits_network
 
     torch.manual_seed(seed)
-    model = make_network()
+    model = make_digits_network()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0**power * (1 + nudge * torch.randn_like(parameter)))
@@ -70,7 +70,7 @@ def trained(method: str, model, task, data, seed: int, shift: int = 0):
 @functools.cache
 def scores(method: str, seed: int, power: int = 0, shift: int = 0) -> tuple[float, float]:
     """The validation loss and the share of images that are right; infinity and 0 after a divergence."""
-    from halfulp.trials.running._trial import evaluate
+    from halfulp.trials.running._trial import evaluate_model
     from halfulp.trials.tasks._digits import Digits
 
     task = Digits()
@@ -80,7 +80,7 @@ def scores(method: str, seed: int, power: int = 0, shift: int = 0) -> tuple[floa
         return float("inf"), 0.0
     model = start(seed, 0)
     model.load_state_dict(found)
-    measured = evaluate(model, task.loss, data.validation)
+    measured = evaluate_model(model, task.loss, data.validation)
     return float("inf") if measured["loss"] is None else measured["loss"], measured["accuracy"]
 
 

@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 
 from halfulp.trials import Evidence
-from halfulp.trials.evidence._evidence import read_curves
+from halfulp.trials.evidence._evidence import read_loss_curves
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "results" / "compare.json"
@@ -31,7 +31,7 @@ THEMES = {
 
 def gaps(evidence: Evidence) -> dict[str, dict[int, list[float]]]:
     """Per recipe and step, the difference of each seed's loss to float32's, averaged over neighbouring windows."""
-    curves = read_curves(evidence, TASK)
+    curves = read_loss_curves(evidence, TASK)
     found: dict[str, dict[int, list[float]]] = {}
     for recipe in WORDS:
         seeds = curves[recipe]

@@ -115,7 +115,7 @@ USES = {
         model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
         recipe, said, rule = hu.recipes.get("e5m2-coarse"), [], extension.Coarse.exponent
         extension.Coarse.exponent = lambda self, site: said.append(rule(self, site)) or said[-1]
-        assert 'Scales go by coarse: The exponent of "amax", rounded down' in " ".join(recipe.explain().split())
+        assert 'gradient_scale: coarse, The exponent of "amax", rounded down' in " ".join(recipe.explain().split())
         model = hu.convert(model, recipe)
         optimizer = hu.recipes.optimizer(model, "SGD", lr=0.1)
         scaler = hu.recipes.scaler(recipe, model)
@@ -234,7 +234,7 @@ def test_what_cannot_be_registered_is_refused(text, words, tmp_path):
     file = tmp_path / f"extension_{abs(hash(text))}.py"
     file.write_text(text)
     with pytest.raises(ValueError, match=words):
-        _extensions.load([str(file)])
+        _extensions.load_extensions([str(file)])
     assert file.stem not in sys.modules
     with pytest.raises(ValueError, match="no such file"):
-        _extensions.load([str(tmp_path / "absent.py")])
+        _extensions.load_extensions([str(tmp_path / "absent.py")])

@@ -99,7 +99,7 @@ def test_a_torch_below_the_floor_is_one_sentence(in_bare_process):
             print(error)
         """
     )
-    floor = _torch_floor.FLOOR
+    floor = _torch_floor.OLDEST_TORCH
     remedy = f"run pip install --upgrade 'torch>={floor}'; {ENVIRONMENT}"
     assert said == f"halfulp needs torch {floor} or newer and found torch 2.5.1+cu124: {remedy}\n"
 
@@ -127,8 +127,8 @@ def test_a_torch_below_the_floor_that_is_imported_later_is_refused_at_the_first_
 def test_the_floor_is_that_of_the_metadata_and_the_page():
     root = Path(__file__).parent.parent
     wanted = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert f"torch>={_torch_floor.FLOOR}" in wanted
-    assert f"\ntorch {_torch_floor.FLOOR} or later, " in (root / "docs/compatibility.md").read_text()
+    assert f"torch>={_torch_floor.OLDEST_TORCH}" in wanted
+    assert f"\ntorch {_torch_floor.OLDEST_TORCH} or later, " in (root / "docs/compatibility.md").read_text()
     assert not _torch_floor.is_older(torch.__version__)
 
 
@@ -137,13 +137,13 @@ def test_a_call_comes_after_an_import_or_at_once(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     found = []
-    _torch_import.after_import("imported_late", lambda module: found.append(module.value))
+    _torch_import.call_after_import("imported_late", lambda module: found.append(module.value))
     assert not found
     assert "imported_late" not in sys.modules
     import imported_late
 
     assert found == [3]
     assert "exec_module" not in vars(imported_late.__spec__.loader)
-    _torch_import.after_import("imported_late", lambda module: found.append(module))
+    _torch_import.call_after_import("imported_late", lambda module: found.append(module))
     assert found == [3, imported_late]
     del sys.modules["imported_late"]

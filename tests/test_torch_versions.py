@@ -186,7 +186,7 @@ def test_inductor_partitions_by_a_function_of_ours():
     before, halves = compile_fx.min_cut_rematerialization_partition, Halves()
 
     def compiled(graph, inputs):
-        with _torch_versions.partitioned_by(halves, {}) as settings:
+        with _torch_versions.partition_graphs_by(halves, {}) as settings:
             return compile_fx.compile_fx(graph, inputs, config_patches=settings)
 
     x = torch.ones(3, requires_grad=True)

@@ -131,11 +131,11 @@ class Training(dict[str, Callable[[], object]]):
 
 def training(storage: str) -> Training:
     """A training step of the two-layer GPT, in a storage, or of a plain one."""
-    from halfulp.trials.tasks._text import GPT, FusedBlock
+    from halfulp.trials.tasks._text import GPT, FusedAttentionBlock
 
     torch.manual_seed(0)
     ids = torch.randint(0, 64, (4, 33))
-    model = GPT(64, width=64, layers=2, heads=2, time=32, block=FusedBlock)
+    model = GPT(64, width=64, layers=2, heads=2, time=32, block=FusedAttentionBlock)
     if storage == "fp8 products":
         model = hu.scalify(model, torch.float16, matmul="fp8")
     elif storage != "plain":

@@ -59,7 +59,7 @@ def _row(run: Run, table, cells: dict, task, data, steps: int) -> None:
 
     from halfulp import recipes
     from halfulp.trials.running._plan import Trial
-    from halfulp.trials.running._trial import run as train
+    from halfulp.trials.running._trial import run_trial as train
 
     start = time.perf_counter()
     with no_silent_fallback(scaled=cells["recipe"].startswith("scaled")):

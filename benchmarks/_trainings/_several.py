@@ -73,9 +73,9 @@ class LossesAtOnce(Training):
 
     def both(self, found: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of the boxes and that of the classes."""
-        from halfulp.trials.tasks._digits import cells
+        from halfulp.trials.tasks._digits import label_cells
 
-        wanted = cells(targets)[:, 2::4, 2::4]
+        wanted = label_cells(targets)[:, 2::4, 2::4]
         boxes, classes = (x.float() for x in found)
         return (boxes - targets[:, 1:]).square().sum(), 0.001 * F.cross_entropy(classes, wanted)
 

@@ -56,8 +56,10 @@ def compare_digits() -> str:
 
 @place
 def compare_scaled() -> str:
-    """The GPT of Scalify's kind, the paper's gaps beside ours."""
+    """The GPT of Scalify's kind, the paper's gaps (arXiv 2407.17353, table 3) beside ours."""
     lines = _lines("scaled.json", "gpt-scaled")
+    paper = {"scaled-fp16-master": "0.00", "scaled-fp16": "+0.05", "scaled-fp8": "+0.05", "scaled-fp8-state16": "+0.06"}
+    lines = [{**line, "gap in the paper": paper.get(line["recipe"], "–")} for line in lines]
     return _chosen(lines, (*_SHORT, "gap in the paper")) if lines else ""
 
 
@@ -97,10 +99,10 @@ def _notes(task: str) -> str:
     if not path.exists():
         return ""
     from halfulp.trials import Evidence
-    from halfulp.trials.evidence._table import write_notes
+    from halfulp.trials.evidence._table import write_table_notes
 
     evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
-    return write_notes(evidence, task)[0]
+    return write_table_notes(evidence, task)[0]
 
 
 @place
@@ -146,22 +148,22 @@ def _suite(file: str) -> Any:
 @place
 def evidence() -> str:
     """The papers' suite: statements, a table per task, and what was left out."""
-    from halfulp.trials.suite._report import write_sections
+    from halfulp.trials.suite._report import write_report_sections
 
     found = _suite("evidence.json")
-    return "" if found is None else write_sections(found)
+    return "" if found is None else write_report_sections(found)
 
 
 @place
 def evidence_two_heads() -> str:
     """The statements about adaptive scales, from the comparison of all scales on two losses."""
     from halfulp.trials import Evidence
-    from halfulp.trials.suite._statements import statements
+    from halfulp.trials.suite._statements import judge_statements
 
     path = RESULTS / "two-heads.json"
     if not path.exists():
         return ""
-    found = statements(Evidence.from_json(path.read_text(encoding="utf-8")))
+    found = judge_statements(Evidence.from_json(path.read_text(encoding="utf-8")))
     rows = [(one.claim, one.verdict, one.numbers) for one in found if one.claim.startswith("adaptive scales")]
     return grid(("statement", "verdict", "numbers"), rows)
 
@@ -169,8 +171,8 @@ def evidence_two_heads() -> str:
 @place
 def evidence_again() -> str:
     """The verdicts of one task by two sets of seeds, how many agree, and what decides where they do not."""
-    from halfulp.trials.evidence._table import with_spread
-    from halfulp.trials.suite._statements import OPEN, statements
+    from halfulp.trials.evidence._table import format_with_spread
+    from halfulp.trials.suite._statements import OPEN, judge_statements
 
     runs = [_suite("evidence-first.json"), _suite("evidence-again.json")]
     if None in runs:
@@ -184,7 +186,9 @@ def evidence_again() -> str:
         pair = (first[name], again[name])
         same = pair[0].verdict == pair[1].verdict
         cells = [
-            cell for row in pair for cell in (with_spread(row.gap, row.gap_spread, 5, sign=True), str(row.verdict))
+            cell
+            for row in pair
+            for cell in (format_with_spread(row.gap, row.gap_spread, 5, sign=True), str(row.verdict))
         ]
         rows.append([name, *cells, "yes" if same else "no"])
         if not same:
@@ -192,7 +196,7 @@ def evidence_again() -> str:
             differ.append(f"- {name}: {limits}; gaps up to {pair[0].tolerance:.2g} can be called no difference.")
     words = [f"seeds {numbers[0]} to {numbers[-1]}" for numbers in seeds]
     headers = ("recipe", *(cell for one in words for cell in (f"gap, {one}", "verdict")), "the same")
-    claims = [pair for pair in zip(*map(statements, runs)) if any(one.verdict != OPEN for one in pair)]
+    claims = [pair for pair in zip(*map(judge_statements, runs)) if any(one.verdict != OPEN for one in pair)]
     kept = f"{sum(one.verdict == other.verdict for one, other in claims)} of {len(claims)} statements that it decides"
     agree = f"{len(judged) - len(differ)} of {len(judged)} recipes"
     said = f"{task}: {agree} have the same verdict by {' and by '.join(words)}, and {kept}."

@@ -19,5 +19,5 @@ def __getattr__(name: str) -> object:
     return _find_lazily(name)
 
 
-_torch_floor.check()
+_torch_floor.check_torch_version()
 _torch_import.register_with_torch()

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 # Where worker processes, which begin with the library alone, find what to load.
-VARIABLE = "HALFULP_EXTENSIONS"
+EXTENSIONS_VARIABLE = "HALFULP_EXTENSIONS"
 
 
-def load(extensions: Iterable[str]) -> None:
+def load_extensions(extensions: Iterable[str]) -> None:
     """Import every extension, here and in the worker processes that this one starts.
 
     Args:
@@ -22,20 +22,20 @@ def load(extensions: Iterable[str]) -> None:
     """
     for extension in extensions:
         try:
-            _load(extension)
+            _load_extension(extension)
         except Exception as error:
             raise ValueError(f"extension {extension!r}: {type(error).__name__}: {error}") from error
-        kept = [name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name]
+        kept = [name for name in os.environ.get(EXTENSIONS_VARIABLE, "").split(os.pathsep) if name]
         name = str(Path(extension).resolve()) if extension.endswith(".py") else extension
-        os.environ[VARIABLE] = os.pathsep.join(dict.fromkeys([*kept, name]))
+        os.environ[EXTENSIONS_VARIABLE] = os.pathsep.join(dict.fromkeys([*kept, name]))
 
 
-def load_inherited() -> None:
+def load_inherited_extensions() -> None:
     """Import the extensions that the environment names, with which worker processes and commands begin."""
-    load(name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name)
+    load_extensions(name for name in os.environ.get(EXTENSIONS_VARIABLE, "").split(os.pathsep) if name)
 
 
-def _load(extension: str) -> None:
+def _load_extension(extension: str) -> None:
     if not extension.endswith(".py"):
         importlib.import_module(extension)
         return

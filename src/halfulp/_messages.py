@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-_MOST = 5
+_MOST_LISTED = 5
 # Packages whose lines no user wrote.
-_INNER = {"halfulp", "torch", "contextlib"}
+_PACKAGES_OF_NO_USER = {"halfulp", "torch", "contextlib"}
 # Ends the message of whatever a platform, a device, a version or a missing package is to blame for.
 ENVIRONMENT = "`halfulp env` prints what there is, and what a report needs"
 
@@ -33,14 +33,14 @@ def listed(names: Iterable[object]) -> str:
     ("'a', 'b'", "'a', 'b', 'c', 'd', 'e' and 2 more")
     """
     names = list(names)
-    rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(map(repr, names[:_MOST])) + rest
+    rest = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(map(repr, names[:_MOST_LISTED])) + rest
 
 
-def differences(missing: Iterable[object], unknown: Iterable[object]) -> str:
+def name_differences(missing: Iterable[object], unknown: Iterable[object]) -> str:
     """Return the words for the names that a file lacks and those that it has in excess.
 
-    >>> differences(["a"], []), differences(["a"], ["b"])
+    >>> name_differences(["a"], []), name_differences(["a"], ["b"])
     ("lacks 'a'", "lacks 'a' and has the unknown 'b'")
     """
     lacks = [f"lacks {listed(missing)}"] if missing else []
@@ -62,7 +62,7 @@ def find_users_level() -> int:
     That is the innermost one outside this package and torch, whose hooks and decorators stand between.
     """
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES_OF_NO_USER:
         frame = frame.f_back
         # warnings.warn does not count the frames of an import that goes on.
         level += "importlib" not in frame.f_code.co_filename or "_bootstrap" not in frame.f_code.co_filename

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-_DESCRIBED: dict[str, dict[str, str]] = {}
+_DESCRIPTIONS_BY_KIND: dict[str, dict[str, str]] = {}
 
 
 def enter(kind: str, registry: dict[str, Any], name: str, entry: object, words: str | None) -> None:
@@ -34,10 +34,10 @@ def enter(kind: str, registry: dict[str, Any], name: str, entry: object, words: 
         raise ValueError(f"{kind}: a name is a word without blanks, commas and slashes, got {name!r}")
     if words is None or not words.strip():
         raise ValueError(f"{kind} {name!r} has no words that say what it is: tables and pages print them")
-    if name in registry and not _is_same(registry[name], entry):
+    if name in registry and not _is_same_entry(registry[name], entry):
         raise ValueError(f"{kind} {name!r} exists already: choose another name")
     registry[name] = entry
-    _DESCRIBED.setdefault(kind, {})[name] = " ".join(words.partition("\n\n")[0].split())
+    _DESCRIPTIONS_BY_KIND.setdefault(kind, {})[name] = " ".join(words.partition("\n\n")[0].split())
 
 
 def words_of(cls: type) -> str | None:
@@ -57,10 +57,10 @@ def described(kind: str) -> dict[str, str]:
 
     It imports nothing: whoever named an entry of their own has imported what registers it.
     """
-    return dict(_DESCRIBED.get(kind, {}))
+    return dict(_DESCRIPTIONS_BY_KIND.get(kind, {}))
 
 
-def _is_same(there: object, entry: object) -> bool:
+def _is_same_entry(there: object, entry: object) -> bool:
     if isinstance(entry, type):
         return all(getattr(there, field, None) == getattr(entry, field) for field in ("__module__", "__qualname__"))
     return there == entry

@@ -2,6 +2,6 @@
 
 import torch  # noqa: F401
 
-from ._torch_floor import check
+from ._torch_floor import check_torch_version
 
-check()
+check_torch_version()

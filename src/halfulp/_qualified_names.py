@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_NUMBER_IN_NAME = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def pattern_of(name: str) -> str:
@@ -16,26 +16,26 @@ def pattern_of(name: str) -> str:
     >>> pattern_of("layers.11.norm.weight"), pattern_of("conv1.weight")
     ('layers.*.norm.weight', 'conv1.weight')
     """
-    return _NUMBER.sub("*", name)
+    return _NUMBER_IN_NAME.sub("*", name)
 
 
-def braced(names: Sequence[str]) -> str:
+def join_numbered_names(names: Sequence[str]) -> str:
     """Return names that differ in numbers alone as one word: the numbers in braces, or how many names there are.
 
-    >>> braced(["layers.3.norm", "layers.4.norm", "layers.5.norm", "layers.9.norm"])
+    >>> join_numbered_names(["layers.3.norm", "layers.4.norm", "layers.5.norm", "layers.9.norm"])
     'layers.{3-5,9}.norm'
-    >>> braced(["layers.0.experts.1", "layers.3.experts.2"]), braced(["head"])
+    >>> join_numbered_names(["layers.0.experts.1", "layers.3.experts.2"]), join_numbered_names(["head"])
     ('layers.*.experts.* (2)', 'head')
     """
-    numbers = {tuple(map(int, _NUMBER.findall(name))) for name in names}
+    numbers = {tuple(map(int, _NUMBER_IN_NAME.findall(name))) for name in names}
     columns = [sorted(set(column)) for column in zip(*numbers)]
     if math.prod(map(len, columns)) != len(numbers):
         return f"{pattern_of(names[0])} ({len(numbers)})"
     words = iter(columns)
-    return _NUMBER.sub(lambda found: _braces(next(words)), names[0])
+    return _NUMBER_IN_NAME.sub(lambda found: _write_number_ranges(next(words)), names[0])
 
 
-def _braces(numbers: Iterable[int]) -> str:
+def _write_number_ranges(numbers: Iterable[int]) -> str:
     """Return increasing numbers in braces, neighbours as a range; a single one as it is."""
     runs = [list(run) for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     said = [f"{run[0][1]}-{run[-1][1]}" if len(run) > 2 else ",".join(str(n) for _, n in run) for run in runs]

@@ -6,31 +6,31 @@ import sys
 from ._messages import ENVIRONMENT
 
 # The oldest version that is taken; docs/compatibility.md says what the test suite gives on it and on later ones.
-FLOOR = "2.6"
+OLDEST_TORCH = "2.6"
 
 
-def check() -> None:
+def check_torch_version() -> None:
     """Raise if the torch that this process has imported is too old; do nothing if none is imported.
 
     Raises:
-        ImportError: torch is older than FLOOR.
+        ImportError: torch is older than OLDEST_TORCH.
     """
     found = getattr(sys.modules.get("torch"), "__version__", None)
     if found is not None and is_older(found):
         raise ImportError(
-            f"halfulp needs torch {FLOOR} or newer and found torch {found}: run pip install --upgrade "
-            f"'torch>={FLOOR}'; {ENVIRONMENT}"
+            f"halfulp needs torch {OLDEST_TORCH} or newer and found torch {found}: run pip install --upgrade "
+            f"'torch>={OLDEST_TORCH}'; {ENVIRONMENT}"
         )
 
 
-def is_older(version: str, floor: str = FLOOR) -> bool:
+def is_older(version: str, floor: str = OLDEST_TORCH) -> bool:
     """Return whether a version of torch lies below the floor, by major and minor number.
 
     >>> is_older("2.5.1+cu124", "2.12"), is_older("2.12.1", "2.12"), is_older("2.15.0a0+git1f2e", "2.12")
     (True, False, False)
     """
-    return _numbers(version) < _numbers(floor)
+    return _parse_version(version) < _parse_version(floor)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", str(version))[:2])

@@ -23,19 +23,19 @@ def register_with_torch() -> None:
 
     Neither imports a layer of halfulp before a file or a graph asks for it.
     """
-    after_import("torch", _register)
+    call_after_import("torch", _register_with_module)
 
 
-def after_import(name: str, call: Callable[[ModuleType], None]) -> None:
+def call_after_import(name: str, call: Callable[[ModuleType], None]) -> None:
     """Call a function with a module: now, or as soon as somebody has imported it."""
     module = sys.modules.get(name)
     if module is None:
-        sys.meta_path.insert(0, _Finder(name, call))
+        sys.meta_path.insert(0, _ImportWatcher(name, call))
     else:
         call(module)
 
 
-class _Finder:
+class _ImportWatcher:
     """A module finder that calls a function once one module has been imported."""
 
     def __init__(self, name: str, call: Callable[[ModuleType], None]) -> None:
@@ -48,10 +48,10 @@ class _Finder:
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
         if spec is not None and spec.loader is not None:
-            self._call_after(spec.loader)
+            self._call_after_loading(spec.loader)
         return spec
 
-    def _call_after(self, loader: Any) -> None:
+    def _call_after_loading(self, loader: Any) -> None:
         """Replace a loader's method for one call, which `after` follows; the loader stays what it is."""
         execute = loader.exec_module
 
@@ -65,12 +65,12 @@ class _Finder:
         loader.exec_module = exec_module
 
 
-def _register(torch: ModuleType) -> None:
+def _register_with_module(torch: ModuleType) -> None:
     """Register halfulp's classes and operators with torch; skipped for a torch that is too old."""
     if is_older(torch.__version__):
         return
     torch.serialization.add_safe_globals([(import_when_called(name), name) for name in SAVED_FUNCTIONS])
-    torch.ops.halfulp = _operators(torch)
+    torch.ops.halfulp = _make_operator_namespace(torch)
 
 
 def import_when_called(name: str) -> Callable:
@@ -93,7 +93,7 @@ def defining_operators() -> Iterator[None]:
         _here.defining = False
 
 
-def _operators(torch: ModuleType) -> Any:
+def _make_operator_namespace(torch: ModuleType) -> Any:
     """Return the namespace torch.ops.halfulp, which imports the packages that define operators when it lacks one.
 
     A saved graph (torch.export) names its operators by their namespace alone.

@@ -15,8 +15,8 @@ from . import _needs_torch  # noqa: F401
 from ._messages import ENVIRONMENT
 from ._torch_floor import is_older
 
-_C: Any = torch._C
-_frames, _saved = _C._dynamo.eval_frame, _C._autograd
+_torch_C: Any = torch._C
+_eval_frame, _torch_autograd = _torch_C._dynamo.eval_frame, _torch_C._autograd
 _distributed: Any = torch.distributed  # without its functions in a build without the package
 
 
@@ -33,12 +33,12 @@ def lacks(feature: str, remedy: str) -> NotImplementedError:
 
 
 # Older: nothing is lost but about 1 us a call, as a wrapper switches Dynamo off while the function runs.
-if hasattr(_frames, "_FrameExecStrategy"):
+if hasattr(_eval_frame, "_FrameExecStrategy"):
 
     def skip_frames(function: Callable) -> Callable:
         """Let Dynamo capture neither a function's frames nor those of what it calls; the function is returned."""
-        skip = _frames._FrameAction.SKIP
-        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
         return function
 
 else:
@@ -50,14 +50,14 @@ else:
         def run(*arguments: Any, **options: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 return function(*arguments, **options)
-            callback = _frames.set_eval_frame(None)
+            callback = _eval_frame.set_eval_frame(None)
             try:
                 return function(*arguments, **options)
             finally:
-                _frames.set_eval_frame(callback)
+                _eval_frame.set_eval_frame(callback)
 
         skipped: Any = run
-        _frames.skip_code(skipped.__code__)
+        _eval_frame.skip_code(skipped.__code__)
         return run
 
 
@@ -68,18 +68,18 @@ CUDAGRAPH_UNSAFE: torch.Tag | None = getattr(torch.Tag, "cudagraph_unsafe", None
 HAS_GRADIENT_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 # Older: scaled models keep the factors of a product's operand in float32 for the backward pass: memory.
-HAS_SAVED_HOOKS = hasattr(_saved.SavedTensor, "unpack_hook")
+HAS_SAVED_HOOKS = hasattr(_torch_autograd.SavedTensor, "unpack_hook")
 
 # Older: torch.compile breaks its graph at an emulated model for a reason in torch's words.
-BREAKS_WITH_REASON = hasattr(_frames, "_FrameExecStrategy")  # of the same version as graph_break's argument
+BREAKS_WITH_REASON = hasattr(_eval_frame, "_FrameExecStrategy")  # of the same version as graph_break's argument
 
 # Older: a parameter sharded along one dimension twice (_StridedShard) is refused, whose map would ask other ranks.
-HAS_SOURCE_RANK = hasattr(_saved, "_top_saved_tensors_default_hooks")  # of the same version
+HAS_SOURCE_RANK = hasattr(_torch_autograd, "_top_saved_tensors_default_hooks")  # of the same version
 
 
 # Nothing is lost: older names of the same functions, which newer versions warn of.
-_NAMED_SINGLE = hasattr(_distributed, "all_gather_single")
-ALL_GATHER: Any = getattr(_distributed, "all_gather_single" if _NAMED_SINGLE else "all_gather_into_tensor", None)
+_HAS_SINGLE_NAMES = hasattr(_distributed, "all_gather_single")
+ALL_GATHER: Any = getattr(_distributed, "all_gather_single" if _HAS_SINGLE_NAMES else "all_gather_into_tensor", None)
 
 
 def find_dtype(name: str) -> torch.dtype | None:
@@ -158,7 +158,7 @@ else:
         return node.meta.get("partitioner_tag") == "is_backward"
 
 
-def adds_gradients(node: torch.fx.Node) -> bool:
+def is_gradient_sum(node: torch.fx.Node) -> bool:
     """Return whether a node of a joint graph adds up the gradients of a tensor that is used several times."""
     return bool(node.meta.get("is_gradient_acc")) or "Gradient addition node" in (node.stack_trace or "")
 
@@ -168,7 +168,7 @@ NAMES_ALL_FUNCTIONS = hasattr(torch.fx.traceback, "GRADIENT_ACC_SPECIAL_STACK") 
 
 
 # Older: nothing is lost; Dynamo writes add_(x, alpha=a) as a product and a sum, which are put together here.
-_SPLITS_ALPHA = is_older(torch.__version__, "2.12")
+_DYNAMO_SPLITS_ALPHA = is_older(torch.__version__, "2.12")
 
 
 def join_scaled_sums(graph: torch.fx.Graph) -> None:
@@ -176,7 +176,7 @@ def join_scaled_sums(graph: torch.fx.Graph) -> None:
 
     A product and a sum that a line calls by name stay two.
     """
-    for node in list(graph.nodes) if _SPLITS_ALPHA else ():
+    for node in list(graph.nodes) if _DYNAMO_SPLITS_ALPHA else ():
         scaled = node.prev
         if node.target != "add_" or scaled.target is not torch.mul or node.args[1:] != (scaled,) or scaled.kwargs:
             continue
@@ -188,7 +188,7 @@ def join_scaled_sums(graph: torch.fx.Graph) -> None:
 
 
 # Older: nothing is lost; the name of where Dynamo found a tensor is a method.
-def name_of_source(source: Any) -> str:
+def name_dynamo_source(source: Any) -> str:
     """Return where Dynamo found a tensor, as an expression."""
     return source.name() if callable(source.name) else source.name
 
@@ -206,7 +206,7 @@ def name_of_reduction(boxed: Any) -> str:
 
 
 @contextlib.contextmanager
-def partitioned_by(partition: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def partition_graphs_by(partition: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Let Inductor partition joint graphs by a function with a `uuid`; yield the settings to compile with.
 
     Older: Inductor's caches stay unused, whose keys do not name the partition.
@@ -229,11 +229,11 @@ def partitioned_by(partition: Any, settings: dict[str, Any]) -> Iterator[dict[st
 
 
 # Older: nothing is lost; the hooks are counted where torch pushes them.
-if hasattr(_saved, "_top_saved_tensors_default_hooks"):
+if hasattr(_torch_autograd, "_top_saved_tensors_default_hooks"):
 
     def saved_tensor_hooks() -> tuple[Callable, Callable] | None:
         """Return the pair of hooks for tensors that autograd saves now, None where there is none."""
-        return _saved._top_saved_tensors_default_hooks(True)
+        return _torch_autograd._top_saved_tensors_default_hooks(True)
 
 else:
 
@@ -254,5 +254,8 @@ else:
         del _hooks.stack[-1:]
 
     _hooks = _Hooks()
-    _own_push, _own_pop = _saved._push_saved_tensors_default_hooks, _saved._pop_saved_tensors_default_hooks
-    _saved._push_saved_tensors_default_hooks, _saved._pop_saved_tensors_default_hooks = _push, _pop
+    _own_push, _own_pop = (
+        _torch_autograd._push_saved_tensors_default_hooks,
+        _torch_autograd._pop_saved_tensors_default_hooks,
+    )
+    _torch_autograd._push_saved_tensors_default_hooks, _torch_autograd._pop_saved_tensors_default_hooks = _push, _pop

@@ -13,7 +13,7 @@ import torch
 
 from halfulp import recipes
 from halfulp.trials import _script as _compare_script
-from halfulp.trials._script import Refusal, substitute_optimizers
+from halfulp.trials._script import RecipeRefusal, substitute_optimizers
 
 SCRIPT = """
 import sys
@@ -129,25 +129,15 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(compare, text, arguments, wor
     assert "Traceback" not in err
 
 
-def test_ranks_of_torchrun_share_trials_and_nothing_else(compare, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("command", [["tune"], ["compare"], ["compare", "script.py"], ["compare", "--suite", "papers"]])
+def test_torchrun_is_refused(monkeypatch, capsys, tmp_path, command):
     from halfulp.cli import main
 
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = compare("raise AssertionError('this must not run')")
-    assert code == 2
-    assert "a script is run once per recipe, as one process. Start it without" in err
-    for command, words in (
-        (["tune"], "halfulp tune does not run under torchrun"),
-        (["compare", "--workers", "2"], "every rank trains one trial at a time"),
-        (["compare"], "they cannot meet"),
-    ):
-        with pytest.raises(SystemExit):
-            main([*command, "--task", "digits", "--out", str(tmp_path / "out")])
-        assert words in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(SystemExit):
-        main(["compare", "--task", "digits", "--out", str(tmp_path / "out")])
-    assert "the environment has WORLD_SIZE=two: unset it" in capsys.readouterr().err
+        main([*command, "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert f"halfulp {command[0]} does not run under torchrun, which says WORLD_SIZE=2: start it without" in said
     assert not (tmp_path / "out").exists()
 
 
@@ -188,9 +178,11 @@ def test_scripts_whose_recipes_are_used_and_what_is_said_of_them(compare):
 @pytest.mark.usefixtures("forked_runs")
 def test_a_recipe_under_which_it_crashes_is_a_row(compare):
     text = SCRIPT.format(parameters="model.parameters()").replace("x @ truth", "x @ truth.to(model[0].weight.dtype)")
-    code, out, err = compare(text, "--recipe", "bf16")
-    assert code == 0, err
+    code, out, err = compare(text, "--recipe", "bf16,bf16-split")
+    assert code == 2, err
     assert "crashed" in out
+    assert "the script crashed under bf16, bf16-split; all that it said is in halfulp-compare/error.log" in err
+    assert Path("halfulp-compare", "compare-script.html").exists()
     assert "RuntimeError" in Path("halfulp-compare", "error.log").read_text()
 
 
@@ -204,8 +196,8 @@ def test_classes_are_put_back_and_subclasses_stay_themselves():
         mine = Mine(torch.nn.Linear(2, 2).parameters())
         mine.step()
         assert type(mine) is Mine
-        assert not done.made
-        assert done.others == ["Mine"]
+        assert not done.optimizers_made
+        assert done.other_optimizers == ["Mine"]
         optimizer = torch.optim.AdamW(model.named_parameters(), 1e-3, betas=(0.8, 0.9))
     assert type(optimizer).__module__.startswith("halfulp.optim")
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
@@ -224,17 +216,17 @@ def test_in_float32_an_optimizer_is_of_torchs_own_class_and_so_is_a_copy():
         assert torch.optim.AdamW is type(optimizer) is own
         assert isinstance(optimizer, torch.optim.Adam) == issubclass(own, torch.optim.Adam)
         copy.deepcopy(optimizer).step()
-        assert done.made == 1
-        assert not done.notes()
+        assert done.optimizers_made == 1
+        assert not done.write_notes()
 
 
 @pytest.mark.parametrize("recipe", ["scaled-fp16", "e8m3", "fp16-none"])
 def test_recipes_that_need_the_scripts_help_are_refused(recipe):
-    with pytest.raises(Refusal, match=r"hu\."), substitute_optimizers(recipes.get(recipe)):
+    with pytest.raises(RecipeRefusal, match=r"hu\."), substitute_optimizers(recipes.get(recipe)):
         pass
 
 
 def test_parameters_without_a_module_are_refused():
     loose = torch.nn.Parameter(torch.ones(3))
-    with substitute_optimizers(recipes.get("bf16")), pytest.raises(Refusal, match="no module holds"):
+    with substitute_optimizers(recipes.get("bf16")), pytest.raises(RecipeRefusal, match="no module holds"):
         torch.optim.SGD([loose], lr=0.1)

@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 from halfulp.cli import main
-from halfulp.cli._conventions import prepare, write_out
+from halfulp.cli._conventions import prepare_out_folder, write_page_and_json
 
 
 @pytest.fixture(scope="module")
@@ -19,31 +19,31 @@ def found() -> hu.observation.Forecast:
 
 def test_page_and_json_lie_in_the_folder(found: hu.observation.Forecast, tmp_path: Path) -> None:
     out = str(tmp_path / "new" / "folder")
-    prepare(out, "forecast")
+    prepare_out_folder(out, "forecast")
     assert list(Path(out).iterdir()) == []
-    write_out(out, "forecast", found)
+    write_page_and_json(out, "forecast", found)
     assert sorted(path.name for path in Path(out).iterdir()) == ["forecast.html", "forecast.json"]
     assert json.loads((Path(out) / "forecast.json").read_text(encoding="utf-8")) == found.to_dict()
     assert (Path(out) / "forecast.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 def test_without_a_folder_nothing_is_written(found: hu.observation.Forecast) -> None:
-    prepare(None, "forecast")
-    write_out(None, "forecast", found)
+    prepare_out_folder(None, "forecast")
+    write_page_and_json(None, "forecast", found)
 
 
 def test_a_file_in_the_way_is_said_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot write .*: File exists; give another folder"):
-        prepare(str(tmp_path / "file"), "audit")
+        prepare_out_folder(str(tmp_path / "file"), "audit")
     (tmp_path / "out" / "audit.html").mkdir(parents=True)
     with pytest.raises(ValueError, match="it is a folder"):
-        prepare(str(tmp_path / "out"), "audit")
+        prepare_out_folder(str(tmp_path / "out"), "audit")
 
 
 def test_the_name_of_a_page_is_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"give a folder, and audit\.html and audit\.json stand in it"):
-        prepare(str(tmp_path / "report.html"), "audit")
+        prepare_out_folder(str(tmp_path / "report.html"), "audit")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,13 +1,13 @@
 """halfulp warm: what it runs, that a training then compiles nothing, and where it has nothing to do."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from halfulp import formats, optim, recipes
 from halfulp.cli import main
+from halfulp.cli._warm_jobs import list_jobs
 from halfulp.optim.weight_updates._weight_update import REGISTRY
 
 WARM = """
@@ -33,26 +33,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def listed(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
-    """The runs that a dry run lists."""
-
-    def call(*options: str) -> list[str]:
-        with pytest.raises(SystemExit) as caught:
-            main(["warm", "--dry-run", "--json", *options])
-        assert caught.value.code == 0
-        return json.loads(capsys.readouterr().out)["jobs"]
-
-    return call
+def listed(*chosen: list[str] | None) -> list[str]:
+    return [f"{job.group}: {job.name}" for job in list_jobs(*chosen)]
 
 
-def test_everything_that_is_registered_is_run(cache, listed) -> None:
-    jobs = listed()
+def test_everything_that_is_registered_is_run(cache) -> None:
+    jobs = listed(None, None)
     assert len(jobs) == len(set(jobs))
     for words in (optim.OPTIMIZERS, REGISTRY.keys() - {"exact"}, formats.names(), formats.block_names()):
         assert [word for word in words if not any(word in job for job in jobs)] == []
     assert not cache.exists(), "nothing was compiled"
-    chosen = listed("--recipe", ",".join(recipes.names()), "--optimizer", "Lion")
+    chosen = listed(recipes.names(), ["Lion"])
     assert [job.split(",")[0] for job in chosen] == [f"recipes: {name}" for name in recipes.names()]
 
 

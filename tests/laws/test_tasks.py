@@ -132,7 +132,7 @@ def test_a_trial_trains_by_the_tasks_rule_and_hyper_parameters(task: Task, monke
 
     monkeypatch.setattr(_trial, "recipes", types.SimpleNamespace(convert=recipes.convert, optimizer=optimizer))
     with pytest.raises(Stop):
-        _trial.run(Trial(task, recipes.get("fp32"), 0, 3), task.load())
+        _trial.run_trial(Trial(task, recipes.get("fp32"), 0, 3), task.load())
     (group,) = made[0].param_groups
     assert type(made[0]).__name__ == task.rule
     assert {key: group[key] for key in task.hyper} == task.hyper

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.recipes._multipoint import pack, unpack
+from halfulp.recipes._multipoint import pack_codes, unpack_codes
 
 LAYERS = {
     "linear": (lambda: nn.Linear(12, 5), (9, 12)),
@@ -26,9 +26,9 @@ def test_packed_codes_come_back(bits, seed):
     generator = torch.Generator().manual_seed(seed)
     most = 2 ** (bits - 1)
     codes = torch.randint(-most, most, (37,), generator=generator)
-    packed = pack(codes, bits)
+    packed = pack_codes(codes, bits)
     assert packed.numel() == -(-37 * bits // 8)
-    assert torch.equal(unpack(packed, bits, 37).to(torch.int64), codes)
+    assert torch.equal(unpack_codes(packed, bits, 37).to(torch.int64), codes)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -29,10 +29,10 @@ def test_gradient_scales() -> None:
     for scale in (1024, 1024.0):
         recipe = Recipe(name="x", gradient_format=formats.fp16, gradient_scale=scale)
         assert (recipe.gradient_format, recipe.to_dict()["gradient_scale"]) == ("fp16", 1024.0)
-        assert "one scale, 1024." in recipe.explain()
+        assert "gradient_scale: 1024" in recipe.explain()
         assert Recipe.from_json(recipe.to_json()) == recipe
-    assert "They have no scale." in recipe.replace(gradient_scale=None).explain()
-    assert "Each layer has a scale of its own" in recipe.replace(gradient_scale="amax").explain()
+    assert "gradient_scale" not in recipe.replace(gradient_scale=None).explain()
+    assert "gradient_scale: amax, each layer has a scale of its own" in recipe.replace(gradient_scale="amax").explain()
 
 
 def test_frozen_and_keyword_only() -> None:

@@ -14,12 +14,12 @@ from halfulp.kernels import same_bits
 from halfulp.mctensor import multicomponent, single_component
 from halfulp.recipes import _verify, verify
 from halfulp.recipes._training_step import (
-    gradients_of,
     make_default_loss,
-    relative,
+    relative_difference,
     run_in_float64,
     run_one_step,
     run_reference,
+    select_gradients,
 )
 from halfulp.scaled import ScaledTensor, scalify, unscalify
 from halfulp.scaled._registry import RULES
@@ -178,7 +178,7 @@ def test_infinities_and_nan_agree_only_with_themselves():
     kinds = [float("nan"), float("inf"), float("-inf"), 1.0]
     for a, wanted in enumerate(kinds):
         for b, got in enumerate(kinds):
-            difference = relative(torch.tensor([2.0, wanted]), torch.tensor([2.0, got]))
+            difference = relative_difference(torch.tensor([2.0, wanted]), torch.tensor([2.0, got]))
             assert difference == (0 if a == b else float("inf")), (wanted, got)
 
 
@@ -224,7 +224,7 @@ def test_a_report_is_the_maximum_over_trials(monkeypatch, offs):
 
     def step(*arguments, **options):
         run, off = run_one_step(*arguments, **options), left.pop(0)
-        return run | {name: grad * (1 + off) for name, grad in gradients_of(run).items()}
+        return run | {name: grad * (1 + off) for name, grad in select_gradients(run).items()}
 
     monkeypatch.setattr(_verify, "run_one_step", step)
     found = verify(model, torch.ones(4, 3), "scaled-fp16", trials=3)
@@ -538,7 +538,7 @@ def test_where_float64_does_not_run_other_rounding_errors_tell_what_float32_lose
     model, batch, loss = OnlyInFloat32(), torch.randn(8, 6), make_default_loss(0)
     plain = run_reference(model, batch, loss)
     other = run_in_float64(model, batch, loss, plain)
-    off = {name: relative(plain[name], other[name]) for name in gradients_of(plain)}
+    off = {name: relative_difference(plain[name], other[name]) for name in select_gradients(plain)}
     assert 0 < off["gradient 'first.weight'"] < 1e-4
     assert max(off.values()) < 1e-3
 

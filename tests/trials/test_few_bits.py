@@ -13,7 +13,7 @@ from ..samples import drawn
 def accuracy(recipe: str) -> float:
     """After a fifth of the task's steps; `python -m benchmarks.bench_accuracy` makes all of them."""
     task = tasks.get("digits-fpu")
-    result = _trial.run(Trial(task, recipes.get(recipe), 0, int(0.2 * task.steps)), task.load())
+    result = _trial.run_trial(Trial(task, recipes.get(recipe), 0, int(0.2 * task.steps)), task.load())
     return result["own"]["accuracy"]
 
 

@@ -3,23 +3,23 @@
 import sys
 from typing import Annotated, Any, NoReturn
 
-from .._extensions import load, load_inherited
-from ._errors import fail, print_json, write_any_letter
+from .._extensions import load_extensions, load_inherited_extensions
+from ._errors import escape_missing_letters, exit_with_error, print_json
 
 # What typer makes of a KeyboardInterrupt; older ones raise Abort.
-_INTERRUPTED = 130
+_INTERRUPTED_EXIT_CODE = 130
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; a mistake of the user, or Ctrl-C, is one line on stderr and exit code 2."""
-    write_any_letter()
+    escape_missing_letters()
     try:
-        sys.exit(_run(arguments))
+        sys.exit(_run_application(arguments))
     except KeyboardInterrupt:
-        fail("interrupted")
+        exit_with_error("interrupted")
 
 
-def _run(arguments: list[str] | None) -> int:
+def _run_application(arguments: list[str] | None) -> int:
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401
@@ -27,18 +27,18 @@ def _run(arguments: list[str] | None) -> int:
         command, *options = (sys.argv[1:] if arguments is None else arguments) or [""]
         if command == "env" and options in ([], ["--json"]):
             return _print_environment(json=bool(options))
-        fail(f"the command line needs {error.name}: pip install 'halfulp[cli]'")
+        exit_with_error(f"the command line needs {error.name}: pip install 'halfulp[cli]'")
     try:
         code = application()(arguments, prog_name="halfulp", standalone_mode=False)
     except (ValueError, NotImplementedError, ImportError) as error:
-        fail(error)
+        exit_with_error(error)
     except Exception as error:
         if type(error).__name__ == "Abort":
             raise KeyboardInterrupt from None
         if not hasattr(error, "format_message"):
             raise
-        fail(f"{error.format_message().rstrip('.')}; see halfulp --help")
-    if code == _INTERRUPTED:
+        exit_with_error(f"{error.format_message().rstrip('.')}; see halfulp --help")
+    if code == _INTERRUPTED_EXIT_CODE:
         raise KeyboardInterrupt
     return code if isinstance(code, int) else 0
 
@@ -63,7 +63,7 @@ def application() -> Any:
     import typer
 
     from ._compare import compare, tune
-    from ._instruments import SETTINGS, audit, forecast, observe, verify
+    from ._instruments import OBSERVE_CONTEXT_SETTINGS, audit, forecast, observe, verify
     from ._listings import env, formats, recipes, tasks
     from ._warm import warm
 
@@ -84,8 +84,8 @@ def application() -> Any:
             ),
         ] = None,
     ) -> None:
-        load_inherited()
-        load(extension or [])
+        load_inherited_extensions()
+        load_extensions(extension or [])
         if version:
             from .. import __version__
 
@@ -95,5 +95,5 @@ def application() -> Any:
 
     for command in (compare, tune, verify, audit, forecast, formats, recipes, tasks, env, warm):
         app.command()(command)
-    app.command(context_settings=SETTINGS)(observe)
+    app.command(context_settings=OBSERVE_CONTEXT_SETTINGS)(observe)
     return app

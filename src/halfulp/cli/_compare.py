@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import json as encoder
-import signal
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,92 +16,56 @@ import typer
 from ..pages import require, write_whole
 from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
-    Json,
-    choose_style,
-    complete,
+    JsonOption,
+    choose_verdict_style,
     describe_option,
     format_cell,
+    list_recipe_names,
+    list_task_names,
     make_console,
     make_plain_table,
-    prepare,
-    recipe_names,
-    split,
-    task_names,
+    prepare_out_folder,
+    split_names,
 )
-from ._errors import fail, print_json
+from ._errors import exit_with_error, print_json
 
 
 def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
     """Call `compare` or `tune` with a folder and progress bars; end the command where they end early."""
     from ..trials import TrialError
-    from ..trials.running._progress import Progress
+    from ..trials.running._progress import TrialProgress
 
-    workers = options.get("workers")
-    progress = Progress()
+    progress = TrialProgress()
     try:
         with progress:
             return trained(out=out, listen=progress, **options)
     except KeyboardInterrupt as ending:
-        fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out, workers)}")
+        exit_with_error(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out)}")
     except TrialError as error:
         more = ""
         if error.details:
             Path(out, "error.log").write_text(error.details, encoding="utf-8")
             more = f" (more in {Path(out, 'error.log')})"
-        fail(f"{error}{more}; {_describe_kept(progress, out, workers)}")
+        exit_with_error(f"{error}{more}; {_describe_kept(progress, out)}")
     except ValueError as error:  # such as a disk that fills up
-        fail(f"{error}; {_describe_kept(progress, out, workers)}" if progress.kept else error)
+        exit_with_error(f"{error}; {_describe_kept(progress, out)}" if progress.kept_count else error)
 
 
-@contextlib.contextmanager
-def shared_workers(workers: int | None) -> Iterator[Any]:
-    """Yield the workers for a command's trials: the ranks of torchrun, or so many processes.
-
-    SIGTERM, which torchrun sends to all ranks when one fails or dies, interrupts a rank as Ctrl-C does.
-    """
-    from ..trials.running._ranks import count_ranks, join_ranks
-
-    if workers is not None and count_ranks() > 1:
-        fail("--workers: under torchrun every rank trains one trial at a time: leave it out")
-    with join_ranks() as ranks:
-        if ranks is None:
-            yield workers
-            return
-        before = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            yield ranks
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt("ended by SIGTERM, as torchrun ends all ranks where one failed or died")
-
-
-def check_alone(command: str, why: str) -> None:
-    """Fail where torchrun started several processes, which this command cannot share its work with."""
-    from ..trials.running._ranks import count_ranks
-
-    if count_ranks() > 1:
-        fail(
-            f"{command} does not run under torchrun: {why}. Start it without; `halfulp compare` of tasks shares its "
-            "trials among the ranks"
+def refuse_torchrun(command: str) -> None:
+    """Fail where torchrun started several processes, which would all train the same."""
+    if (count := os.environ.get("WORLD_SIZE") or "1") != "1":
+        exit_with_error(
+            f"halfulp {command} does not run under torchrun, which says WORLD_SIZE={count}: start it without; "
+            "--workers trains several trials at once"
         )
 
 
-def _describe_kept(progress: Any, out: str, workers: Any) -> str:
-    """Return how many trials are kept where, and of ranks, whose are missing."""
-    from ..trials.running._ranks import Ranks
-
-    if isinstance(workers, Ranks) and workers.rank:
-        return f"this is rank {workers.rank}; rank 0 keeps what has finished"
-    kept = f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"
-    unfinished = workers.describe_unfinished() if isinstance(workers, Ranks) else ""
-    return f"{kept}; {unfinished}" if unfinished else kept
+def _describe_kept(progress: Any, out: str) -> str:
+    """Return how many trials are kept where."""
+    return f"{progress.kept_count} of {progress.trial_count} trials are kept in {out}, --resume continues"
 
 
-_FILE, _PAGE, _LOG = "compare-script.json", "compare-script.html", "error.log"
+_JSON_NAME, _PAGE_NAME, _LOG_NAME = "compare-script.json", "compare-script.html", "error.log"
 
 
 def compare_script(
@@ -119,12 +82,13 @@ def compare_script(
     from ..trials._script import compare_script as compare
 
     if given := [option for option, value in unused.items() if value is not None]:
-        fail(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
-    check_alone("halfulp compare SCRIPT", "a script is run once per recipe, as one process")
+        exit_with_error(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
     if not module and not Path(script).is_file():
-        fail(f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task")
+        exit_with_error(
+            f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task"
+        )
     require("matplotlib")
-    prepare(out, "compare-script")
+    prepare_out_folder(out, "compare-script")
     running = ""
 
     def tell(recipe: str, row: Any, seconds: float) -> None:
@@ -139,33 +103,32 @@ def compare_script(
     try:
         found = compare(script, arguments, recipes, module, listen=tell)
     except ScriptError as error:
-        fail(f"{error}{_log_output(out, error.said)}")
+        exit_with_error(f"{error}{_write_error_log(out, error.said)}")
     except KeyboardInterrupt:
-        fail(f"interrupted while the script ran under {running}: nothing is written")
+        exit_with_error(f"interrupted while the script ran under {running}: nothing is written")
     content = found.to_dict()
     if as_json:
         print_json(content)
     else:
-        _print_script(found)
-    write_whole(Path(out, _FILE), json.dumps(content, indent=1, allow_nan=False))
-    found.to_html(Path(out, _PAGE))
-    ended = [row.recipe for row in found.rows if row.verdict == "crashed"]
-    crashed = "\n".join(f"== {recipe}\n{found.runs[recipe].said}" for recipe in ended)
+        _print_script_comparison(found)
+    write_whole(Path(out, _JSON_NAME), json.dumps(content, indent=1, allow_nan=False))
+    found.to_html(Path(out, _PAGE_NAME))
     if not as_json:
-        print(
-            f"\n{Path(out, _PAGE)} shows the curves; {Path(out, _FILE)} holds the numbers{_log_output(out, crashed)}."
-        )
+        print(f"\n{Path(out, _PAGE_NAME)} shows the curves; {Path(out, _JSON_NAME)} holds the numbers.")
+    if crashed := [row.recipe for row in found.rows if row.verdict == "crashed"]:
+        said = "\n".join(f"== {recipe}\n{found.runs[recipe].error_output}" for recipe in crashed)
+        exit_with_error(f"the script crashed under {', '.join(crashed)}{_write_error_log(out, said)}")
 
 
-def _log_output(out: str, said: str) -> str:
+def _write_error_log(out: str, said: str) -> str:
     """Write a failed script's output to a log file and name the file."""
     if not said.strip():
         return ""
-    write_whole(Path(out, _LOG), said)
-    return f"; all that it said is in {Path(out, _LOG)}"
+    write_whole(Path(out, _LOG_NAME), said)
+    return f"; all that it said is in {Path(out, _LOG_NAME)}"
 
 
-def _print_script(found: Any) -> None:
+def _print_script_comparison(found: Any) -> None:
     from rich.text import Text
 
     shown = make_console()
@@ -176,14 +139,14 @@ def _print_script(found: Any) -> None:
     for row in rows:
         numbers = (row.steps, row.loss, row.gap, row.bytes_per_parameter)
         cells = [row.recipe, *map(format_cell, numbers), row.verdict, *([row.reason] if why else [])]
-        table.add_row(*map(Text, cells), style=choose_style(row.verdict))
+        table.add_row(*map(Text, cells), style=choose_verdict_style(row.verdict))
     shown.print()
     shown.print(table)
-    for note in found.notes():
+    for note in found.write_notes():
         shown.print(Text(note, style="dim"))
 
 
-DEFAULT_OUT = "halfulp-compare"
+DEFAULT_FOLDER = "halfulp-compare"
 
 
 def compare(
@@ -194,11 +157,11 @@ def compare(
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
     task: Annotated[
         list[str] | None,
-        typer.Option(help=describe_option("Tasks", DEFAULT_TASKS), autocompletion=complete(task_names)),
+        typer.Option(help=describe_option("Tasks", DEFAULT_TASKS), autocompletion=list_task_names),
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES), autocompletion=complete(recipe_names)),
+        typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES), autocompletion=list_recipe_names),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
     first_seed: Annotated[
@@ -213,22 +176,23 @@ def compare(
         typer.Option(help="papers: the papers' kinds of tasks under every recipe, --task and --recipe for a part."),
     ] = None,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
-    out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = DEFAULT_OUT,
+    out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = DEFAULT_FOLDER,
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take over finished trials of the same settings.")] = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete the comparison that the folder holds.")
     ] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Train tasks under several recipes, and show which keep float32's accuracy, at what memory and speed.
 
     With a SCRIPT.py that is run once per recipe: where it makes torch's SGD, Adam or AdamW, its model is converted. The
     folder then gets compare-script.json and compare-script.html.
 
-    The exit code is 0 with all trials trained, whatever the verdicts, and 2 where one failed or could not be run. With
-    --suite the others are trained to the end first and evidence.json lists what failed.
+    The exit code is 0 with all trials trained, whatever the verdicts, and 2 where one failed or could not be run, or a
+    script crashed under a recipe. With --suite, and of a script, the others are trained to the end first.
     """
+    refuse_torchrun("compare")
     options: dict[str, Any] = {
         "seeds": range(first_seed, first_seed + seeds) if first_seed and seeds > 0 else seeds,
         "data": data,
@@ -237,12 +201,16 @@ def compare(
     }
     if suite is not None:
         if script is not None or steps is not None:
-            fail("--suite trains its own tasks, as long as --size says: leave out the script and --steps")
-        options |= {"size": size or "small", "tasks": split(task, ()) or None, "recipes": split(recipe, ()) or None}
-        _run_suite(suite, "halfulp-evidence" if out == DEFAULT_OUT else out, workers, json, options)
+            exit_with_error("--suite trains its own tasks, as long as --size says: leave out the script and --steps")
+        options |= {
+            "size": size or "small",
+            "tasks": split_names(task, ()) or None,
+            "recipes": split_names(recipe, ()) or None,
+        }
+        _run_suite(suite, "halfulp-evidence" if out == DEFAULT_FOLDER else out, workers, json, options)
         return
     if module and script is None:
-        fail("-m needs the name of a module: halfulp compare -m package.train")
+        exit_with_error("-m needs the name of a module: halfulp compare -m package.train")
     if script is not None:
         unused = {"--task": task, "--steps": steps, "--size": size, "--data": data, "--workers": workers}
         unused |= {
@@ -251,13 +219,12 @@ def compare(
             "--resume": resume or None,
             "--overwrite": overwrite or None,
         }
-        compare_script(script, arguments or [], split(recipe, DEFAULT_RECIPES), module, unused, out, json)
+        compare_script(script, arguments or [], split_names(recipe, DEFAULT_RECIPES), module, unused, out, json)
         return
-    tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
+    tasks, recipes = split_names(task, DEFAULT_TASKS), split_names(recipe, DEFAULT_RECIPES)
     from ..trials import compare as train
 
-    with shared_workers(workers) as crew:
-        evidence = run_trials(partial(train, tasks, recipes, steps=steps, size=size), out, workers=crew, **options)
+    evidence = run_trials(partial(train, tasks, recipes, steps=steps, size=size), out, workers=workers, **options)
     if json:
         print_json(evidence.to_dict())
         return
@@ -270,36 +237,35 @@ def _run_suite(suite: str, out: str, workers: int | None, json: bool, options: d
     """Train a suite, print its statements, and say where the tables are."""
     from ..trials.suite._run import run_suite
 
-    with shared_workers(workers) as crew:
-        evidence = run_trials(partial(run_suite, suite), out, workers=crew, **options)
-        if json:
-            print_json(evidence.to_dict())
-        else:
-            _print_statements(evidence, out)
-        _end_by_failures(evidence, out)
+    evidence = run_trials(partial(run_suite, suite), out, workers=workers, **options)
+    if json:
+        print_json(evidence.to_dict())
+    else:
+        _print_statements(evidence, out)
+    _fail_for_failed_trials(evidence, out)
 
 
 def _print_statements(evidence: Any, out: str) -> None:
-    from ..trials.suite._statements import statements
+    from ..trials.suite._statements import judge_statements
 
     table = make_plain_table(["statement", "verdict"], fold=["statement"])
-    for one in statements(evidence):
+    for one in judge_statements(evidence):
         table.add_row(f"{one.claim} ({one.source})", one.verdict)
     make_console().print(table)
     print(f"\n{_describe_run(evidence.run)}")
-    print(f"{Path(out, 'evidence.html')} and evidence.md have every table; {Path(out, 'evidence.json')} the numbers.")
+    print(f"{Path(out, 'evidence.md')} has every table; evidence.html shows the curves, evidence.json the numbers.")
 
 
-def _end_by_failures(evidence: Any, out: str) -> None:
+def _fail_for_failed_trials(evidence: Any, out: str) -> None:
     """End with an error where trials failed: how many, where, and the first one's message."""
-    from ..trials.suite._report import group_failures
+    from ..trials.suite._report import group_failed_trials
 
-    failed = group_failures(evidence)
+    failed = group_failed_trials(evidence)
     if not failed:
         return
     count = len(evidence.run["failed"])
     where = ", ".join(f"{task} · {recipe} (seed {seeds})" for task, recipe, seeds, _ in failed)
-    fail(
+    exit_with_error(
         f"{count} of {count + len(evidence.trials)} trials failed: {where}; the first said {failed[0][3]}; the others "
         f"are kept in {out}, --resume tries these again"
     )
@@ -311,17 +277,14 @@ def _describe_run(run: dict[str, Any]) -> str:
 
     if not run["trained"]:
         return "All trials were kept from an earlier run."
-    expected = f", {describe_duration(run['estimated_seconds'])} expected" if "estimated_seconds" in run else ""
     workers = f"{run['workers']} worker{'' if run['workers'] == 1 else 's'} of one thread"
-    return (
-        f"{run['trained']} trials in {describe_duration(run['seconds'])}{expected}, by {workers} on {run['processor']}."
-    )
+    return f"{run['trained']} trials in {describe_duration(run['seconds'])}, by {workers} on {run['processor']}."
 
 
 def _print_tables(evidence: Any) -> None:
     from rich.text import Text
 
-    from ..trials.evidence._table import format_cells, write_notes
+    from ..trials.evidence._table import format_cells, write_table_notes
 
     shown = make_console()
     for task in evidence.tasks():
@@ -335,14 +298,14 @@ def _print_tables(evidence: Any) -> None:
             right = [header for header in part if header not in ("recipe", "verdict")]
             table = make_plain_table(part, right=right)
             for row, line in zip(rows, lines):
-                table.add_row(*(line[header] for header in part), style=choose_style(row.verdict))
+                table.add_row(*(line[header] for header in part), style=choose_verdict_style(row.verdict))
             shown.print(table)
-        for note in write_notes(evidence, task):
+        for note in write_table_notes(evidence, task):
             shown.print(Text(note, style="dim"))
 
 
 def tune(
-    task: Annotated[str, typer.Option(help="The task.", autocompletion=complete(task_names))] = "digits",
+    task: Annotated[str, typer.Option(help="The task.", autocompletion=list_task_names)] = "digits",
     tolerance: Annotated[
         float | None,
         typer.Option(help="By which share of float32's loss a recipe may be above it; default: as compare judges."),
@@ -351,11 +314,8 @@ def tune(
         list[str] | None,
         typer.Option(
             help="Candidates, by their bytes; default: those that an observed training leaves open.",
-            autocompletion=complete(recipe_names),
+            autocompletion=list_recipe_names,
         ),
-    ] = None,
-    param_dtype: Annotated[
-        list[str] | None, typer.Option(help="Of the default candidates: bfloat16, float16. Default: bfloat16.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; 3 at least.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
@@ -365,18 +325,16 @@ def tune(
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take over finished trials of the same settings.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the trials that the folder holds.")] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Find the recipe of fewest bytes per parameter that stays with float32, per layer where that pays."""
     from ..trials import tune as search
 
-    check_alone("halfulp tune", "which trials it trains depends on the results of those before")
-
+    refuse_torchrun("tune")
     found = run_trials(
         partial(search, task, tolerance),
         out,
-        recipes=None if recipe is None else split(recipe, ()),
-        param_dtypes=split(param_dtype, ["bfloat16"]),
+        recipes=None if recipe is None else split_names(recipe, ()),
         seeds=seeds,
         steps=steps,
         data=data,

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -23,10 +23,10 @@ def describe_option(kind: str, default: Sequence[str]) -> str:
     return f"{kind}, separated by commas or one option each. Default: {', '.join(default)}"
 
 
-def split(given: list[str] | None, default: Sequence[str]) -> list[str]:
+def split_names(given: list[str] | None, default: Sequence[str]) -> list[str]:
     """Split ``["a,b", "c"]`` into ``["a", "b", "c"]``; return the default for an empty list.
 
-    >>> split(["digits, text", "cifar10"], ["text"]), split(None, ["text"])
+    >>> split_names(["digits, text", "cifar10"], ["text"]), split_names(None, ["text"])
     (['digits', 'text', 'cifar10'], ['text'])
     """
     if given is None:
@@ -34,40 +34,25 @@ def split(given: list[str] | None, default: Sequence[str]) -> list[str]:
     return [name.strip() for part in given for name in part.split(",") if name.strip()]
 
 
-def complete(names: Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
-    """Return a function that completes the last of several names for a shell; torch is not imported.
-
-    >>> complete(lambda: ["digits", "text", "two-heads"])("digits,t")
-    ['digits,text', 'digits,two-heads']
-    """
-
-    def completed(incomplete: str) -> list[str]:
-        before, comma, last = incomplete.rpartition(",")
-        known = before.split(",")
-        return [before + comma + name for name in names() if name.startswith(last) and name not in known]
-
-    return completed
-
-
-def recipe_names() -> list[str]:
+def list_recipe_names() -> list[str]:
     """Return the names of all recipes."""
     from ..recipes import names
 
     return names()
 
 
-def task_names() -> list[str]:
+def list_task_names() -> list[str]:
     """Return the names of all tasks."""
     from ..trials.tasks import names
 
     return names()
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in place of tables.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for a program in place of tables.")]
 
 
 @contextlib.contextmanager
-def print_elsewhere() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Send what a script and its processes print in a block to stderr, so that stdout has JSON alone."""
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
@@ -99,15 +84,15 @@ def make_plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int
     return table
 
 
-def choose_style(verdict: str | None) -> str:
+def choose_verdict_style(verdict: str | None) -> str:
     """Return the colour of a verdict's line in a terminal.
 
-    >>> choose_style("no difference"), choose_style("reference")
+    >>> choose_verdict_style("no difference"), choose_verdict_style("reference")
     ('green', '')
     """
-    from ..trials._defaults import TONES
+    from ..trials._defaults import VERDICT_TONES
 
-    return {"good": "green", "bad": "red", "open": "yellow"}.get(TONES.get(verdict or "", ""), "")
+    return {"good": "green", "bad": "red", "open": "yellow"}.get(VERDICT_TONES.get(verdict or "", ""), "")
 
 
 def format_cell(value: Any) -> str:
@@ -123,10 +108,10 @@ def format_cell(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
-Out = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
+OutOption = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
 
 
-def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> None:
+def prepare_out_folder(out: str | None, name: Instrument | Literal["compare-script"]) -> None:
     """Create the output folder and check, before any work, that a page can be written into it."""
     if out is None:
         return
@@ -137,21 +122,21 @@ def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> No
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write {out}: {error.strerror or error}; give another folder with --out") from None
-    for path in _name_files(out, name):
+    for path in _name_out_files(out, name):
         check_writable(path)
 
 
-def write_out(out: str | None, name: Instrument, found: Any) -> None:
+def write_page_and_json(out: str | None, name: Instrument, found: Any) -> None:
     """Write what an instrument found as NAME.html and NAME.json, each whole or not at all; without a folder nothing."""
     if out is None:
         return
     from ..observation.page import write_page
 
-    page, data = _name_files(out, name)
+    page, data = _name_out_files(out, name)
     content = found.to_dict()
     write_whole(data, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
     write_page(name, content, page)
 
 
-def _name_files(out: str, name: str) -> tuple[Path, Path]:
+def _name_out_files(out: str, name: str) -> tuple[Path, Path]:
     return Path(out) / f"{name}.html", Path(out) / f"{name}.json"

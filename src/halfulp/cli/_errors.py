@@ -7,30 +7,19 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 
-def write_any_letter() -> None:
+def escape_missing_letters() -> None:
     """Make outputs write a letter that their encoding lacks as its number, in place of an error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure") and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
-def is_unicode(stream: object) -> bool:
-    """Return whether an output can hold every letter.
-
-    >>> import io
-    >>> is_unicode(io.TextIOWrapper(io.BytesIO(), "cp1252")), is_unicode(io.StringIO())
-    (False, True)
-    """
-    encoding = getattr(stream, "encoding", None)
-    return encoding is None or encoding.lower().replace("-", "").startswith("utf")
-
-
 def print_json(content: Any) -> None:
     """Print one JSON document on standard output; it holds plain data without NaN."""
-    print(json.dumps(content, indent=2, ensure_ascii=not is_unicode(sys.stdout), allow_nan=False))
+    print(json.dumps(content, indent=2, allow_nan=False))
 
 
-def fail(message: object) -> NoReturn:
+def exit_with_error(message: object) -> NoReturn:
     """End with one line on stderr and exit code 2."""
     print(f"halfulp: {' '.join(str(message).split())}", file=sys.stderr)
     sys.exit(2)
@@ -45,6 +34,6 @@ def run_or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterat
     try:
         yield
     except telling as error:
-        fail(error)
+        exit_with_error(error)
     except (Exception, SystemExit) as error:
-        fail(f"{doing} {type(error).__name__}: {error}".rstrip(": "))
+        exit_with_error(f"{doing} {type(error).__name__}: {error}".rstrip(": "))

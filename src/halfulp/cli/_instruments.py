@@ -15,25 +15,24 @@ import typer
 from .._messages import a_kind
 from ..pages import check_writable, write_whole
 from ._conventions import (
-    Json,
-    Out,
-    complete,
+    JsonOption,
+    OutOption,
+    list_recipe_names,
+    list_task_names,
     make_console,
     make_plain_table,
-    prepare,
-    print_elsewhere,
-    recipe_names,
-    task_names,
-    write_out,
+    prepare_out_folder,
+    stdout_to_stderr,
+    write_page_and_json,
 )
-from ._errors import fail, print_json, run_or_fail
+from ._errors import exit_with_error, print_json, run_or_fail
 
 if TYPE_CHECKING:
     from ..observation.scripts import Ending, Watch
 
 # Options behind the script's name are the script's.
-SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-_CUT_SHORT = {"crashed": "crashed", "interrupted": "was interrupted", "terminated": "was terminated"}
+OBSERVE_CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+_WORDS_OF_EARLY_ENDINGS = {"crashed": "crashed", "interrupted": "was interrupted", "terminated": "was terminated"}
 
 
 def observe(
@@ -42,7 +41,7 @@ def observe(
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
     interval: Annotated[int, typer.Option(help="One step in so many is looked at.", min=1)] = 50,
     out: Annotated[str, typer.Option(help="Folder for observe.html, .json and .jsonl.")] = "halfulp-observe",
-    json: Json = False,
+    json: JsonOption = False,
 ) -> int:
     """Run an unchanged training script; report what is wrong with its numbers, and what to do about it.
 
@@ -58,25 +57,27 @@ def observe(
     if not module and not Path(script).is_file():
         is_like_a_module = not script.endswith(".py") and all(part.isidentifier() for part in script.split("."))
         more = "; a module is run by -m" if is_like_a_module else ""
-        fail(f"there is no file {script!r}: give the path of a training script, its own arguments after it{more}")
+        exit_with_error(
+            f"there is no file {script!r}: give the path of a training script, its own arguments after it{more}"
+        )
     if first:
-        prepare(out, "observe")
+        prepare_out_folder(out, "observe")
     # Where the script changes to another folder, this one stays.
     folder, own = str(Path(out).absolute()), os.getpid()
     watch = Watch(interval, Path(folder, "observe.jsonl") if first else None)
     with contextlib.ExitStack() as elsewhere:
         if json:
-            elsewhere.enter_context(print_elsewhere())
+            elsewhere.enter_context(stdout_to_stderr())
 
         def leave(ending: Ending) -> int:
             watch.__exit__(None, None, None)
             elsewhere.close()
             try:
-                return _report(watch, ending, out, folder, json) if _is_first(first, watch) else ending.code
+                return _write_report(watch, ending, out, folder, json) if _is_reporter(first, watch) else ending.code
             except SystemExit as failed:
                 return failed.code if isinstance(failed.code, int) else 2
             except ValueError as error:
-                _say(" ".join(str(error).split()))
+                _print_to_stderr(" ".join(str(error).split()))
                 return 2
 
         with Termination(lambda: leave(Ending(TERMINATED, "terminated"))) as termination:
@@ -84,48 +85,48 @@ def observe(
                 ending = run_script(script, arguments or [], module=module, leave=leave)
             termination.wait()
             elsewhere.close()
-            if os.getpid() != own or not _is_first(first, watch):
+            if os.getpid() != own or not _is_reporter(first, watch):
                 return ending.code
-            return _report(watch, ending, out, folder, json)
+            return _write_report(watch, ending, out, folder, json)
 
 
-def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> int:
+def _write_report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> int:
     """Print and write the report; return the exit code."""
     report = watch.report(ending.reason)
-    how = _CUT_SHORT.get(ending.reason)
+    how = _WORDS_OF_EARLY_ENDINGS.get(ending.reason)
     if not report.steps:
         children = watch.children.why_unseen()
         if ending.code:
             said = f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed"
-            _say(f"{said}; {children}" if children else said)
+            _print_to_stderr(f"{said}; {children}" if children else said)
             return ending.code
         reasons = [*report.unseen, *([children] if children else [])]
         why = "; ".join(reasons) or "give a script that trains in its own process, by an optimizer of torch's kind"
-        fail(f"the script never stepped a torch optimizer that can be observed: {why}")
+        exit_with_error(f"the script never stepped a torch optimizer that can be observed: {why}")
     if how:
         said = f"the script {how} after {report.steps} steps"
         report.unseen.insert(0, f"{said}: this is what was observed until then")
-        _say(f"{said}; what was observed until then:")
+        _print_to_stderr(f"{said}; what was observed until then:")
     if json:
         print_json(report.to_dict())
     else:
         print(report)
-    write_out(folder, "observe", report)
+    write_page_and_json(folder, "observe", report)
     if not json:
         print(f"\n{Path(out, 'observe.html')} shows it; {Path(out, 'observe.json')} holds the numbers.")
     return ending.code
 
 
-def _is_first(first: bool, watch: Watch) -> bool:
+def _is_reporter(first: bool, watch: Watch) -> bool:
     """Return whether this process reports: of several the first, also of those that torchrun did not start."""
     return first and watch.rank == 0
 
 
-def _say(words: str) -> None:
+def _print_to_stderr(words: str) -> None:
     print(f"halfulp: {words}", file=sys.stderr)
 
 
-_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "no": "green", None: ""}
+_SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "no": "green", None: ""}
 
 
 def audit(
@@ -135,8 +136,8 @@ def audit(
         float, typer.Option(help="Mean change in ulps below which a tensor counts as barely moved.")
     ] = 0.01,
     lr: Annotated[float | None, typer.Option(help="Learning rate in place of the one that B holds.")] = None,
-    out: Out = None,
-    json: Json = False,
+    out: OutOption = None,
+    json: JsonOption = False,
 ) -> int:
     """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
 
@@ -146,13 +147,13 @@ def audit(
     """
     from ..observation import audit as compare_checkpoints
 
-    prepare(out, "audit")
+    prepare_out_folder(out, "audit")
     found = compare_checkpoints(a, b, share=share, lr=lr)
     if json:
         print_json(found.to_dict())
     else:
         _print_audit(found)
-    write_out(out, "audit", found)
+    write_page_and_json(out, "audit", found)
     return 0 if found.passed else 1
 
 
@@ -163,7 +164,7 @@ def _print_audit(found: Any) -> None:
 
     shown = make_console()
     for line in listing(found.findings):
-        shown.print(Text(line, style=_STYLES.get(line.split(" ", 1)[0], "")))
+        shown.print(Text(line, style=_SEVERITY_STYLES.get(line.split(" ", 1)[0], "")))
     shown.print()
     columns = ["tensors", "dtypes", "elements", "unchanged", "median ulps", "verdict"]
     table = make_plain_table(columns, right=columns[2:5], fold=("tensors", "verdict"))
@@ -175,7 +176,7 @@ def _print_audit(found: Any) -> None:
             f"{group.numel:,}",
             f"{group.share_unchanged:.1%}",
             low if low == high else f"{low}–{high}",
-            Text(group.verdict, style=_STYLES[group.severity]),
+            Text(group.verdict, style=_SEVERITY_STYLES[group.severity]),
         )
     shown.print(table)
     for said in found.unseen:
@@ -200,8 +201,8 @@ def forecast(
     weight_decay: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,
     beta1: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,
     beta2: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,
-    out: Out = None,
-    json: Json = False,
+    out: OutOption = None,
+    json: JsonOption = False,
 ) -> int:
     """Say before a training which layers rounding to nearest will freeze, when, and what would keep them moving.
 
@@ -210,7 +211,7 @@ def forecast(
     from ..observation import forecast
     from ..observation._finding import find_worst_severity
 
-    prepare(out, "forecast")
+    prepare_out_folder(out, "forecast")
     if (beta1 is None) != (beta2 is None):
         raise ValueError("give --beta1 and --beta2 together")
     found = forecast(
@@ -231,7 +232,7 @@ def forecast(
         print_json(found.to_dict())
     else:
         print(found)
-    write_out(out, "forecast", found)
+    write_page_and_json(out, "forecast", found)
     return 0 if find_worst_severity(found.findings) in (None, "note") else 1
 
 
@@ -242,17 +243,17 @@ def verify(
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="A task's model and batch instead of a target.", autocompletion=complete(task_names)),
+        typer.Option(help="A task's model and batch instead of a target.", autocompletion=list_task_names),
     ] = None,
     recipe: Annotated[
         str,
-        typer.Option(help="A recipe with scaled payloads or a gradient scale.", autocompletion=complete(recipe_names)),
+        typer.Option(help="A recipe with scaled payloads or a gradient scale.", autocompletion=list_recipe_names),
     ] = "scaled-fp16",
     trials: Annotated[int, typer.Option(help="How many draws of scales.")] = 2,
     seed: Annotated[int, typer.Option(help="Of the scales.")] = 0,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
     out: Annotated[str | None, typer.Option(help="A file for the result as JSON.")] = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> int:
     """Prove on a model that a recipe's scales change no gradient, or name the first operator that does.
 
@@ -261,56 +262,58 @@ def verify(
     from ..recipes import verify
 
     if (target is None) == (task is None):
-        fail("give either a target, package.module:function, or --task with a task's name")
+        exit_with_error("give either a target, package.module:function, or --task with a task's name")
     if out is not None:
         check_writable(out)
-    model, batch, loss = _load_target(target) if target is not None else _load_task(str(task), data, seed)
+    model, batch, loss = (
+        _load_target_to_verify(target) if target is not None else _load_task_to_verify(str(task), data, seed)
+    )
     with run_or_fail(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
         found = verify(model, batch, recipe, loss=loss, trials=trials, seed=seed)
     if json:
         print_json(found.to_dict())
     else:
-        _print_proof(found)
+        _print_verification(found)
     if out is not None:
         write_whole(out, encoder.dumps(found.to_dict(), indent=2))
     return 0 if found.passed else 1
 
 
-def _load_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
+def _load_task_to_verify(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
     from ..trials.tasks import get
 
     task = get(name, data)
     if hasattr(task, "trial"):
-        fail(f"task {name!r} has a training loop of its own and no model to verify")
+        exit_with_error(f"task {name!r} has a training loop of its own and no model to verify")
     found = task.load()
     model = task.model(found, seed)
     inputs, targets = next(task.batches(found, seed, 1))
     return model, inputs, lambda logits: task.loss(logits, targets)
 
 
-def _load_target(target: str) -> tuple[Any, Any, Any]:
+def _load_target_to_verify(target: str) -> tuple[Any, Any, Any]:
     import importlib
 
     name, _, function = target.partition(":")
     if not name or not function:
-        fail(f"{target!r} names no {'function' if name else 'module'}: write package.module:function")
+        exit_with_error(f"{target!r} names no {'function' if name else 'module'}: write package.module:function")
     if name.endswith(".py"):
         module = name.removesuffix(".py").strip("./").replace("/", ".")
-        fail(f"{target!r} names a file: write the module without .py, {module}:{function}")
+        exit_with_error(f"{target!r} names a file: write the module without .py, {module}:{function}")
     # As `python -m` does: modules of the folder that one stands in are found.
     sys.path.insert(0, str(Path.cwd()))
     with run_or_fail(f"cannot take {function!r} from {name!r}:"):
         make = getattr(importlib.import_module(name), function)
     if not callable(make):
-        fail(f"{target} is {a_kind(make)}: give a function that returns (model, batch) or with a loss")
+        exit_with_error(f"{target} is {a_kind(make)}: give a function that returns (model, batch) or with a loss")
     with run_or_fail(f"{target} raised"):
         made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        fail(f"{target} returned {type(made).__name__}: return (model, batch) or (model, batch, loss)")
+        exit_with_error(f"{target} returned {type(made).__name__}: return (model, batch) or (model, batch, loss)")
     return (*made, None) if len(made) == 2 else made
 
 
-def _print_proof(found: Any) -> None:
+def _print_verification(found: Any) -> None:
     from rich.text import Text
 
     shown = make_console()

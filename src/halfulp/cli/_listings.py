@@ -1,9 +1,9 @@
 """halfulp formats, recipes, tasks and env: what there is."""
 
-from ._conventions import Json, format_cell, make_console, make_plain_table
+from ._conventions import JsonOption, format_cell, make_console, make_plain_table
 from ._errors import print_json
 
-_COLUMNS = {
+_FORMAT_COLUMNS = {
     "name": "name",
     "bits": "bits",
     "exponent_bits": "exp",
@@ -18,11 +18,11 @@ _COLUMNS = {
     "overflow": "overflow",
     "torch_dtype": "torch",
 }
-_WORDS = ("name", "nan", "overflow", "torch_dtype")
-_ONLY_WHERE_WIDE = ("nan", "overflow", "torch_dtype", "infinities")
+_TEXT_COLUMNS = ("name", "nan", "overflow", "torch_dtype")
+_COLUMNS_OF_WIDE_TERMINALS = ("nan", "overflow", "torch_dtype", "infinities")
 
 
-def formats(json: Json = False) -> None:
+def formats(json: JsonOption = False) -> None:
     """Print the number formats as a table."""
     from ..formats import block_rows, rows
 
@@ -30,15 +30,15 @@ def formats(json: Json = False) -> None:
         print_json({"formats": rows(), "block_formats": block_rows()})
         return
     shown = make_console()
-    fields = [field for field in _COLUMNS if shown.width >= 130 or field not in _ONLY_WHERE_WIDE]
-    right = [_COLUMNS[field] for field in fields if field not in _WORDS]
-    table = make_plain_table([_COLUMNS[field] for field in fields], right=right, gap=1)
+    fields = [field for field in _FORMAT_COLUMNS if shown.width >= 130 or field not in _COLUMNS_OF_WIDE_TERMINALS]
+    right = [_FORMAT_COLUMNS[field] for field in fields if field not in _TEXT_COLUMNS]
+    table = make_plain_table([_FORMAT_COLUMNS[field] for field in fields], right=right, gap=1)
     for row in rows():
         table.add_row(*(format_cell(row[field]) for field in fields))
     shown.print(table)
 
 
-def recipes(json: Json = False) -> None:
+def recipes(json: JsonOption = False) -> None:
     """Print the recipes: what is kept in which format, and how weights are updated."""
     from ..recipes import get, names
 
@@ -52,15 +52,15 @@ def recipes(json: Json = False) -> None:
     make_console().print(table)
 
 
-def tasks(json: Json = False) -> None:
+def tasks(json: JsonOption = False) -> None:
     """Print the tasks that recipes can be compared on."""
     from ..trials.tasks import kind_of, names
-    from ..trials.tasks._registry import needs_data
+    from ..trials.tasks._registry import needs_data_folder
 
     rows = [
         {
             **{field: getattr(kind, field) for field in ("name", "title", "steps", "judged_by")},
-            "needs_data": needs_data(kind),
+            "needs_data": needs_data_folder(kind),
         }
         for kind in map(kind_of, names())
     ]
@@ -74,7 +74,7 @@ def tasks(json: Json = False) -> None:
     make_console().print(table)
 
 
-def env(json: Json = False) -> None:
+def env(json: JsonOption = False) -> None:
     """Print what a bug report needs: versions, processor and its instructions, engines, cache, devices, variables."""
     from ..environment import describe_environment, list_environment_lines
 

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ._conventions import Json, complete, make_console, make_plain_table, recipe_names, split
-from ._errors import fail, print_json
+from ._conventions import JsonOption, list_recipe_names, split_names
+from ._errors import exit_with_error, print_json
 
 
-def optimizer_names() -> list[str]:
+def list_optimizer_names() -> list[str]:
     """Return the names of all optimizers."""
     from ..optim import OPTIMIZERS
 
@@ -25,15 +25,14 @@ def warm(
         typer.Option(
             help="Steps of these recipes alone, separated by commas or one option each. Default: every weight update, "
             "dtype and state, quantize to every format, and arithmetic of several components.",
-            autocompletion=complete(recipe_names),
+            autocompletion=list_recipe_names,
         ),
     ] = None,
     optimizer: Annotated[
         list[str] | None,
-        typer.Option(help="Steps of these optimizers alone. Default: all.", autocompletion=complete(optimizer_names)),
+        typer.Option(help="Steps of these optimizers alone. Default: all.", autocompletion=list_optimizer_names),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and compile nothing.")] = False,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Fill the cache of compiled kernels, so that the first step of a training compiles nothing.
 
@@ -46,16 +45,16 @@ def warm(
     from ..trials.running._progress import describe_duration
     from ._warm_jobs import list_jobs
 
-    folder = _writable_folder()
+    folder = _find_writable_cache()
     chosen = list(
-        list_jobs(None if recipe is None else split(recipe, ()), None if optimizer is None else split(optimizer, ()))
+        list_jobs(
+            None if recipe is None else split_names(recipe, ()),
+            None if optimizer is None else split_names(optimizer, ()),
+        )
     )
     counts = {group: sum(job.group == group for job in chosen) for group in dict.fromkeys(job.group for job in chosen)}
-    if dry_run:
-        _print_jobs(folder, chosen, counts, json)
-        return
     before, start = statistics.copy(), time.monotonic()
-    refused = _run(chosen)
+    refused = _run_jobs(chosen)
     made, seconds = statistics - before, round(time.monotonic() - start, 1)
     found = {
         "folder": folder,
@@ -72,7 +71,9 @@ def warm(
         print_json(found)
     if made["written"] < made["compiled"]:
         lost = made["compiled"] - made["written"]
-        fail(f"{lost} of {made['compiled']} compiled kernels could not be kept in {folder}: is the disk full?")
+        exit_with_error(
+            f"{lost} of {made['compiled']} compiled kernels could not be kept in {folder}: is the disk full?"
+        )
     if json:
         return
     if refused:
@@ -83,21 +84,23 @@ def warm(
     )
 
 
-def _writable_folder() -> str:
+def _find_writable_cache() -> str:
     """Return where kernels are kept; end the command where none can be, or where none are compiled."""
     from ..environment import describe_cache
     from ..kernels._engine import choose_engine
 
     engine, reason = choose_engine("cpu")
     if engine != "llvm":
-        fail(f"there is nothing to compile: {reason or 'HALFULP_ENGINE asks for ' + engine}")
+        exit_with_error(f"there is nothing to compile: {reason or 'HALFULP_ENGINE asks for ' + engine}")
     cache = describe_cache()
     if not cache["writable"]:
-        fail(f"kernels cannot be kept ({cache['reason']}): set HALFULP_CACHE_DIR to a folder that can be written")
+        exit_with_error(
+            f"kernels cannot be kept ({cache['reason']}): set HALFULP_CACHE_DIR to a folder that can be written"
+        )
     return str(cache["folder"])
 
 
-def _run(chosen: list[Any]) -> int:
+def _run_jobs(chosen: list[Any]) -> int:
     """Run the jobs, with a bar on a terminal; return how many were refused that may be."""
     import warnings
 
@@ -121,15 +124,3 @@ def _run(chosen: list[Any]) -> int:
                 refused += 1
             bars.advance(bar)
     return refused
-
-
-def _print_jobs(folder: str, chosen: list[Any], counts: dict[str, int], json: bool) -> None:
-    if json:
-        print_json({"folder": folder, "runs": counts, "jobs": [f"{job.group}: {job.name}" for job in chosen]})
-        return
-    table = make_plain_table(["what", "which"], fold=["which"])
-    for group, count in counts.items():
-        names = [job.name for job in chosen if job.group == group]
-        table.add_row(f"{count} {group}", "; ".join(names[:3]) + ("; ..." if count > 3 else ""))
-    make_console().print(table, markup=False)
-    print(f"\n{len(chosen)} runs, whose kernels are kept in {folder}; --json lists them all.")

@@ -14,18 +14,18 @@ from torch import nn
 from .. import formats, mctensor, optim, recipes, rounding
 from .._names import unknown
 from ..optim.weight_updates._weight_update import REGISTRY
-from ..recipes._optimizer import step_by
+from ..recipes._optimizer import backpropagate_and_step
 from ..rounding._modes import MODES
 
-_NARROW = (torch.bfloat16, torch.float16)
-_STATES = (None, torch.float32, "8bit")
+_NARROW_DTYPES = (torch.bfloat16, torch.float16)
+_STATE_DTYPES = (None, torch.float32, "8bit")
 # Beside an optimizer's defaults: options that choose another rule, and that trainings often have.
-_OPTIONS: dict[str, Sequence[dict[str, Any]]] = {"SGD": ({}, {"momentum": 0.9})}
-_WIDTH = 256  # whole blocks of 8-bit states
+_OPTIONS_BY_OPTIMIZER: dict[str, Sequence[dict[str, Any]]] = {"SGD": ({}, {"momentum": 0.9})}
+_TENSOR_WIDTH = 256  # whole blocks of 8-bit states
 
 
 @dataclass(frozen=True)
-class Job:
+class WarmUpJob:
     """A small run that puts its kernels into the cache."""
 
     group: str
@@ -34,7 +34,7 @@ class Job:
     may_be_refused: bool = False
 
 
-def list_jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> Iterator[Job]:
+def list_jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> Iterator[WarmUpJob]:
     """Yield jobs for some recipes or all, and chosen optimizers or all; some may be refused."""
     optimizer_names = list(optim.OPTIMIZERS) if chosen is None else chosen
     for name in optimizer_names:
@@ -43,44 +43,50 @@ def list_jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) 
     if recipe_names is not None:
         known = [recipes.get(name) for name in recipe_names]
         for recipe, name in itertools.product(known, optimizer_names):
-            for options in _OPTIONS.get(name, ({},)):
-                train = partial(_train, recipe, name, options)
-                yield Job("recipes", f"{recipe.name}, {_format_call(name, options)}", train, chosen is None)
+            for options in _OPTIONS_BY_OPTIMIZER.get(name, ({},)):
+                train = partial(_train_small_model, recipe, name, options)
+                yield WarmUpJob("recipes", f"{recipe.name}, {_format_call(name, options)}", train, chosen is None)
         return
     for name in optimizer_names:
-        yield from _list_steps(name)
+        yield from _list_step_jobs(name)
     if set(optimizer_names) != set(optim.OPTIMIZERS):
         return
     for name, mode in itertools.product((*formats.names(), *formats.block_names()), MODES):
-        yield Job("roundings", f"{name}, {mode}", partial(_quantize, name, mode))
+        yield WarmUpJob("roundings", f"{name}, {mode}", partial(_quantize_samples, name, mode))
     for dtype, components in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (2, 3)):
         named = f"{components} x {str(dtype).removeprefix('torch.')}"
-        yield Job("expansions", f"MCTensor of {named}", partial(_calculate, dtype, components))
+        yield WarmUpJob("expansions", f"MCTensor of {named}", partial(_run_expansion_operators, dtype, components))
 
 
 def _format_call(name: str, options: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})"
 
 
-def _list_steps(name: str) -> Iterator[Job]:
+def _list_step_jobs(name: str) -> Iterator[WarmUpJob]:
     """Yield a job for every weight update, dtype and storage of states that an optimizer accepts together."""
     for options, dtype, update, state in itertools.product(
-        _OPTIONS.get(name, ({},)), (*_NARROW, torch.float32), (None, *REGISTRY), _STATES
+        _OPTIONS_BY_OPTIMIZER.get(name, ({},)), (*_NARROW_DTYPES, torch.float32), (None, *REGISTRY), _STATE_DTYPES
     ):
         if (dtype == torch.float32) != (update is None):
             continue
         given = {"lr": 1e-3, "weight_update": update, "state_dtype": state, **options}
-        if _is_refused(name, dtype, given):
+        if _are_options_refused(name, dtype, given):
             continue
         states = str(state or dtype).removeprefix("torch.")
         told = ", ".join(filter(None, (str(dtype).removeprefix("torch."), update, f"states {states}")))
-        yield Job("steps", f"{_format_call(name, options)}: {told}", partial(_step, name, dtype, given))
+        yield WarmUpJob(
+            "steps",
+            f"{_format_call(name, options)}: {told}",
+            partial(_run_steps, name, dtype, given),
+        )
 
 
-def _is_refused(name: str, dtype: torch.dtype, given: dict[str, Any]) -> bool:
+def _are_options_refused(name: str, dtype: torch.dtype, given: dict[str, Any]) -> bool:
     """Return whether options do not go together, or the states that they choose are the default ones, or none."""
     try:
-        optimizer = optim.OPTIMIZERS[name]([nn.Parameter(torch.zeros(1, _WIDTH, dtype=dtype, device="cpu"))], **given)
+        optimizer = optim.OPTIMIZERS[name](
+            [nn.Parameter(torch.zeros(1, _TENSOR_WIDTH, dtype=dtype, device="cpu"))], **given
+        )
         optimizer.bytes_per_parameter()
     except (ValueError, NotImplementedError):
         return True
@@ -88,29 +94,29 @@ def _is_refused(name: str, dtype: torch.dtype, given: dict[str, Any]) -> bool:
     return given["state_dtype"] is not None and (not has_states or given["state_dtype"] == dtype)
 
 
-def _step(name: str, dtype: torch.dtype, given: dict[str, Any]) -> None:
+def _run_steps(name: str, dtype: torch.dtype, given: dict[str, Any]) -> None:
     """Step twice, once with lost updates counted, which is another kernel."""
-    parameter = nn.Parameter(torch.ones(1, _WIDTH, dtype=dtype, device="cpu"))
+    parameter = nn.Parameter(torch.ones(1, _TENSOR_WIDTH, dtype=dtype, device="cpu"))
     for interval in (0, 1):
         optimizer = optim.OPTIMIZERS[name]([parameter], report_interval=interval, **given)
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
 
 
-def _train(recipe: recipes.Recipe, name: str, options: dict[str, Any]) -> None:
+def _train_small_model(recipe: recipes.Recipe, name: str, options: dict[str, Any]) -> None:
     """Train a small model of the most common layers for two steps under a recipe."""
-    model = nn.Sequential(nn.Embedding(4, _WIDTH), nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 2))
+    model = nn.Sequential(nn.Embedding(4, _TENSOR_WIDTH), nn.LayerNorm(_TENSOR_WIDTH), nn.Linear(_TENSOR_WIDTH, 2))
     recipes.convert(model, recipe)
     scaler = recipes.scaler(recipe, model)
     for interval in (0, 1):
         optimizer = recipes.optimizer(model, name, lr=1e-3, report_interval=interval, **options)
         loss = model(torch.arange(4, dtype=torch.int64, device="cpu")).float().square().mean()
-        step_by(loss, optimizer, scaler)
+        backpropagate_and_step(loss, optimizer, scaler)
 
 
-def _quantize(name: str, mode: str) -> None:
+def _quantize_samples(name: str, mode: str) -> None:
     """Round tensors of the dtypes that hold a format's numbers."""
-    for dtype in (torch.float32, *_NARROW):
+    for dtype in (torch.float32, *_NARROW_DTYPES):
         x = torch.linspace(0, 2, 64, dtype=torch.float32, device="cpu").to(dtype)
         try:
             rounding.quantize(x, name, mode)
@@ -118,7 +124,7 @@ def _quantize(name: str, mode: str) -> None:
             continue
 
 
-def _calculate(dtype: torch.dtype, components: int) -> None:
+def _run_expansion_operators(dtype: torch.dtype, components: int) -> None:
     """Run the operators of a small model and its loss on expansions."""
     numbers = torch.linspace(0.5, 2, 64, dtype=torch.float64, device="cpu").reshape(8, 8)
     x = mctensor.MCTensor.encode(numbers, components, dtype)

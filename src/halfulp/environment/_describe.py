@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .._torch_floor import FLOOR, is_older
+from .._torch_floor import OLDEST_TORCH, is_older
 from ._processor import core_count, list_instructions, processor_name
 
 _LISTED_PACKAGES = ("torch", "numpy", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
@@ -113,7 +113,7 @@ def _describe_torch() -> dict[str, Any]:
 
     built = {"cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
     return {
-        "version": f"{torch.__version__}{f', older than {FLOOR}' if is_older(torch.__version__) else ''}",
+        "version": f"{torch.__version__}{f', older than {OLDEST_TORCH}' if is_older(torch.__version__) else ''}",
         "built for": [f"{name} {version}" for name, version in built.items() if version] or ["cpu"],
         "processor capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),

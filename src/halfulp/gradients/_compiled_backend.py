@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 
 from .._torch_versions import (
     NAMES_ALL_FUNCTIONS,
-    adds_gradients,
     is_backward,
+    is_gradient_sum,
     join_scaled_sums,
-    name_of_source,
-    partitioned_by,
+    name_dynamo_source,
+    partition_graphs_by,
 )
 from ..kernels import define_operator
 from . import _compiled_placement as _placement
@@ -339,7 +339,7 @@ def name_functions(joint: GraphModule) -> None:
             continue
         if not is_backward(node):
             forward.setdefault(number, node.meta.get(_OWN))
-        elif adds_gradients(node):
+        elif is_gradient_sum(node):
             node.meta.pop(_FORWARD, None)
         else:
             unnamed.setdefault(number, []).append(node)
@@ -406,7 +406,7 @@ def _inductor(module: GraphModule, inputs: Sequence, partition: Partition, optio
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**list_mode_options(mode or "default"), **(options or {})}
-    with partitioned_by(partition, patches) as patches:
+    with partition_graphs_by(partition, patches) as patches:
         return compile_fx(module, inputs, config_patches=patches)
 
 
@@ -660,4 +660,4 @@ def find_listed_owner(parameter: Tensor, backward: Backward) -> str | None:
 
 def _path(node: Node) -> str:
     """Return the qualified name of the parameter that a graph reads, as far as its source tells."""
-    return ".".join(a or b for a, b in _ATTRIBUTE.findall(name_of_source(node.meta["grapharg"].source)))
+    return ".".join(a or b for a, b in _ATTRIBUTE.findall(name_dynamo_source(node.meta["grapharg"].source)))

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from .. import __version__
-from .._messages import a_kind, differences, listed
+from .._messages import a_kind, listed, name_differences
 from .._torch_versions import ALL_GATHER, lacks
 from ..rounding import Stochastic, quantize
 from ..rounding._random_bits import mix64
@@ -293,7 +293,7 @@ class NarrowReduction:
             )
         unknown = [name for name in state_dict[mine] if name not in self.names.values()]
         if unknown:
-            raise ValueError(f"the state is of another model: it {differences([], unknown)}")
+            raise ValueError(f"the state is of another model: it {name_differences([], unknown)}")
         copied: Any = {
             name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
             for name, held in state_dict[mine].items()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._messages import differences
+from .._messages import name_differences
 from ..formats import Format
 from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Memory, Site, Sites, parse_exponent
 
@@ -163,8 +163,8 @@ def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None
     unknown = [key for key in given if key not in own and (known or not _is_of_module(key.split("#")[0], modules))]
     if missing or unknown:
         raise ValueError(
-            f"this state_dict is of another model: it {differences(missing, sorted(unknown))}. Load the one that was "
-            "saved with this model"
+            f"this state_dict is of another model: it {name_differences(missing, sorted(unknown))}. Load the one "
+            "that was saved with this model"
         )
 
 

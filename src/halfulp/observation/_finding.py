@@ -10,7 +10,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from .._names import described
-from .._qualified_names import braced, pattern_of
+from .._qualified_names import join_numbered_names, pattern_of
 from ._record import to_plain_data
 from ._text import describe_lr, format_percent
 
@@ -99,7 +99,7 @@ def describe_names(names: Iterable[str]) -> str:
     grouped: dict[str, list[str]] = {}
     for name in names:
         grouped.setdefault(pattern_of(name), []).append(name)
-    said = [braced(group) for group in grouped.values()]
+    said = [join_numbered_names(group) for group in grouped.values()]
     return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from .._messages import differences, find_users_level, listed
+from .._messages import find_users_level, listed, name_differences
 from ..formats import Format
 from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
@@ -328,7 +328,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         state_dict = dict(zip(plain_names(state_dict), state_dict.values()))
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
-            raise ValueError(f"the state_dict {differences(missing, foreign)}: give one with the model's own names")
+            raise ValueError(f"the state_dict {name_differences(missing, foreign)}: give one with the model's names")
         extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if is_extra_state(name)}
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._messages import differences, listed
+from .._messages import listed, name_differences
 from ..formats import Format
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
@@ -292,7 +292,7 @@ class EMA:
             refuse_other_stream("the EMA", "the state_dict", state_dict)
         missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())
         if missing or foreign:
-            raise ValueError(f"the state_dict {differences(missing, foreign)}: give one of an EMA of this model")
+            raise ValueError(f"the state_dict {name_differences(missing, foreign)}: give one of an EMA of this model")
         for name, tensor in tensors.items():
             wanted, found = ((one.dtype, tuple(one.shape)) for one in (tensor, given[name]))
             if wanted != found:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._messages import differences, listed
+from .._messages import listed, name_differences
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
@@ -173,7 +173,7 @@ def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     unknown = sorted(_OF_RULES & theirs.keys() - mine.keys())
     lacking = sorted((defaults.keys() | _OF_RULES) & mine.keys() - theirs.keys() - _OURS - _LATER.keys())
     if unknown or lacking:
-        raise ValueError(f"the state_dict is another optimizer's: a group of it {differences(lacking, unknown)}")
+        raise ValueError(f"the state_dict is another optimizer's: a group of it {name_differences(lacking, unknown)}")
     by_name = _is_keyed_by_name(theirs)
     names, other = mine.get("param_names"), theirs.get("params" if by_name else "param_names")
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):

@@ -17,10 +17,10 @@ from ..subclass.models._conversion import remove_hooks
 from ..subclass.models._float32_products import class_of
 
 # Stands for an entry that a container has not.
-_ABSENT = object()
+_ABSENT_ENTRY = object()
 
 
-class _Copy(NamedTuple):
+class _ArgumentCopy(NamedTuple):
     """A copy of an argument, or of what lies in one.
 
     Attributes:
@@ -45,10 +45,10 @@ class CopiedArguments(dict):
 
     def __init__(self, kwargs: dict, given: Any, made: Any) -> None:
         super().__init__(kwargs)
-        self._copies = list({id(one.copy): one for one in _copies(given, made)}.values())
+        self._copies = list({id(one.copy): one for one in _list_copies(given, made)}.values())
 
     def return_writes(self, cast: Callable[[Tensor, torch.dtype], Tensor]) -> None:
-        """Give the caller's arguments what the module wrote into the copies of them, which ``cast`` made."""
+        """Give the caller's arguments what the module wrote into the copies of them, which ``cast_finite`` made."""
         written = [one for one in self._copies if isinstance(one.copy, Tensor) and one.copy._version != one.before]
         for one in written:
             if one.version is not None and one.source._version != one.version:
@@ -70,10 +70,10 @@ class CopiedArguments(dict):
         originals = {id(one.copy): one.source for one in self._copies}
         for one in self._copies:
             if not isinstance(one.copy, Tensor):
-                _return_items(one, originals)
+                _return_changed_items(one, originals)
 
 
-def make_writable(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_with_version_counter(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x.to(dtype)``, with a version counter under torch.inference_mode too, where new tensors have none."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
@@ -81,21 +81,21 @@ def make_writable(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _copies(given: Any, made: Any) -> Iterator[_Copy]:
+def _list_copies(given: Any, made: Any) -> Iterator[_ArgumentCopy]:
     """Yield every copy in nested arguments."""
     if given is made:
         return
     if isinstance(given, Tensor):
-        yield _Copy(given, made, made._version, None if given.is_inference() else given._version)
+        yield _ArgumentCopy(given, made, made._version, None if given.is_inference() else given._version)
         return
-    inner, now = _items(given), _items(made)
+    inner, now = _read_items(given), _read_items(made)
     for key, item in inner.items():
-        yield from _copies(item, now[key])
+        yield from _list_copies(item, now[key])
     if not isinstance(given, tuple):
-        yield _Copy(given, made, now, None)
+        yield _ArgumentCopy(given, made, now, None)
 
 
-def _items(container: Any) -> dict:
+def _read_items(container: Any) -> dict:
     """Return the values in a list, tuple, dict or data class, by key."""
     if isinstance(container, dict):
         return dict(container)
@@ -105,10 +105,10 @@ def _items(container: Any) -> dict:
     return declared | getattr(container, "__dict__", {})
 
 
-def _return_items(one: _Copy, originals: dict[int, Any]) -> None:
+def _return_changed_items(one: _ArgumentCopy, originals: dict[int, Any]) -> None:
     """Give a container the entries that were put into its copy, or taken out of it."""
-    now = _items(one.copy)
-    changed = {key: item for key, item in now.items() if one.before.get(key, _ABSENT) is not item}
+    now = _read_items(one.copy)
+    changed = {key: item for key, item in now.items() if one.before.get(key, _ABSENT_ENTRY) is not item}
     removed = [key for key in one.before if key not in now]
     if not changed and not removed:
         return
@@ -125,23 +125,23 @@ def _return_items(one: _Copy, originals: dict[int, Any]) -> None:
             object.__setattr__(one.source, key, item)
 
 
-_PLAIN = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_PLAIN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 # Measured on the CPU, and as torch.autocast has it: with float32 weights these take narrow inputs and compute in
 # float32; without weights they keep narrow means. layer_norm sums its weight's gradient in the narrow dtype.
-_MIXED = (nn.modules.batchnorm._NormBase,)
+_MIXED_DTYPE_MODULES = (nn.modules.batchnorm._NormBase,)
 
 
-class _Cast:
+class _CastHook:
     """A hook that casts floating tensors; a class of its own, so that it is found again, copied and pickled."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
 
-class CastInputs(_Cast):
+class CastInputsHook(_CastHook):
     """A forward pre-hook that casts inputs, to a fixed dtype or first to that of the module's own parameters.
 
-    With ``writes``, `ReturnWrites` finds what was copied.
+    With ``writes``, `ReturnWritesHook` finds what was copied.
     """
 
     def __init__(self, dtype: torch.dtype, writes: bool, is_fixed: bool) -> None:
@@ -151,21 +151,21 @@ class CastInputs(_Cast):
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Return the cast inputs, what is given twice as one tensor, or None where nothing changes."""
         own = () if self.is_fixed else (p.dtype for p in module._parameters.values() if p is not None)
-        dtype = next((dtype for dtype in own if dtype in _PLAIN), self.dtype)
+        dtype = next((dtype for dtype in own if dtype in _PLAIN_DTYPES), self.dtype)
         finds_writes = self.writes and not torch.compiler.is_compiling()
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             if args[0].dtype == dtype:
                 return None
             if not finds_writes:
-                return (cast(args[0], dtype),), kwargs
-        once = memoize(lambda x: cast(x, dtype))
+                return (cast_finite(args[0], dtype),), kwargs
+        once = memoize(lambda x: cast_finite(x, dtype))
         cast_args, cast_kwargs = map_tensors(args, once, False), map_tensors(kwargs, once, False)
         if finds_writes:
             cast_kwargs = CopiedArguments(cast_kwargs, (args, kwargs), (cast_args, cast_kwargs))
         return cast_args, cast_kwargs
 
 
-class StaysFloat32(_Cast):
+class CheckFloat32Hook(_CastHook):
     """A forward pre-hook of a module that is kept in float32: refuses parameters that something has cast since."""
 
     def __init__(self, name: str) -> None:
@@ -175,7 +175,7 @@ class StaysFloat32(_Cast):
     def __call__(self, module: nn.Module, args: tuple) -> None:
         """Check the dtypes of the module's parameters."""
         for key, parameter in module._parameters.items():
-            if parameter is not None and parameter.dtype != torch.float32 and parameter.dtype in _PLAIN:
+            if parameter is not None and parameter.dtype != torch.float32 and parameter.dtype in _PLAIN_DTYPES:
                 raise TypeError(
                     f"parameter '{f'{self.name}.{key}'.lstrip('.')}' is {parameter.dtype}, but halfulp.convert keeps "
                     f"{a_kind(module)} in float32: the model was cast as a whole afterwards, by model.to(dtype) or a "
@@ -184,37 +184,37 @@ class StaysFloat32(_Cast):
                 )
 
 
-class CastOutputs(_Cast):
+class CastOutputsHook(_CastHook):
     """A forward hook that casts a module's outputs, nested ones too."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Return the outputs, cast."""
-        return map_tensors(output, lambda x: cast(x, self.dtype), False)
+        return map_tensors(output, lambda x: cast_finite(x, self.dtype), False)
 
 
-class ReturnWrites(_Cast):
+class ReturnWritesHook(_CastHook):
     """A forward hook that gives the caller's arguments what a module wrote into cast copies of them."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Write into the caller's arguments what the module wrote into copies of them."""
         if not torch.compiler.is_compiling() and isinstance(kwargs, CopiedArguments):
-            kwargs.return_writes(cast)
+            kwargs.return_writes(cast_finite)
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a plain floating tensor in another dtype, finite where it is finite; any other tensor as it is.
 
     A number beyond the dtype's largest becomes that one, as a mask of `torch.finfo(torch.float32).min` does, whose
     infinity in place of it would make rows that are masked everywhere NaN.
     """
-    if x.dtype not in _PLAIN or x.dtype == dtype:
+    if x.dtype not in _PLAIN_DTYPES or x.dtype == dtype:
         return x
-    y = make_writable(x, dtype)
+    y = cast_with_version_counter(x, dtype)
     largest = torch.finfo(dtype).max
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
             given, made = _stored_elements(x), _stored_elements(y)
-            if not _can_be_asked(made) or not math.isfinite(made.sum(dtype=torch.float32)):
+            if not _is_cheap_to_read(made) or not math.isfinite(made.sum(dtype=torch.float32)):
                 made.copy_(torch.where(given.isinf(), made, made.clamp(-largest, largest)))
     return y
 
@@ -226,62 +226,62 @@ def _stored_elements(x: Tensor) -> Tensor:
     return x.values() if x.is_nested or x.layout != torch.strided else x
 
 
-def _can_be_asked(y: Tensor) -> bool:
+def _is_cheap_to_read(y: Tensor) -> bool:
     """Return whether a tensor's numbers can be read without a device synchronisation, a graph break or an error."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
         return False
     return type(y) is Tensor and y.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
 
 
-def install(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> None:
+def install_casts(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> None:
     """Install the hooks: modules get inputs in their dtype, islands hand on a dtype, and the model returns float32.
 
     Parameters are narrow but for those inside islands, modules that compute in float32, no one inside another.
     """
     for name, module in model.named_modules():
-        if is_inside(name, islands) and any(x is not None for x in module._parameters.values()):
-            module.register_forward_pre_hook(StaysFloat32(name))
+        if is_inside_modules(name, islands) and any(x is not None for x in module._parameters.values()):
+            module.register_forward_pre_hook(CheckFloat32Hook(name))
         if name in islands:
-            if not isinstance(module, _MIXED) or module.weight is None:
-                _cast_inputs(module, torch.float32, is_fixed=True)
+            if not isinstance(module, _MIXED_DTYPE_MODULES) or module.weight is None:
+                _install_input_hooks(module, torch.float32, is_fixed=True)
             if module is not model:
-                module.register_forward_hook(CastOutputs(dtype))
-        elif is_inside(name, islands):
+                module.register_forward_hook(CastOutputsHook(dtype))
+        elif is_inside_modules(name, islands):
             continue
         elif isinstance(module, ParametrizationList):
             for parametrization in module:
-                _cast_inputs(parametrization, torch.float32, is_fixed=True)
-            module.register_forward_hook(CastOutputs(dtype))
+                _install_input_hooks(parametrization, torch.float32, is_fixed=True)
+            module.register_forward_hook(CastOutputsHook(dtype))
         elif isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-            _cast_inputs(module, torch.float32, is_fixed=True)
+            _install_input_hooks(module, torch.float32, is_fixed=True)
             for layer in filter(_has_weights, module.modules()):
-                layer.register_forward_hook(CastOutputs(torch.float32))
-        elif isinstance(module, _MIXED) or (_has_weights(module) and _multiplies(module)):
-            _cast_inputs(module, dtype)
-    model.register_forward_hook(CastOutputs(torch.float32))
+                layer.register_forward_hook(CastOutputsHook(torch.float32))
+        elif isinstance(module, _MIXED_DTYPE_MODULES) or (_has_weights(module) and _multiplies_by_weights(module)):
+            _install_input_hooks(module, dtype)
+    model.register_forward_hook(CastOutputsHook(torch.float32))
 
 
-def install_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+def install_input_casts(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast inputs of the model's modules with parameters to a wider dtype, which keeps all digits."""
     for module in model.modules():
         if _has_weights(module):
-            _cast_inputs(module, dtype)
+            _install_input_hooks(module, dtype)
 
 
-def _cast_inputs(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
+def _install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
     """Install the hooks that cast what a module is given; torch's own modules write into none of it."""
     writes = not class_of(module).__module__.startswith("torch.nn.")
-    module.register_forward_pre_hook(CastInputs(dtype, writes, is_fixed), with_kwargs=True)
+    module.register_forward_pre_hook(CastInputsHook(dtype, writes, is_fixed), with_kwargs=True)
     if writes:
-        module.register_forward_hook(ReturnWrites(dtype), with_kwargs=True)
+        module.register_forward_hook(ReturnWritesHook(dtype), with_kwargs=True)
 
 
-def remove(model: nn.Module) -> None:
+def remove_casts(model: nn.Module) -> None:
     """Remove every hook of this file from a model."""
-    remove_hooks(model.modules(), lambda hook: isinstance(hook, _Cast))
+    remove_hooks(model.modules(), lambda hook: isinstance(hook, _CastHook))
 
 
-def is_inside(name: str, islands: Container[str]) -> bool:
+def is_inside_modules(name: str, islands: Container[str]) -> bool:
     """Return whether a module is one of some modules, or lies in one."""
     parts = name.split(".") if name else []
     return any(".".join(parts[:k]) in islands for k in range(len(parts) + 1))
@@ -292,7 +292,7 @@ def _has_weights(module: nn.Module) -> bool:
     return any(x is not None for x in module._parameters.values()) or hasattr(module, "parametrizations")
 
 
-def _multiplies(module: nn.Module) -> bool:
+def _multiplies_by_weights(module: nn.Module) -> bool:
     """Return whether a module multiplies its inputs by its own weights, for which torch wants one dtype.
 
     A layer, with no weights below it, does. So does a composite that owns a weight by that name (MultiheadAttention's

@@ -20,14 +20,14 @@ from ..optim.parameters._narrow_groups import name_of
 from ..optim.parameters._random_identity import plain_names
 from ..scaled import ScaledTensor
 
-KEY = "precision_contract"
+CONTRACT_KEY = "precision_contract"
 _VERSION = 1
-_FIELDS = ("dtype", "storage", "weight_update", "states", "scale")
-_MOST = 5
+_TERM_FIELDS = ("dtype", "storage", "weight_update", "states", "scale")
+_MOST_PRINTED = 5
 
 
 @dataclass(frozen=True)
-class Terms:
+class TensorTerms:
     """The terms of one tensor: dtype, storage, weight update, states, scale.
 
     Attributes:
@@ -47,7 +47,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class ContractDifference:
-    """A field of a tensor's `Terms` that is not as the contract says, "tensor" where one side has none; in words."""
+    """A field of `TensorTerms` that is not as the contract says, "tensor" where one side has none; in words."""
 
     name: str
     field: str
@@ -68,7 +68,7 @@ class Contract:
         tensors: in the order of the model.
     """
 
-    tensors: Mapping[str, Terms]
+    tensors: Mapping[str, TensorTerms]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON, for a dict that torch.save writes (key "precision_contract"), or for DCP."""
@@ -76,7 +76,7 @@ class Contract:
 
     def metadata(self) -> dict[str, str]:
         """Return the contract as the metadata of `safetensors.torch.save_file(..., metadata=)`."""
-        return {KEY: json.dumps(self.to_dict())}
+        return {CONTRACT_KEY: json.dumps(self.to_dict())}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Contract:
@@ -85,7 +85,7 @@ class Contract:
         Raises:
             ValueError: it holds none, or one of a later version.
         """
-        given: object = data[KEY] if isinstance(data, Mapping) and KEY in data else data
+        given: object = data[CONTRACT_KEY] if isinstance(data, Mapping) and CONTRACT_KEY in data else data
         try:
             held = json.loads(given) if isinstance(given, str) else given
         except ValueError:
@@ -98,7 +98,7 @@ class Contract:
             )
         tensors = held.get("tensors") or {}
         try:
-            return cls({name: Terms(**{"states": {}, **terms}) for name, terms in tensors.items()})
+            return cls({name: TensorTerms(**{"states": {}, **terms}) for name, terms in tensors.items()})
         except (TypeError, AttributeError):
             raise ValueError("the precision contract is damaged: save it anew by hu.contract(...).to_dict()") from None
 
@@ -128,22 +128,22 @@ class Contract:
         names = {**self.tensors, **here.tensors}
         parts = {glob: glob.partition(":") for glob in allow}
         idle = [glob for glob in allow if not any(fnmatch.fnmatchcase(name, parts[glob][0]) for name in names)]
-        unknown = [glob for glob in allow if parts[glob][1] and parts[glob][2] not in (*_FIELDS, "tensor")]
+        unknown = [glob for glob in allow if parts[glob][1] and parts[glob][2] not in (*_TERM_FIELDS, "tensor")]
         if idle or unknown:
             raise ValueError(
                 f"allow={listed(idle or unknown)} {'matches no tensor' if idle else 'names no field'}: give globs over "
-                f"names, with one of {', '.join(_FIELDS)} after a colon or none"
+                f"names, with one of {', '.join(_TERM_FIELDS)} after a colon or none"
             )
         wrong = [
             one
-            for one in contract_differences(self, here, with_optimizer=optimizer is not None)
+            for one in list_contract_differences(self, here, with_optimizer=optimizer is not None)
             if not any(
                 fnmatch.fnmatchcase(one.name, glob) and key in ("", one.field) for glob, _, key in parts.values()
             )
         ]
         if wrong:
-            rest = f"; and {len(wrong) - _MOST} more" if len(wrong) > _MOST else ""
-            said = "; ".join(f"{one.name}: {one.words}" for one in wrong[:_MOST])
+            rest = f"; and {len(wrong) - _MOST_PRINTED} more" if len(wrong) > _MOST_PRINTED else ""
+            said = "; ".join(f"{one.name}: {one.words}" for one in wrong[:_MOST_PRINTED])
             raise ValueError(
                 f"the precision contract does not hold: {said}{rest}. Convert the model and make the optimizer as the "
                 f"run did that saved it, or allow it: allow=({wrong[0].name + ':' + wrong[0].field!r},)"
@@ -153,7 +153,7 @@ class Contract:
         """Return one line for each kind of terms, with its names."""
         kinds: dict[str, list[str]] = {}
         for name, terms in self.tensors.items():
-            kinds.setdefault(_words(terms), []).append(name)
+            kinds.setdefault(_write_terms(terms), []).append(name)
         return "\n".join(f"{words}: {listed(names)}" for words, names in kinds.items())
 
 
@@ -185,9 +185,9 @@ def contract(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
-    optimizers = _optimizers(optimizer)
+    optimizers = _list_optimizers(optimizer)
     stepped = {
-        id(parameter): _step_terms(one, group, position)
+        id(parameter): _describe_step(one, group, position)
         for one in optimizers
         for group, position, parameter in model_parameters(one)
     }
@@ -202,13 +202,15 @@ def contract(
     names = plain_names(name for name, _ in held)
     return Contract(
         {
-            name: _terms(tensor, *stepped.get(id(tensor), (None, {})))
+            name: _describe_tensor(tensor, *stepped.get(id(tensor), (None, {})))
             for name, (_, tensor) in zip(names, held, strict=True)
         }
     )
 
 
-def contract_differences(before: Contract, after: Contract, *, with_optimizer: bool = True) -> list[ContractDifference]:
+def list_contract_differences(
+    before: Contract, after: Contract, *, with_optimizer: bool = True
+) -> list[ContractDifference]:
     """Return every field that differs, in the order of the names.
 
     States are compared where both sides have some: before the first step an optimizer has none.
@@ -218,18 +220,20 @@ def contract_differences(before: Contract, after: Contract, *, with_optimizer: b
         ours, theirs = before.tensors.get(name), after.tensors.get(name)
         if ours is None or theirs is None:
             found.append(
-                ContractDifference(name, "tensor", *("absent" if x is None else _words(x) for x in (ours, theirs)))
+                ContractDifference(
+                    name, "tensor", *("absent" if x is None else _write_terms(x) for x in (ours, theirs))
+                )
             )
             continue
-        for key in _FIELDS:
+        for key in _TERM_FIELDS:
             a, b = getattr(ours, key), getattr(theirs, key)
             unknown = key in ("weight_update", "states") and (not with_optimizer or not a or not b)
             if a != b and not unknown:
-                found.append(ContractDifference(name, key, _value(a), _value(b)))
+                found.append(ContractDifference(name, key, _write_value(a), _write_value(b)))
     return found
 
 
-def _optimizers(given: object) -> list[torch.optim.Optimizer]:
+def _list_optimizers(given: object) -> list[torch.optim.Optimizer]:
     several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     found = [inner_optimizer(one) for one in several]
     for one in found:
@@ -238,7 +242,9 @@ def _optimizers(given: object) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _step_terms(optimizer: torch.optim.Optimizer, group: dict[str, Any], position: int) -> tuple[str, dict[str, str]]:
+def _describe_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], position: int
+) -> tuple[str, dict[str, str]]:
     """Return the weight update of a parameter and the dtypes of its states."""
     update = "nearest"
     if isinstance(optimizer, Optimizer):
@@ -248,22 +254,22 @@ def _step_terms(optimizer: torch.optim.Optimizer, group: dict[str, Any], positio
     state = optimizer.state.get(group["params"][position], {})
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     return update, {
-        key: _name(value.dtype) for key, value in tensors.items() if key != "step" and "checksum" not in key
+        key: _name_dtype(value.dtype) for key, value in tensors.items() if key != "step" and "checksum" not in key
     }
 
 
-def _terms(tensor: Tensor, weight_update: str | None, states: dict[str, str]) -> Terms:
+def _describe_tensor(tensor: Tensor, weight_update: str | None, states: dict[str, str]) -> TensorTerms:
     inner = getattr(tensor, "_local_tensor", tensor)
-    storage, scale = _name(inner.dtype), "none"
+    storage, scale = _name_dtype(inner.dtype), "none"
     if isinstance(inner, MCTensor):
-        storage = f"{len(inner.components)} x {_name(inner.components[0].dtype)}"
+        storage = f"{len(inner.components)} x {_name_dtype(inner.components[0].dtype)}"
         scale = "none" if inner.scale is None else "per component set"
     elif isinstance(inner, ScaledTensor):
-        storage, scale = _name(inner.payload.dtype), "per tensor"
-    return Terms(_name(tensor.dtype), storage, weight_update, states, scale)
+        storage, scale = _name_dtype(inner.payload.dtype), "per tensor"
+    return TensorTerms(_name_dtype(tensor.dtype), storage, weight_update, states, scale)
 
 
-def _words(terms: Terms) -> str:
+def _write_terms(terms: TensorTerms) -> str:
     said = [terms.dtype]
     if terms.storage != terms.dtype:
         said.append(f"stored as {terms.storage}")
@@ -272,15 +278,15 @@ def _words(terms: Terms) -> str:
     if terms.weight_update is not None:
         said.append(f"weight_update {terms.weight_update}")
     if terms.states:
-        said.append(f"states {_value(terms.states)}")
+        said.append(f"states {_write_value(terms.states)}")
     return ", ".join(said)
 
 
-def _value(given: object) -> str:
+def _write_value(given: object) -> str:
     if isinstance(given, Mapping):
         return " and ".join(f"{key} {value}" for key, value in given.items()) or "none"
     return str(given)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

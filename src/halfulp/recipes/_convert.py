@@ -18,22 +18,22 @@ from ..subclass.models._parameter_holders import Wrappers, check_holders, holdin
 from . import _casts, _operands
 from . import _recipe as _catalog
 from ._multipoint import MultipointLayer
-from ._plan import assign, check, check_range, find_islands, kept_parameters
+from ._plan import assign, check_float16_range, check_float32_model, find_float32_modules, list_kept_parameters
 from ._recipe import Recipe
 
-M = TypeVar("M", bound=nn.Module)
+ModuleType = TypeVar("M", bound=nn.Module)
 
-_RECORD = "_halfulp_conversion"
+_RECORD_ATTRIBUTE = "_halfulp_conversion"
 
 
-class _Record(NamedTuple):
+class _ConversionRecord(NamedTuple):
     """A record of a conversion: the recipe, and the buffers whose dtype was changed."""
 
     recipe: Recipe
     buffers: tuple[str, ...]
 
 
-def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
+def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> ModuleType:
     """Move a float32 model to a recipe's formats, in place, like ``nn.Module.to``; `revert` undoes it.
 
     Parameters become what the recipe says and stay the same objects, tied ones tied, frozen ones frozen. Under a
@@ -81,43 +81,43 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
     torch.float32
     """
     recipe = _catalog.get(recipe)
-    _refuse_wrapped(model)
-    for record in _records(model):
+    _refuse_wrapped_model(model)
+    for record in _list_records(model):
         raise ValueError(
             f"the model is converted already, by recipe {record.recipe.name!r}: halfulp.revert(model) first"
         )
-    check(model)
+    check_float32_model(model)
     for name, module in model.named_modules():
         if isinstance(module, MultipointLayer):
             raise ValueError(
                 f"{name or 'the model'} has multipoint weights, which are codes and not trained: model.to(torch."
                 "bfloat16) narrows what is beside them, and halfulp.multipoint comes after a recipe and halfulp.revert"
             )
-    kept = find_islands(model, recipe)
+    kept = find_float32_modules(model, recipe)
     assign(recipe, model)
     if recipe.narrow:
-        check_range(model, recipe, kept_parameters(model, kept))
-        _refuse_optimizers(model, "convert")
-    wrappers = _check_holders(model, recipe, "convert")
+        check_float16_range(model, recipe, list_kept_parameters(model, kept))
+        _refuse_held_parameters(model, "convert")
+    wrappers = _check_parameter_holders(model, recipe, "convert")
     buffers: tuple[str, ...] = ()
-    with _restoring_weights(model, recipe):
-        _perturb(model, recipe.perturb, seed)
+    with _restore_weights_on_error(model, recipe):
+        _perturb_weights(model, recipe.perturb, seed)
         if recipe.components:
             # All components of gradients too: a float16 gradient alone underflows without loss scaling.
-            multicomponent(model, recipe.components, _param_dtype(recipe), gradients="components")
+            multicomponent(model, recipe.components, _get_param_dtype(recipe), gradients="components")
         elif recipe.payload:
             scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul, wide="none")
         elif recipe.param_dtype == "float64":
             buffers = _widen_to_float64(model)
         elif recipe.narrow:
-            buffers = _narrow_parameters(model, kept, _param_dtype(recipe))
-        _operands.install(model, recipe)
+            buffers = _narrow_parameters(model, kept, _get_param_dtype(recipe))
+        _operands.install_rounding(model, recipe)
     wrappers.follow()
-    model.__dict__[_RECORD] = _Record(recipe, buffers)
+    model.__dict__[_RECORD_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
     return model
 
 
-def revert(model: M) -> M:
+def revert(model: ModuleType) -> ModuleType:
     """Make a converted model float32 again, its weights as trained, in place: the way back from `convert`.
 
     Hooks, casts and marks are taken away; parameters stay the same objects where `convert` kept them. Low bits that
@@ -138,33 +138,33 @@ def revert(model: M) -> M:
     >>> torch.equal(revert(convert(model, "bf16-split")).weight, start)
     True
     """
-    if not isinstance(model, nn.Module) or _RECORD not in model.__dict__:
+    if not isinstance(model, nn.Module) or _RECORD_ATTRIBUTE not in model.__dict__:
         raise ValueError("the model is not converted: revert takes the module that halfulp.convert was given")
-    record = model.__dict__[_RECORD]
+    record = model.__dict__[_RECORD_ATTRIBUTE]
     recipe = record.recipe
-    _refuse_optimizers(model, "revert")
-    wrappers = _check_holders(model, recipe, "revert")
+    _refuse_held_parameters(model, "revert")
+    wrappers = _check_parameter_holders(model, recipe, "revert")
     if recipe.components:
         single_component(model)
     elif recipe.payload:
         unscalify(model)
     elif recipe.narrow or recipe.param_dtype == "float64":
         for parameter in model.parameters():
-            if parameter.dtype == _param_dtype(recipe):
+            if parameter.dtype == _get_param_dtype(recipe):
                 widen(parameter)
             keep_float32(parameter, False)
         _cast_buffers(model, record.buffers, torch.float32)
     wrappers.follow()
-    _casts.remove(model)
-    _operands.remove(model)
+    _casts.remove_casts(model)
+    _operands.remove_rounding(model)
     float32_products(model, False)
-    del model.__dict__[_RECORD]
+    del model.__dict__[_RECORD_ATTRIBUTE]
     return model
 
 
 def find_recipe(model: nn.Module) -> Recipe:
     """Return the recipe of a converted model, or of the one inside a wrapper."""
-    found = {record.recipe for record in _records(model)}
+    found = {record.recipe for record in _list_records(model)}
     if len(found) != 1:
         said = (
             f"converted by several recipes ({', '.join(sorted(x.name for x in found))})" if found else "not converted"
@@ -175,15 +175,15 @@ def find_recipe(model: nn.Module) -> Recipe:
 
 def is_converted(model: nn.Module) -> bool:
     """Return whether `convert` has converted this very module."""
-    return _RECORD in vars(model)
+    return _RECORD_ATTRIBUTE in vars(model)
 
 
-def _records(model: nn.Module) -> list[_Record]:
+def _list_records(model: nn.Module) -> list[_ConversionRecord]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [module.__dict__[_RECORD] for module in modules if _RECORD in module.__dict__]
+    return [module.__dict__[_RECORD_ATTRIBUTE] for module in modules if _RECORD_ATTRIBUTE in module.__dict__]
 
 
-def _param_dtype(recipe: Recipe) -> torch.dtype:
+def _get_param_dtype(recipe: Recipe) -> torch.dtype:
     """Return the dtype that a recipe names for parameters."""
     dtype: torch.dtype = getattr(torch, str(recipe.param_dtype))
     return dtype
@@ -191,7 +191,7 @@ def _param_dtype(recipe: Recipe) -> torch.dtype:
 
 def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtype) -> tuple[str, ...]:
     """Narrow the parameters that are not kept, and install casts between the two kinds."""
-    keeps = kept_parameters(model, kept)
+    keeps = list_kept_parameters(model, kept)
     for parameter in model.parameters():
         if id(parameter) in keeps:
             keep_float32(parameter)
@@ -201,7 +201,7 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
     norms = {
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.modules.batchnorm._NormBase) and not _casts.is_inside(name, kept)
+        if isinstance(module, nn.modules.batchnorm._NormBase) and not _casts.is_inside_modules(name, kept)
     }
     changed = [
         name
@@ -209,7 +209,7 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
         if name.rpartition(".")[0] in norms and buffer.dtype == torch.float32
     ]
     _cast_buffers(model, changed, dtype)
-    _casts.install(model, kept, dtype)
+    _casts.install_casts(model, kept, dtype)
     float32_products(model)
     return tuple(changed)
 
@@ -219,7 +219,7 @@ def _widen_to_float64(model: nn.Module) -> tuple[str, ...]:
         replace_data(parameter, parameter.detach().double())
     changed = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
     _cast_buffers(model, changed, torch.float64)
-    _casts.install_inputs(model, torch.float64)
+    _casts.install_input_casts(model, torch.float64)
     return tuple(changed)
 
 
@@ -230,7 +230,7 @@ def _cast_buffers(model: nn.Module, names: Sequence[str], dtype: torch.dtype) ->
 
 
 @contextmanager
-def _restoring_weights(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+def _restore_weights_on_error(model: nn.Module, recipe: Recipe) -> Iterator[None]:
     """Return a context that restores a perturbed model's weights if conversion is refused."""
     held = [(p, p.detach().clone()) for p in model.parameters()] if recipe.perturb else []
     try:
@@ -242,7 +242,7 @@ def _restoring_weights(model: nn.Module, recipe: Recipe) -> Iterator[None]:
         raise
 
 
-def _perturb(model: nn.Module, size: float, seed: int) -> None:
+def _perturb_weights(model: nn.Module, size: float, seed: int) -> None:
     if not size:
         return
     generator = torch.Generator().manual_seed(seed)
@@ -252,7 +252,7 @@ def _perturb(model: nn.Module, size: float, seed: int) -> None:
             parameter.mul_(1 + size * noise.to(parameter.device))
 
 
-def _check_holders(model: nn.Module, recipe: Recipe, what: str) -> Wrappers:
+def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> Wrappers:
     """Refuse a change of dtype where others hold the parameters (multicomponent and scalify check by themselves)."""
     in_place = recipe.narrow or recipe.param_dtype == "float64"
     if not in_place or recipe.components or recipe.payload:
@@ -262,7 +262,7 @@ def _check_holders(model: nn.Module, recipe: Recipe, what: str) -> Wrappers:
     return check_holders(model.named_parameters(), what, replaced=False)
 
 
-def _refuse_optimizers(model: nn.Module, function: str) -> None:
+def _refuse_held_parameters(model: nn.Module, function: str) -> None:
     """Raise if an optimizer holds one of the parameters, whose states and low bits belong to the dtype they have."""
     for name, optimizer in holding_optimizers(model.named_parameters()):
         raise ValueError(
@@ -271,7 +271,7 @@ def _refuse_optimizers(model: nn.Module, function: str) -> None:
         )
 
 
-def _refuse_wrapped(model: object) -> None:
+def _refuse_wrapped_model(model: object) -> None:
     """Raise for a wrapper that has read the parameters already."""
     if not isinstance(model, nn.Module):
         return

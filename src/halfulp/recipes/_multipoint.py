@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._messages import a_kind
-from ._training_step import call_model
+from ._training_step import call_on_batch
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_SCALES = torch.linspace(0.3, 1.0, 15, dtype=torch.float64, device="cpu").tolist()
+_SEARCHED_SCALES = torch.linspace(0.3, 1.0, 15, dtype=torch.float64, device="cpu").tolist()
 _MOST_POINTS = 4
 _SCALE_BYTES = 4
 _CHANNEL_BYTES = 4  # the index of a channel beside an extra point
@@ -78,7 +78,7 @@ class MultipointLayer(nn.Module):
         self._convolves = isinstance(layer, _CONVOLUTIONS)
         # Of the dtype of the weight, which it follows when the model is converted.
         self.register_buffer("like", cast(Tensor, layer.weight).detach().new_empty(0), persistent=False)
-        self.register_buffer("codes", pack(codes, bits))
+        self.register_buffer("codes", pack_codes(codes, bits))
         self.register_buffer("scales", scales.float())
         self.register_buffer("channels", channels.to(torch.int32))
         del layer.weight
@@ -88,7 +88,7 @@ class MultipointLayer(nn.Module):
     def weight(self) -> Tensor:
         """The weight that the points sum to."""
         scales, channels = self.scales, self.channels
-        codes = unpack(self.codes, self.bits, len(scales) * math.prod(self.shape[1:]))
+        codes = unpack_codes(self.codes, self.bits, len(scales) * math.prod(self.shape[1:]))
         points = codes.view(len(scales), -1).to(torch.float32) * scales[:, None]
         rows = torch.zeros(self.shape[0], points.shape[1], dtype=torch.float32, device=points.device)
         return rows.index_add(0, channels, points).view(self.shape).to(self.like.dtype)
@@ -188,16 +188,16 @@ def multipoint(
             f"budget={budget!r} is met by no choice: one point of {bits} bits per channel already takes {single:,} "
             "bytes, which counts as 1; give 1 or more, or fewer bits"
         )
-    moments = _second_moments(model, chosen, batches)
-    ladders = {name: _Ladder(layer, bits, moments[name]) for name, layer in chosen.items()}
-    points = _spend(ladders, sizes, single * (budget - 1))
+    moments = _measure_input_moments(model, chosen, batches)
+    ladders = {name: _PointLadder(layer, bits, moments[name]) for name, layer in chosen.items()}
+    points = _spend_budget(ladders, sizes, single * (budget - 1))
     made, quantized = {}, {}
     for name, ladder in ladders.items():
         count, channels = int(points[name].sum()), len(points[name])
         held = count * sizes[name] + (count - channels) * _CHANNEL_BYTES
-        errors = ladder.error(points[name]), ladder.error(torch.ones_like(points[name]))
+        errors = ladder.compute_error(points[name]), ladder.compute_error(torch.ones_like(points[name]))
         made[name] = LayerPoints(name, points[name], held, *errors)
-        quantized[chosen[name]] = MultipointLayer(chosen[name], bits, *ladder.take(points[name]))
+        quantized[chosen[name]] = MultipointLayer(chosen[name], bits, *ladder.take_points(points[name]))
     for owner in [*model.modules()]:  # a layer may stand in several places
         for key, layer in owner._modules.items():
             if layer in quantized:
@@ -205,7 +205,7 @@ def multipoint(
     return Multipoint(made, single, kept)
 
 
-class _Ladder:
+class _PointLadder:
     """Points of all channels of a layer, most first: codes [points, channels, inputs], scales [points, channels].
 
     `errors` [points + 1, channels] are what n points leave of E (r . x)^2, over the mean square of an output.
@@ -213,59 +213,61 @@ class _Ladder:
 
     def __init__(self, layer: Any, bits: int, moment: Tensor) -> None:
         residual = layer.weight.detach().to("cpu", torch.float64).flatten(1)
-        errors, codes, scales = [_outputs(residual, moment)], [], []
+        errors, codes, scales = [_compute_output_errors(residual, moment)], [], []
         for k in range(_MOST_POINTS):
-            code, a = _best_point(residual, 2 ** (bits - 1) - 1, None if k else moment)
+            code, a = _find_best_point(residual, 2 ** (bits - 1) - 1, None if k else moment)
             residual = residual - a[:, None] * code
             codes.append(code)
             scales.append(a)
-            errors.append(_outputs(residual, moment))
+            errors.append(_compute_output_errors(residual, moment))
         self.codes, self.scales, self.errors = torch.stack(codes), torch.stack(scales), torch.stack(errors)
         self.errors /= float(self.errors[0].mean()) or 1.0
 
-    def gain(self, channel: int, points: int) -> float:
+    def compute_gain(self, channel: int, points: int) -> float:
         """Return the error that one more point removes."""
         return float(self.errors[points, channel] - self.errors[points + 1, channel])
 
-    def error(self, points: Tensor) -> float:
+    def compute_error(self, points: Tensor) -> float:
         """Return the error of the layer with so many points by channel."""
         return float(self.errors.gather(0, points[None]).mean())
 
-    def take(self, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def take_points(self, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the codes, scales and channels of so many points by channel."""
         k, c = (torch.arange(_MOST_POINTS, dtype=torch.int64, device="cpu")[:, None] < points).nonzero().unbind(1)
         return self.codes[k, c], self.scales[k, c], c
 
 
-def _best_point(residual: Tensor, most: int, moment: Tensor | None) -> tuple[Tensor, Tensor]:
+def _find_best_point(residual: Tensor, most: int, moment: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the codes and scale of each row that leave the smallest error, of outputs or of weights."""
     largest = residual.abs().amax(1)
     best = torch.full_like(largest, torch.inf)
     codes, scales = torch.zeros_like(residual), torch.zeros_like(largest)
-    for share in _SCALES:
+    for share in _SEARCHED_SCALES:
         a = torch.where(largest > 0, share * largest / most, 1.0)
         code = (residual / a[:, None]).round().clamp(-most, most)
         norm = code.square().sum(1)
         a = torch.where(norm > 0, (residual * code).sum(1) / norm.clamp(min=1), a)
         left = residual - a[:, None] * code
-        error = left.square().sum(1) if moment is None else _outputs(left, moment)
+        error = left.square().sum(1) if moment is None else _compute_output_errors(left, moment)
         better = error < best
         best = torch.where(better, error, best)
         codes, scales = torch.where(better[:, None], code, codes), torch.where(better, a, scales)
     return codes, scales
 
 
-def _outputs(rows: Tensor, moment: Tensor) -> Tensor:
+def _compute_output_errors(rows: Tensor, moment: Tensor) -> Tensor:
     """Return E (row . x)^2 of each row under the second moment of its group's inputs."""
     grouped = rows.view(len(moment), -1, rows.shape[1])
     return ((grouped @ moment) * grouped).sum(2).flatten()
 
 
-def _spend(ladders: Mapping[str, _Ladder], sizes: Mapping[str, int], left: float) -> dict[str, Tensor]:
+def _spend_budget(ladders: Mapping[str, _PointLadder], sizes: Mapping[str, int], left: float) -> dict[str, Tensor]:
     """Return the points of each channel: one, and then that which removes most error per byte while bytes are left."""
     points = {name: torch.ones_like(ladder.scales[0], dtype=torch.int64) for name, ladder in ladders.items()}
     costs = {name: size + _CHANNEL_BYTES for name, size in sizes.items()}
-    heap = [(-ladder.gain(c, 1) / costs[n], n, c) for n, ladder in ladders.items() for c in range(len(points[n]))]
+    heap = [
+        (-ladder.compute_gain(c, 1) / costs[n], n, c) for n, ladder in ladders.items() for c in range(len(points[n]))
+    ]
     heapq.heapify(heap)
     while heap:
         gain, name, channel = heapq.heappop(heap)
@@ -275,17 +277,17 @@ def _spend(ladders: Mapping[str, _Ladder], sizes: Mapping[str, int], left: float
         points[name][channel] += 1
         n = int(points[name][channel])
         if n < _MOST_POINTS:
-            heapq.heappush(heap, (-ladders[name].gain(channel, n) / costs[name], name, channel))
+            heapq.heappush(heap, (-ladders[name].compute_gain(channel, n) / costs[name], name, channel))
     return points
 
 
-def _second_moments(model: nn.Module, chosen: Mapping[str, Any], batches: Iterable[Any]) -> dict[str, Tensor]:
+def _measure_input_moments(model: nn.Module, chosen: Mapping[str, Any], batches: Iterable[Any]) -> dict[str, Tensor]:
     """Return E x x^T of what each layer's output channels read, [groups, inputs, inputs], in float64 on the CPU."""
     sums: dict[str, Tensor] = {}
     counts = dict.fromkeys(chosen, 0)
 
     def note(name: str, layer: Any, x: Tensor) -> None:
-        rows = _rows(layer, x.detach().to("cpu", torch.float64))
+        rows = _unfold_input_rows(layer, x.detach().to("cpu", torch.float64))
         sums[name] = sums.get(name, 0) + rows.transpose(1, 2) @ rows
         counts[name] += rows.shape[1]
 
@@ -299,7 +301,7 @@ def _second_moments(model: nn.Module, chosen: Mapping[str, Any], batches: Iterab
         with torch.no_grad():
             for batch in batches:
                 seen += 1
-                call_model(model, batch)
+                call_on_batch(model, batch)
     finally:
         for handle in handles:
             handle.remove()
@@ -316,7 +318,7 @@ def _second_moments(model: nn.Module, chosen: Mapping[str, Any], batches: Iterab
     return {name: sums[name] / counts[name] for name in chosen}
 
 
-def _rows(layer: Any, x: Tensor) -> Tensor:
+def _unfold_input_rows(layer: Any, x: Tensor) -> Tensor:
     """Return the inputs that the output channels of a layer read, [groups, positions, inputs]."""
     if isinstance(layer, nn.Linear):
         return x.reshape(1, -1, x.shape[-1])
@@ -331,10 +333,10 @@ def _rows(layer: Any, x: Tensor) -> Tensor:
     return x.movedim(1, 0).flatten(2 + spatial).flatten(1, 1 + spatial)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack signed integers of so many bits behind each other into bytes.
 
-    >>> pack(torch.tensor([1, -1, 3]), 4)
+    >>> pack_codes(torch.tensor([1, -1, 3]), 4)
     tensor([241,   3], dtype=torch.uint8)
     """
     flat = codes.reshape(-1).to(torch.int64) & (2**bits - 1)
@@ -344,10 +346,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     return (octets << places[:8]).sum(1).to(torch.uint8)
 
 
-def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Return the inverse of `pack`, as int8.
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Return the inverse of `pack_codes`, as int8.
 
-    >>> unpack(torch.tensor([241, 3], dtype=torch.uint8), 4, 3)
+    >>> unpack_codes(torch.tensor([241, 3], dtype=torch.uint8), 4, 3)
     tensor([ 1, -1,  3], dtype=torch.int8)
     """
     places = torch.arange(max(bits, 8), dtype=torch.int64, device=packed.device)

@@ -14,7 +14,7 @@ from ._plan import rounds_operands
 from ._recipe import Recipe
 
 
-class RoundOperands:
+class RoundOperandsHook:
     """Pre-hook of a layer: its input and its weight are rounded to nearest, with the gradient of the identity.
 
     The weight is shadowed by an attribute for one forward pass: the parameter keeps its numbers and its name.
@@ -25,12 +25,12 @@ class RoundOperands:
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if getattr(layer, "_is_replica", False):
-            _refuse_copy(layer, self.format)
+            _refuse_layer_copy(layer, self.format)
         vars(layer)["weight"] = straight_through(layer._parameters["weight"], self.format)
         return tuple(straight_through(x, self.format) if _is_floating(x) else x for x in inputs)
 
 
-class RoundResult:
+class RoundResultHook:
     """Hook of a layer: its result is rounded, and its weight is the parameter again, also where it raised."""
 
     def __init__(self, format: str) -> None:
@@ -41,7 +41,7 @@ class RoundResult:
         return straight_through(output, self.format) if _is_floating(output) else None
 
 
-class RefuseCopies:
+class RefuseCopiesHook:
     """Pre-hook of a layer whose forward is `BlockProducts`: refuses a copy, whose forward is that of the original."""
 
     def __init__(self, forward: BlockProducts) -> None:
@@ -50,10 +50,10 @@ class RefuseCopies:
     def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         # copy.copy shares the table of parameters, and so all numbers.
         if layer is not self.forward.layer and layer._parameters is not self.forward.layer._parameters:
-            _refuse_copy(layer, self.forward.format)
+            _refuse_layer_copy(layer, self.forward.format)
 
 
-def _refuse_copy(layer: nn.Module, format: str) -> NoReturn:
+def _refuse_layer_copy(layer: nn.Module, format: str) -> NoReturn:
     raise NotImplementedError(
         f"this {type(layer).__name__} is a replica, or a shallow copy with parameters of its own, of a layer whose "
         f"operands are rounded to {format}, and would compute with the original's: take copy.deepcopy for copies, and "
@@ -79,10 +79,10 @@ class BlockProducts:
     def __call__(self, input: Tensor, *size: Any, **named: Any) -> Tensor:
         """The layer's result; a transposed convolution takes `output_size` too."""
         size = (*size, *named.values())
-        result: Tensor = _Product.apply(input, self.layer.weight, self.layer.bias, self, size)
+        result: Tensor = _BlockProduct.apply(input, self.layer.weight, self.layer.bias, self, size)
         return result
 
-    def product(self, input: Tensor, weight: Tensor, size: tuple[Any, ...], bias: Tensor | None = None) -> Tensor:
+    def multiply(self, input: Tensor, weight: Tensor, size: tuple[Any, ...], bias: Tensor | None = None) -> Tensor:
         """Return the class's own forward, with another weight and bias."""
         own = vars(self.layer)
         own["weight"], own["bias"] = weight, bias
@@ -93,19 +93,19 @@ class BlockProducts:
         return result
 
     @property
-    def spatial(self) -> int:
+    def spatial_dimensions(self) -> int:
         """The number of position dimensions behind the channels."""
         return len(getattr(self.layer, "kernel_size", ()))
 
-    def along_channels(self, x: Tensor) -> Tensor:
+    def round_channel_blocks(self, x: Tensor) -> Tensor:
         """Quantize inputs, results or their gradients in blocks of channels."""
-        return quantize(x, self.format, dim=-1 - self.spatial)
+        return quantize(x, self.format, dim=-1 - self.spatial_dimensions)
 
-    def along_examples(self, x: Tensor) -> Tensor:
+    def round_example_blocks(self, x: Tensor) -> Tensor:
         """Quantize inputs or result gradients in blocks of examples, a linear layer's positions included."""
         if isinstance(self.layer, nn.Linear):
             return quantize(x.reshape(-1, x.shape[-1]), self.format, dim=0).view(x.shape)
-        if x.ndim == 1 + self.spatial:  # one example
+        if x.ndim == 1 + self.spatial_dimensions:  # one example
             return quantize(x.unsqueeze(0), self.format, dim=0).squeeze(0)
         return quantize(x, self.format, dim=0)
 
@@ -114,12 +114,12 @@ class BlockProducts:
         return quantize(weight, self.format, dim=int(inputs != getattr(self.layer, "transposed", False)))
 
 
-class _Product(torch.autograd.Function):
+class _BlockProduct(torch.autograd.Function):
     """A layer's product of operands in blocks, and its gradients'; a tangent is multiplied unrounded."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProducts, size: Any) -> Tensor:
-        return layer.product(layer.along_channels(input), layer.round_weight(weight, inputs=True), size, bias)
+        return layer.multiply(layer.round_channel_blocks(input), layer.round_weight(weight, inputs=True), size, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -137,14 +137,14 @@ class _Product(torch.autograd.Function):
         with torch.enable_grad():
             if ctx.needs_input_grad[0]:
                 whole = input.detach().requires_grad_()
-                result = layer.product(whole, layer.round_weight(weight.detach(), inputs=False), ctx.size)
-                (found[0],) = torch.autograd.grad(result, whole, layer.along_channels(gradient))
+                result = layer.multiply(whole, layer.round_weight(weight.detach(), inputs=False), ctx.size)
+                (found[0],) = torch.autograd.grad(result, whole, layer.round_channel_blocks(gradient))
             if ctx.needs_input_grad[1]:
                 whole = weight.detach().requires_grad_()
-                result = layer.product(layer.along_examples(input.detach()), whole, ctx.size)
-                (found[1],) = torch.autograd.grad(result, whole, layer.along_examples(gradient))
+                result = layer.multiply(layer.round_example_blocks(input.detach()), whole, ctx.size)
+                (found[1],) = torch.autograd.grad(result, whole, layer.round_example_blocks(gradient))
         if ctx.biased and ctx.needs_input_grad[2]:
-            channels = gradient.ndim - 1 - layer.spatial
+            channels = gradient.ndim - 1 - layer.spatial_dimensions
             others = [k for k in range(gradient.ndim) if k != channels]
             found[2] = gradient.sum(others) if others else gradient
         return *found, None, None
@@ -155,15 +155,15 @@ class _Product(torch.autograd.Function):
         layer: BlockProducts = ctx.layer
         parts: list[Tensor] = []
         if input_tangent is not None:
-            parts.append(layer.product(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
+            parts.append(layer.multiply(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
         if weight_tangent is not None:
-            parts.append(layer.product(layer.along_channels(input), weight_tangent, ctx.size))
+            parts.append(layer.multiply(layer.round_channel_blocks(input), weight_tangent, ctx.size))
         if bias_tangent is not None:
-            parts.append(bias_tangent.view(-1, *(1,) * layer.spatial))
+            parts.append(bias_tangent.view(-1, *(1,) * layer.spatial_dimensions))
         return sum(parts[1:], parts[0])
 
 
-def install(model: nn.Module, recipe: Recipe) -> None:
+def install_rounding(model: nn.Module, recipe: Recipe) -> None:
     """Let the layers of a model round what they read and give."""
     for name, module in model.named_modules():
         if not rounds_operands(recipe, name, module):
@@ -171,15 +171,15 @@ def install(model: nn.Module, recipe: Recipe) -> None:
         format = str(recipe.operand_format)
         if format in block_names():
             forward = vars(module)["forward"] = BlockProducts(module, format)
-            module.register_forward_pre_hook(RefuseCopies(forward))
+            module.register_forward_pre_hook(RefuseCopiesHook(forward))
             continue
-        module.register_forward_pre_hook(RoundOperands(format))
-        module.register_forward_hook(RoundResult(format), always_call=True)
+        module.register_forward_pre_hook(RoundOperandsHook(format))
+        module.register_forward_hook(RoundResultHook(format), always_call=True)
 
 
-def remove(model: nn.Module) -> None:
-    """Remove what `install` added."""
-    remove_hooks(model.modules(), lambda hook: isinstance(hook, RoundOperands | RoundResult | RefuseCopies))
+def remove_rounding(model: nn.Module) -> None:
+    """Remove what `install_rounding` added."""
+    remove_hooks(model.modules(), lambda hook: isinstance(hook, RoundOperandsHook | RoundResultHook | RefuseCopiesHook))
     for module in model.modules():
         if isinstance(vars(module).get("forward"), BlockProducts):
             del vars(module)["forward"]

@@ -25,7 +25,7 @@ from ._recipe import Recipe
 if TYPE_CHECKING:
     from ..gradients import AdaptiveGradScaler
 
-Loss = Callable[..., Tensor]
+LossFunction = Callable[..., Tensor]
 
 
 def optimizer(
@@ -69,9 +69,9 @@ def optimizer(
         raise ValueError(unknown("rule", rule, optim.OPTIMIZERS))
     recipe = find_recipe(model)
     if recipe.by_torch:
-        if rule not in _OF_TORCH:
-            raise ValueError(f"recipe {recipe.name!r} steps by torch.optim: {unknown('rule', rule, _OF_TORCH)}")
-        return _OF_TORCH[rule](model.parameters(), **hyper)
+        if rule not in _TORCH_OPTIMIZERS:
+            raise ValueError(f"recipe {recipe.name!r} steps by torch.optim: {unknown('rule', rule, _TORCH_OPTIMIZERS)}")
+        return _TORCH_OPTIMIZERS[rule](model.parameters(), **hyper)
     for name in ("weight_update", "state_dtype", "format"):
         if name in hyper and getattr(recipe, name) is not None:
             raise ValueError(
@@ -79,20 +79,20 @@ def optimizer(
                 f"model by recipe.replace({name}=...)"
             )
     kind = optim.OPTIMIZERS[rule]
-    choices: dict[str, Any] = {"state_dtype": _state(recipe, kind, hyper), "format": recipe.format}
+    choices: dict[str, Any] = {"state_dtype": choose_state_dtype(recipe, kind, hyper), "format": recipe.format}
     is_float32 = recipe.narrow and all(parameter.dtype == torch.float32 for parameter in model.parameters())
     if isinstance(recipe.weight_update, str) and not is_float32:
-        choices["weight_update"] = _object(recipe.weight_update)
+        choices["weight_update"] = _make_weight_update(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
     chosen = {} if use_muon is None else {"use_muon": use_muon}
     named: list[Any] = list(model.named_parameters())
     mix = isinstance(recipe.weight_update, tuple)
-    groups = kind.split_groups(split_by_update(recipe, model, named) if mix else named, **chosen)
+    groups = kind.split_groups(split_groups_by_update(recipe, model, named) if mix else named, **chosen)
     made = kind(groups, seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
-        hold_states(made, recipe.format, seed)
+        round_states_to_format(made, recipe.format, seed)
     if recipe.gradient_format:
-        made.register_step_pre_hook(lambda *_: _check_scaled(recipe, model))
+        made.register_step_pre_hook(lambda *_: _check_gradients_rounded(recipe, model))
     return made
 
 
@@ -114,10 +114,10 @@ def scaler(recipe: Recipe, model: nn.Module) -> AdaptiveGradScaler | None:
         return None
     from ..gradients import AdaptiveGradScaler
 
-    return AdaptiveGradScaler(model, **_scaler_options(recipe))
+    return AdaptiveGradScaler(model, **_make_scaler_options(recipe))
 
 
-def step_by(loss: Tensor, optimizer: torch.optim.Optimizer, scaler: AdaptiveGradScaler | None) -> None:
+def backpropagate_and_step(loss: Tensor, optimizer: torch.optim.Optimizer, scaler: AdaptiveGradScaler | None) -> None:
     """Backpropagate a loss and step, by a scaler where there is one."""
     if scaler is None:
         loss.backward()
@@ -130,7 +130,7 @@ def step_by(loss: Tensor, optimizer: torch.optim.Optimizer, scaler: AdaptiveGrad
 
 
 @contextlib.contextmanager
-def emulated(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], Loss]]:
+def emulate_recipe(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[LossFunction], LossFunction]]:
     """Emulate a recipe's arithmetic on a model, if it has any; yield a function that puts a loss under the same."""
     if recipe.emulate is None:
         yield lambda loss: loss
@@ -139,7 +139,7 @@ def emulated(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], Loss
 
     with emulate(model, recipe.emulate) as emulation:
 
-        def under(loss: Loss) -> Loss:
+        def under(loss: LossFunction) -> LossFunction:
             def rounded(*given: Any) -> Tensor:
                 with emulation.region():
                     return loss(*given)
@@ -149,7 +149,7 @@ def emulated(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], Loss
         yield under
 
 
-def _scaler_options(recipe: Recipe) -> dict[str, Any]:
+def _make_scaler_options(recipe: Recipe) -> dict[str, Any]:
     options = {"format": recipe.gradient_format, "rounding": recipe.gradient_rounding}
     if isinstance(recipe.gradient_scale, str):
         return {"policy": recipe.gradient_scale, **options}
@@ -157,9 +157,9 @@ def _scaler_options(recipe: Recipe) -> dict[str, Any]:
     return {"policy": "constant", "init_scale": recipe.gradient_scale or 1.0, **options}
 
 
-def _check_scaled(recipe: Recipe, model: nn.Module) -> None:
+def _check_gradients_rounded(recipe: Recipe, model: nn.Module) -> None:
     if "forward" not in vars(model):
-        options = ", ".join(f"{key}={value!r}" for key, value in _scaler_options(recipe).items())
+        options = ", ".join(f"{key}={value!r}" for key, value in _make_scaler_options(recipe).items())
         raise RuntimeError(
             f"recipe {recipe.name!r} rounds gradients, and these were not rounded: make scaler = "
             f"halfulp.AdaptiveGradScaler(model, {options}) and train by scaler.scale(loss).backward(), "
@@ -167,7 +167,9 @@ def _check_scaled(recipe: Recipe, model: nn.Module) -> None:
         )
 
 
-def split_by_update(recipe: Recipe, model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+def split_groups_by_update(
+    recipe: Recipe, model: nn.Module, named: Iterable[tuple[str, Tensor]]
+) -> list[dict[str, Any]]:
     """Return one group per weight update that a recipe gives some parameters of a model."""
     updates = assign(recipe, model)
     groups: dict[str | None, list[tuple[str, Tensor]]] = {}
@@ -175,39 +177,39 @@ def split_by_update(recipe: Recipe, model: nn.Module, named: Iterable[tuple[str,
         is_wide = recipe.narrow and parameter.dtype == torch.float32
         groups.setdefault(None if is_wide else updates[name], []).append((name, parameter))
     return [
-        {"params": members} if update is None else {"params": members, "weight_update": _object(update)}
+        {"params": members} if update is None else {"params": members, "weight_update": _make_weight_update(update)}
         for update, members in groups.items()
     ]
 
 
-def _state(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> object:
+def choose_state_dtype(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> object:
     """Return the optimizer's ``state_dtype``; values of a format live in float32 states.
 
     States that the rule uses to the last digits, a running maximum and the state that it is taken of stay as the
     optimizer keeps them unless they may be stored so.
     """
     if recipe.state_dtype == "bfloat16x2":
-        second = [state.name for state in _states(kind, hyper) if state.degree == 2]
+        second = [state.name for state in _list_optimizer_states(kind, hyper) if state.degree == 2]
         return dict.fromkeys(second, recipe.state_dtype) or None
     if recipe.state_dtype is None:
         return None
     chosen: Any = recipe.state_dtype
     if chosen not in ("8bit", "4bit", "fp8", *described("state store")):
         chosen = torch.float32 if chosen == recipe.format else getattr(torch, chosen)
-    held = _states(kind, hyper)
+    held = _list_optimizer_states(kind, hyper)
     left = set() if chosen == torch.float32 else {state.name for state in held if state.exact}
     if chosen not in (torch.float32, torch.float16):
         left |= {name for state in held if state.maximum_of for name in (state.name, state.maximum_of)}
     return {state.name: chosen for state in held if state.name not in left} if left else chosen
 
 
-def _states(kind: type[Optimizer], hyper: dict[str, Any]) -> tuple[StateSlot, ...]:
+def _list_optimizer_states(kind: type[Optimizer], hyper: dict[str, Any]) -> tuple[StateSlot, ...]:
     """Return the states of an optimizer of one number, as a matrix, with these options."""
     single = kind([nn.Parameter(torch.zeros(1, 1, device="cpu", dtype=torch.float32))], **hyper)
     return single.rule(single.param_groups[0]).states
 
 
-def _object(update: str) -> object:
+def _make_weight_update(update: str) -> object:
     """Return the optimizer's ``weight_update``."""
     special = {"kahan-literal": optim.Kahan(literal=True), "components-3": optim.Components(3)}
     return special.get(update, update)
@@ -257,10 +259,10 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
 
 # What `optimizer` gives: either measures itself.
 MeasuredOptimizer = Optimizer | TorchOptimizer
-_OF_TORCH = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
+_TORCH_OPTIMIZERS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 
-def hold_states(optimizer: Optimizer, format: str, seed: int) -> None:
+def round_states_to_format(optimizer: Optimizer, format: str, seed: int) -> None:
     """Round the float32 states to ``format`` after every step: to nearest, second moments stochastically.
 
     A second moment changes by less than half an ulp per step, so that nearest rounding would freeze it. States that

@@ -19,11 +19,11 @@ from ..scaled._scalify import eight_bit_forward
 from ..scaled.rules._products import SIDE
 from ..subclass.models._float32_products import class_of
 from . import _recipe as _catalog
-from ._casts import is_inside
+from ._casts import is_inside_modules
 from ._recipe import NORMS, Recipe
 
 
-def check(model: nn.Module) -> None:
+def check_float32_model(model: nn.Module) -> None:
     """Raise for a model that no recipe starts from."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
@@ -39,14 +39,14 @@ def check(model: nn.Module) -> None:
             raise TypeError(f"a recipe starts from float32 parameters, but {name!r} is {parameter.dtype}; {cure}")
 
 
-def find_islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
+def find_float32_modules(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     """Return the names of the modules that a narrow recipe keeps in float32, the outermost ones, each with why.
 
     These are the ones that the recipe's globs match, losses with weights, modules whose weight is computed from float32
-    buffers before each forward pass, and, where norms are kept, modules whose weights enter no product (`_scales`).
+    buffers before each forward pass, and, where norms are kept, modules with vectors alone, which enter no product.
 
     >>> from halfulp import recipes
-    >>> find_islands(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
+    >>> find_float32_modules(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
     {'1': "matches '*Norm*'"}
     """
     if not recipe.narrow:
@@ -55,9 +55,9 @@ def find_islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     matched: set[str] = set()
     keeps_norms = set(NORMS) <= set(recipe.float32)
     for name, module in model.named_modules():
-        globs = [glob for glob in recipe.float32 if _matches(glob, name, module)]
+        globs = [glob for glob in recipe.float32 if _matches_module(glob, name, module)]
         matched.update(globs)
-        if is_inside(name, found):
+        if is_inside_modules(name, found):
             continue
         if globs:
             found[name] = f"matches {globs[0]!r}"
@@ -65,7 +65,7 @@ def find_islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
             found[name] = "has a spectral norm with float32 buffers"
         elif isinstance(module, nn.modules.loss._Loss) and any(True for _ in module.parameters()):
             found[name] = "is a loss, which is computed with all digits"
-        elif keeps_norms and module is not model and _scales(module):
+        elif keeps_norms and module is not model and _has_only_vectors(module):
             found[name] = "has vectors alone, which scale or shift"
     for glob in recipe.float32:
         if glob not in matched and glob not in NORMS:
@@ -76,7 +76,7 @@ def find_islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     return found
 
 
-def _scales(module: nn.Module) -> bool:
+def _has_only_vectors(module: nn.Module) -> bool:
     """Return whether a layer that is none of torch's has only vectors: frequencies of positions, scales of layers.
 
     Its products are element by element, where frequencies times positions need all digits and which cost nothing.
@@ -87,7 +87,7 @@ def _scales(module: nn.Module) -> bool:
     return bool(own) and all(parameter.ndim <= 1 for parameter in own)
 
 
-def check_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
+def check_float16_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
     """Raise for a value that float16 would make infinite, in a parameter that is not kept."""
     for name, parameter in model.named_parameters():
         if recipe.param_dtype != "float16" or id(parameter) in keeps or parameter.is_meta:
@@ -100,9 +100,9 @@ def check_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
             )
 
 
-def kept_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
+def list_kept_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
     """Return the ids of the parameters that lie in islands, under any of their names."""
-    inner = [module for name, module in model.named_modules() if is_inside(name, kept)]
+    inner = [module for name, module in model.named_modules() if is_inside_modules(name, kept)]
     return {id(p) for module in inner for p in module._parameters.values() if p is not None}
 
 
@@ -131,7 +131,7 @@ def _choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
     )
 
 
-def _matches(glob: str, name: str, module: nn.Module) -> bool:
+def _matches_module(glob: str, name: str, module: nn.Module) -> bool:
     """Return whether a glob matches a module's name, or the class of one without children: wrappers share names."""
     if fnmatch.fnmatchcase(name, glob):
         return True
@@ -140,7 +140,7 @@ def _matches(glob: str, name: str, module: nn.Module) -> bool:
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LAYERS = (
+_MULTIPLYING_LAYERS = (
     *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.modules.conv._ConvNd),
     *(nn.RNNBase, nn.RNNCellBase),
 )
@@ -159,7 +159,9 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     if eight_bit_forward(module) is None:
         if isinstance(module, nn.Linear):
             return None, "a forward of its own"
-        return None, "fp8 is for products of linear layers" if isinstance(module, _LAYERS) else _no_product(module)
+        return None, "fp8 is for products of linear layers" if isinstance(
+            module, _MULTIPLYING_LAYERS
+        ) else _explain_no_product(module)
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     sides = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else list(weight.shape)
@@ -174,14 +176,14 @@ def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
     Block formats replace torch's own forward, so that a class or an object with another one is left as it is.
     """
     layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "weight" in module._parameters
-    if not recipe.operand_format or not layer or any(_matches(glob, name, module) for glob in recipe.float32):
+    if not recipe.operand_format or not layer or any(_matches_module(glob, name, module) for glob in recipe.float32):
         return False
     return recipe.operand_format not in block_names() or _has_plain_forward(module)
 
 
 def _has_plain_forward(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
-    if forward is not None and not hasattr(forward, "along_examples"):
+    if forward is not None and not hasattr(forward, "round_example_blocks"):
         return False
     return class_of(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
 
@@ -192,18 +194,18 @@ def describe_rounded_gradients(module: nn.Module, format: str) -> tuple[str | No
     >>> describe_rounded_gradients(nn.Linear(3, 2), "fp16"), describe_rounded_gradients(nn.LayerNorm(3), "fp16")
     (('gradients in fp16', ''), (None, 'no product'))
     """
-    if isinstance(module, _LAYERS):
+    if isinstance(module, _MULTIPLYING_LAYERS):
         return f"gradients in {format}", ""
-    return None, _no_product(module)
+    return None, _explain_no_product(module)
 
 
-def _no_product(module: nn.Module) -> str:
+def _explain_no_product(module: nn.Module) -> str:
     """Describe a module that is none of torch's layers that multiply."""
     return "no product" if type(module).__module__.startswith("torch.nn.") else "only where its forward multiplies"
 
 
 # A name in a sentence.
-_QUOTED = re.compile(r"(?<=')[^']*(?=')")
+_QUOTED_NAME = re.compile(r"(?<=')[^']*(?=')")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +255,7 @@ class Explanation:
     bytes_after: int
 
     def __str__(self) -> str:
-        rows = [("module", "class", "asked for", "gets", "why not"), *_rows(self.modules)]
+        rows = [("module", "class", "asked for", "gets", "why not"), *_make_table_rows(self.modules)]
         widths = [max(len(row[k]) for row in rows) for k in range(5)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         bare = list(dict.fromkeys(plan.kind for plan in self.modules if not plan.held_as))
@@ -280,8 +282,10 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
 
     >>> model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.LayerNorm(4))
     >>> print(explain(model, "bf16-kahan"))
-    bf16-kahan: Weights are bfloat16, float32 in modules that match '*Norm*'. Each is updated with a second 16-bit
-    number per weight that keeps what rounding dropped. Forward and backward run in bfloat16.
+    bf16-kahan: bfloat16 with a 16-bit residual
+      param_dtype: bfloat16
+      weight_update: kahan, with a second 16-bit number per weight that keeps what rounding dropped
+      float32: *Norm*
     module  class      asked for        gets             why not
     0       Linear     bfloat16, kahan  bfloat16, kahan
     2       LayerNorm  bfloat16, kahan  float32          matches '*Norm*'; float32 needs no weight update
@@ -289,15 +293,15 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     96 bytes of parameters become 64.
     """
     recipe = _catalog.get(recipe)
-    check(model)
-    islands = find_islands(model, recipe)
-    keeps, updates = kept_parameters(model, islands), assign(recipe, model)
+    check_float32_model(model)
+    islands = find_float32_modules(model, recipe)
+    keeps, updates = list_kept_parameters(model, islands), assign(recipe, model)
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     plans = tuple(
         _plan_module(name, module, recipe, islands, keeps, updates, first) for name, module in model.named_modules()
     )
     before = sum(4 * p.numel() for p in model.parameters())
-    after = sum(p.numel() * (4 if id(p) in keeps else _bytes(recipe)) for p in model.parameters())
+    after = sum(p.numel() * (4 if id(p) in keeps else _count_element_bytes(recipe)) for p in model.parameters())
     return Explanation(recipe, plans, before, after)
 
 
@@ -312,7 +316,7 @@ def _plan_module(
 ) -> ModulePlan:
     """Return the plan of a module's own parameters; tied ones are another's, under the first name."""
     own = {key: p for key, p in module._parameters.items() if p is not None}
-    why_kept = _reason_kept(name, islands)
+    why_kept = _explain_kept_module(name, islands)
     if not own:
         kind, held_as = type(module).__name__, "float32" if why_kept else ""
         return ModulePlan(name, kind, 0, "", held_as, None, None, why_kept)
@@ -324,31 +328,31 @@ def _plan_module(
     wanted = {updates[other] for other in names.values()} - {None}
     stepped = [key for key, p in own.items() if key not in tied and key not in stays and p.requires_grad]
     got = {updates[names[key]] for key in stepped} - {None}
-    products, why_no_product = _products(recipe, name, module)
-    reasons = [why_kept, *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
+    products, why_no_product = _describe_narrow_products(recipe, name, module)
+    reasons = [why_kept, *_explain_missing_updates(own, stays, tied, bool(wanted)), why_no_product]
     return ModulePlan(
         name,
         type(module).__name__,
         sum(p.numel() for key, p in own.items() if key not in tied),
-        ", ".join([_held_as(recipe), *sorted(map(str, wanted)), *_asked_products(recipe)]),
-        _describe_dtypes(own, stays, _held_as(recipe)),
+        ", ".join([_describe_storage(recipe), *sorted(map(str, wanted)), *_list_asked_products(recipe)]),
+        _describe_held_dtypes(own, stays, _describe_storage(recipe)),
         ", ".join(sorted(map(str, got))) or None,
         products,
         "; ".join(filter(None, reasons)),
     )
 
 
-def _reason_kept(name: str, islands: dict[str, str]) -> str:
+def _explain_kept_module(name: str, islands: dict[str, str]) -> str:
     """Return why a module stays float32; empty where it does not."""
-    if not is_inside(name, islands):
+    if not is_inside_modules(name, islands):
         return ""
     if name in islands:
         return islands[name]
-    outer = next(island for island in islands if is_inside(name, {island}))
+    outer = next(island for island in islands if is_inside_modules(name, {island}))
     return f"in {outer!r}, which {islands[outer]}"
 
 
-def _products(recipe: Recipe, name: str, module: nn.Module) -> tuple[str | None, str]:
+def _describe_narrow_products(recipe: Recipe, name: str, module: nn.Module) -> tuple[str | None, str]:
     """Return which products of a module are narrow, and why not all."""
     if recipe.matmul:
         return describe_eight_bit_products(module)
@@ -363,7 +367,9 @@ def _products(recipe: Recipe, name: str, module: nn.Module) -> tuple[str | None,
     return operands, lacks
 
 
-def _why_not_updated(own: dict[str, nn.Parameter], stays: set[str], tied: dict[str, str], asked: bool) -> list[str]:
+def _explain_missing_updates(
+    own: dict[str, nn.Parameter], stays: set[str], tied: dict[str, str], asked: bool
+) -> list[str]:
     """Return why some parameters have no weight update of the recipe's."""
     said = [f"{key!r} is {first!r}" for key, first in tied.items()]
     frozen = [key for key, p in own.items() if not p.requires_grad]
@@ -374,13 +380,13 @@ def _why_not_updated(own: dict[str, nn.Parameter], stays: set[str], tied: dict[s
     return said
 
 
-def _describe_dtypes(own: dict[str, nn.Parameter], stays: set[str], narrow: str) -> str:
+def _describe_held_dtypes(own: dict[str, nn.Parameter], stays: set[str], narrow: str) -> str:
     if not stays or len(stays) == len(own):
         return "float32" if stays else narrow
     return f"{narrow}, {listed(sorted(stays))} float32"
 
 
-def _held_as(recipe: Recipe) -> str:
+def _describe_storage(recipe: Recipe) -> str:
     if recipe.components:
         return f"{recipe.components} x {recipe.param_dtype}"
     if recipe.payload:
@@ -388,7 +394,7 @@ def _held_as(recipe: Recipe) -> str:
     return f"float32 with values of {recipe.format}" if recipe.format else recipe.param_dtype or "float32"
 
 
-def _asked_products(recipe: Recipe) -> list[str]:
+def _list_asked_products(recipe: Recipe) -> list[str]:
     if recipe.matmul:
         return [f"{recipe.matmul} products"]
     said = {"operands": recipe.operand_format, "gradients": recipe.gradient_format}
@@ -406,18 +412,18 @@ def _describe_bare_modules(recipe: Recipe) -> str:
     return "They compute in the dtype of what they are given."
 
 
-def _bytes(recipe: Recipe) -> int:
+def _count_element_bytes(recipe: Recipe) -> int:
     name = recipe.payload or recipe.param_dtype or "float32"
     dtype: torch.dtype = getattr(torch, name)
     return dtype.itemsize * (recipe.components or 1)
 
 
-def _rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
+def _make_table_rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
     """Return a row for each module that gets something; those that differ in numbers alone share one."""
     grouped: dict[tuple[str, ...], list[ModulePlan]] = {}
     for plan in plans:
         if plan.held_as:
-            why = _QUOTED.sub(lambda found: pattern_of(found[0]), plan.why)
+            why = _QUOTED_NAME.sub(lambda found: pattern_of(found[0]), plan.why)
             grouped.setdefault((pattern_of(plan.name), plan.kind, plan.asked, plan.gets, why), []).append(plan)
     rows: list[tuple[str, ...]] = []
     for (pattern, kind, asked, gets, why), group in grouped.items():

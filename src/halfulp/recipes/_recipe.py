@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
     from ..formats import Format
 
-Given = TypeVar("Given", contravariant=True)
-Held = TypeVar("Held", covariant=True)
+GivenType = TypeVar("Given", contravariant=True)
+HeldType = TypeVar("Held", covariant=True)
 
-Mix = tuple[tuple[str, str], ...]
+UpdateByGlob = tuple[tuple[str, str], ...]
 
 
-class Converted(Generic[Given, Held]):
-    """A dataclass field that is given as `Given` and read as `Held`, by a conversion.
+class ConvertedField(Generic[GivenType, HeldType]):
+    """A dataclass field that is given as `GivenType` and read as `HeldType`, by a conversion.
 
     Checkers of types know both from `__set__` and `__get__`.
     """
 
-    def __init__(self, convert: Callable[[Given], Held], default: Held) -> None:
+    def __init__(self, convert: Callable[[GivenType], HeldType], default: HeldType) -> None:
         self._convert = convert
         self._default = default
         self._name = ""
@@ -35,23 +35,23 @@ class Converted(Generic[Given, Held]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: object | None, owner: type | None = None) -> Held:
+    def __get__(self, instance: object | None, owner: type | None = None) -> HeldType:
         # dataclasses asks the class for the default.
         if instance is None:
             return self._default
-        held: Held = vars(instance)[self._name]
+        held: HeldType = vars(instance)[self._name]
         return held
 
-    def __set__(self, instance: object, value: Given) -> None:
+    def __set__(self, instance: object, value: GivenType) -> None:
         vars(instance)[self._name] = self._convert(value)
 
 
 # A format by its name or by what bears it, held as the name.
-FormatName = Converted["str | torch.dtype | Format | None", str | None]
+FormatName = ConvertedField["str | torch.dtype | Format | None", str | None]
 # One weight update for all, or pairs from glob to weight update.
-UpdateNames = Converted[str | Sequence[Sequence[str]] | Mapping[str, str] | None, str | Mix | None]
-Globs = Converted[Sequence[str], tuple[str, ...]]
-ScaleOrPolicy = Converted[str | float | None, str | float | None]
+UpdateNames = ConvertedField[str | Sequence[Sequence[str]] | Mapping[str, str] | None, str | UpdateByGlob | None]
+Globs = ConvertedField[Sequence[str], tuple[str, ...]]
+ScaleOrPolicy = ConvertedField[str | float | None, str | float | None]
 
 
 def read_format_name(value: str | torch.dtype | Format | None) -> str | None:
@@ -62,7 +62,7 @@ def read_format_name(value: str | torch.dtype | Format | None) -> str | None:
     return name if isinstance(name, str) else str(value).removeprefix("torch.")
 
 
-def read_updates(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None) -> str | Mix | None:
+def read_updates(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None) -> str | UpdateByGlob | None:
     """Return pairs from glob to name as tuples; a single name and None pass through, all else is a TypeError."""
     if value is None or isinstance(value, str):
         return value
@@ -113,16 +113,16 @@ WEIGHT_UPDATES = {
     "components-3": "as the first of three components of that type, which take the update exactly cut",
 }
 
-# The policies of gradient scales, in the same way.
+# The policies of gradient scales, each with what `Recipe.explain` says of it.
 GRADIENT_SCALES = {
-    "amax": "Each layer has a scale of its own, by the largest gradient seen lately.",
-    "underflow-bound": "Each layer has a scale of its own, so that few underflow if gradients are Gaussian.",
-    "element-wise": "Each layer has a scale of its own, so that no product of two elements underflows.",
-    "abs-range": "Each layer has a scale of its own, so that the product of the smallest operands does not underflow.",
-    "constant": "All have one scale, 65536.",
-    "measured": "All have one scale, by the largest gradient of all.",
-    "dynamic": "All have one scale, halved after an overflow and doubled after 2000 steps without.",
-    "rising-floor": "All have one scale, halved after an overflow, above a least one that rises by schedule.",
+    "amax": "each layer has a scale of its own, by the largest gradient seen lately",
+    "underflow-bound": "each layer has a scale of its own, so that few underflow if gradients are Gaussian",
+    "element-wise": "each layer has a scale of its own, so that no product of two elements underflows",
+    "abs-range": "each layer has a scale of its own, so that the product of the smallest operands does not underflow",
+    "constant": "all have one scale, 65536",
+    "measured": "all have one scale, by the largest gradient of all",
+    "dynamic": "all have one scale, halved after an overflow and doubled after 2000 steps without",
+    "rising-floor": "all have one scale, halved after an overflow, above a least one that rises by schedule",
 }
 
 
@@ -180,19 +180,19 @@ class Recipe:
 
     name: str
     description: str = ""
-    param_dtype: FormatName = Converted(read_format_name, None)
-    weight_update: UpdateNames = Converted(read_updates, None)
-    payload: FormatName = Converted(read_format_name, None)
+    param_dtype: FormatName = ConvertedField(read_format_name, None)
+    weight_update: UpdateNames = ConvertedField(read_updates, None)
+    payload: FormatName = ConvertedField(read_format_name, None)
     matmul: str | None = None
     components: int | None = None
-    state_dtype: FormatName = Converted(read_format_name, None)
-    format: FormatName = Converted(read_format_name, None)
-    emulate: FormatName = Converted(read_format_name, None)
-    float32: Globs = Converted(read_globs, NORMS)
+    state_dtype: FormatName = ConvertedField(read_format_name, None)
+    format: FormatName = ConvertedField(read_format_name, None)
+    emulate: FormatName = ConvertedField(read_format_name, None)
+    float32: Globs = ConvertedField(read_globs, NORMS)
     perturb: float = 0.0
-    operand_format: FormatName = Converted(read_format_name, None)
-    gradient_format: FormatName = Converted(read_format_name, None)
-    gradient_scale: ScaleOrPolicy = Converted(read_scale, None)
+    operand_format: FormatName = ConvertedField(read_format_name, None)
+    gradient_format: FormatName = ConvertedField(read_format_name, None)
+    gradient_scale: ScaleOrPolicy = ConvertedField(read_scale, None)
     gradient_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
@@ -211,7 +211,7 @@ class Recipe:
         scale, policies = self.gradient_scale, _append_registered(GRADIENT_SCALES, "policy")
         if isinstance(scale, str):
             _check_among("gradient scale", policies, scale)
-        elif scale is not None and not _power_of_two(scale):
+        elif scale is not None and not _is_power_of_two(scale):
             raise ValueError(
                 f"gradient_scale={scale!r}: allowed are a power of two from 2^-30 to 2^60, or a policy: "
                 f"{', '.join(policies)}"
@@ -220,10 +220,10 @@ class Recipe:
             raise ValueError(f"components={self.components!r}: allowed are 1 to 4")
         if not isinstance(self.perturb, int | float) or not math.isfinite(self.perturb) or self.perturb < 0:
             raise ValueError(f"perturb is a finite number >= 0, got {self.perturb!r}")
-        for why in self._conflicts():
+        for why in self._list_conflicts():
             raise ValueError(f"recipe {self.name!r} has {why}")
 
-    def _conflicts(self) -> Iterator[str]:
+    def _list_conflicts(self) -> Iterator[str]:
         """Yield which fields cannot be together, and what to do."""
         updates, rounds_randomly = self.update_names(), self.gradient_rounding != "nearest"
         wide = self.param_dtype or self.payload or self.emulate
@@ -254,7 +254,7 @@ class Recipe:
             yield f"{rounds}: {leave}"
         if self.gradient_format and wide:
             yield f"gradient_format={self.gradient_format!r}, which rounds gradients of float32 parameters: {leave}"
-        if self.gradient_format and _is_block(self.operand_format):
+        if self.gradient_format and _is_block_format(self.operand_format):
             blocks = f"operand_format={self.operand_format!r}, whose blocks the backward products read too"
             yield f"{blocks}: leave out gradient_format"
 
@@ -317,18 +317,40 @@ class Recipe:
         return cls.from_dict(data)
 
     def explain(self) -> str:
-        """Return sentences that say what the recipe does.
+        """Return the description and, a line each, the fields that are not left at their defaults, in words.
 
         >>> import halfulp.recipes
         >>> print(halfulp.recipes.get("bf16-kahan").explain())
-        bf16-kahan: Weights are bfloat16, float32 in modules that match '*Norm*'. Each is updated with a second 16-bit
-        number per weight that keeps what rounding dropped. Forward and backward run in bfloat16.
+        bf16-kahan: bfloat16 with a 16-bit residual
+          param_dtype: bfloat16
+          weight_update: kahan, with a second 16-bit number per weight that keeps what rounding dropped
+          float32: *Norm*
         """
-        said = [_storage_words(self), *_update_words(self), *_state_words(self.state_dtype)]
-        said += [_arithmetic_words(self), *_gradient_words(self)]
-        if self.perturb:
-            said.append(f"Every starting weight is changed by about {self.perturb:g} of itself, as a control.")
-        return f"{self.name}: {' '.join(said)}"
+        lines = [f"{self.name}: {self.description or 'a recipe of your own'}"]
+        for field in dataclasses.fields(self)[2:]:
+            value = getattr(self, field.name)
+            # The default of float32, every norm, means something in these recipes alone.
+            if value != field.default or (field.name == "float32" and (self.narrow or self.operand_format)):
+                lines += [f"  {field.name}: {said}" for said in _describe_field(field.name, value)]
+        return "\n".join(lines)
+
+
+def _describe_field(field: str, value: Any) -> list[str]:
+    """Return a field's value in words; pairs of globs and weight updates one by one."""
+    registered = {"weight_update": "weight update", "gradient_scale": "policy"}.get(field, "")
+    words = {
+        **described(registered),
+        **{"weight_update": WEIGHT_UPDATES, "gradient_scale": GRADIENT_SCALES}.get(field, {}),
+    }
+    pairs = value if field == "weight_update" and isinstance(value, tuple) else ((None, value),)
+    said = [", ".join(filter(None, (_write_value(name), words.get(name)))) for _, name in pairs]
+    return [one if glob is None else f"{glob!r} {one}" for one, (glob, _) in zip(said, pairs)]
+
+
+def _write_value(value: object) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _append_registered(names: Iterable[str], kind: str) -> tuple[str, ...]:
@@ -342,10 +364,10 @@ def _check_among(kind: str, allowed: tuple[str, ...], *given: object) -> None:
             raise ValueError(unknown(kind, one, allowed))
 
 
-def _power_of_two(scale: object) -> bool:
+def _is_power_of_two(scale: object) -> bool:
     """Return whether a number is a power of two that a scaler takes.
 
-    >>> [_power_of_two(scale) for scale in (1024.0, 0.5, 3.0, 0.0, 2.0**61, True, None)]
+    >>> [_is_power_of_two(scale) for scale in (1024.0, 0.5, 3.0, 0.0, 2.0**61, True, None)]
     [True, True, False, False, False, False, False]
     """
     if not isinstance(scale, float) or not math.isfinite(scale):
@@ -354,18 +376,18 @@ def _power_of_two(scale: object) -> bool:
     return fraction == 0.5 and -30 <= exponent - 1 <= 60
 
 
-def _is_block(name: str | None) -> bool:
+def _is_block_format(name: str | None) -> bool:
     from .. import formats
 
     return name in formats.block_names()
 
 
 def _check_format(name: str | None, blocks: bool) -> None:
-    if name is None or (blocks and _is_block(name)):
+    if name is None or (blocks and _is_block_format(name)):
         return
     from .. import formats
 
-    if _is_block(name):
+    if _is_block_format(name):
         raise ValueError(f"{name} is a block format, whose scales products read: it goes with operand_format= alone")
     formats.get(name)
 
@@ -377,91 +399,15 @@ def _check_fields(data: Mapping[str, Any]) -> None:
             raise ValueError(unknown("field of a recipe", key, allowed))
 
 
-def _storage_words(recipe: Recipe) -> str:
-    if recipe.components:
-        return f"Weights are sums of {recipe.components} {recipe.param_dtype} components, updated by torch.optim."
-    if recipe.by_torch:
-        return f"Weights are {recipe.param_dtype}, updated by torch.optim."
-    if recipe.param_dtype:
-        kept = f", float32 in modules that match {_globs(recipe)}" if recipe.float32 else ""
-        return f"Weights are {recipe.param_dtype}{kept}."
-    if recipe.payload:
-        return f"Weights are {recipe.payload} payloads, each tensor with a power-of-two scale."
-    if recipe.format:
-        return f"Weights are float32 tensors that hold only values of {recipe.format}."
-    return "Weights are float32, updated as torch.optim does."
-
-
-def _globs(recipe: Recipe) -> str:
-    return " or ".join(map(repr, recipe.float32))
-
-
-def _update_words(recipe: Recipe) -> list[str]:
-    names = recipe.update_names()
-    registered = described("weight update")
-    words = {name: WEIGHT_UPDATES.get(name) or f"by {name}: {registered[name].rstrip('.')}" for name in names}
-    if isinstance(recipe.weight_update, str):
-        return [f"Each is updated {words[recipe.weight_update]}."]
-    return [f"Those that match {glob!r} are updated {words[name]}." for glob, name in recipe.weight_update or ()]
-
-
-def _state_words(name: str | None) -> list[str]:
-    if name in ("float16", "fp8"):
-        return [f"The optimizer's moments are stored in {name}, each tensor with a scale."]
-    if name == "bfloat16x2":
-        return ["The optimizer's second moments are stored as two bfloat16, its first ones as one."]
-    return [f"The optimizer's moments are stored in {name.replace('bit', ' bits')}."] if name else []
-
-
-def _arithmetic_words(recipe: Recipe) -> str:
-    if recipe.emulate:
-        return f"The output of every operator, forward and backward, is rounded to {recipe.emulate}."
-    if recipe.components:
-        return "Forward and backward compute with all of them."
-    if recipe.payload:
-        products = " Linear layers multiply in eight bits." if recipe.matmul else ""
-        return f"Activations and gradients are such payloads too.{products}"
-    gradients = f" but for gradients in {recipe.gradient_format}:" if recipe.gradient_format else "."
-    if recipe.operand_format:
-        exempt = f", but in modules that match {_globs(recipe)}." if recipe.float32 else "."
-        if _is_block(recipe.operand_format):
-            return (
-                "Linear layers and convolutions read the operands of their products, forward and backward, in blocks "
-                f"of {recipe.operand_format}{exempt}"
-            )
-        rounded = (
-            f"Inputs, weights and results of linear layers and convolutions are rounded to {recipe.operand_format}"
-        )
-        return f"{rounded}{exempt} Backward runs in float32{gradients}"
-    if recipe.gradient_format:
-        return f"Forward runs in float32, and backward too{gradients}"
-    return f"Forward and backward run in {recipe.param_dtype or 'float32'}."
-
-
-def _gradient_words(recipe: Recipe) -> list[str]:
-    if recipe.gradient_format is None:
-        return []
-    how = ", up or down at random" if recipe.gradient_rounding == "stochastic" else ""
-    if isinstance(recipe.gradient_scale, str):
-        name = recipe.gradient_scale
-        scale = GRADIENT_SCALES.get(name) or f"Scales go by {name}: {described('policy')[name]}"
-    elif recipe.gradient_scale is None:
-        scale = "They have no scale."
-    else:
-        scale = f"All have one scale, {recipe.gradient_scale:g}."
-    rounded = f"every one that a product reads or makes is rounded to that{how}."
-    return [rounded, scale, "A step whose gradients are not finite is skipped."]
-
-
-def _bf16(suffix: str, description: str, **fields: Any) -> Recipe:
+def _bf16_recipe(suffix: str, description: str, **fields: Any) -> Recipe:
     return Recipe(name=f"bf16{suffix}", description=description, param_dtype="bfloat16", **fields)
 
 
-def _fp16(suffix: str, description: str, **fields: Any) -> Recipe:
+def _fp16_recipe(suffix: str, description: str, **fields: Any) -> Recipe:
     return Recipe(name=f"fp16{suffix}", description=description, param_dtype="float16", **fields)
 
 
-def _few_bits(format: str, bits: int, update: str) -> Recipe:
+def _make_few_bit_recipe(format: str, bits: int, update: str) -> Recipe:
     suffix = "" if update == "nearest" else f"-{update}"
     return Recipe(
         name=f"{format}{suffix}",
@@ -473,7 +419,9 @@ def _few_bits(format: str, bits: int, update: str) -> Recipe:
     )
 
 
-def _gradients(format: str, name: str, words: str, scale: str | float | None, rounding: str = "nearest") -> Recipe:
+def _make_gradient_recipe(
+    format: str, name: str, words: str, scale: str | float | None, rounding: str = "nearest"
+) -> Recipe:
     """Return the recipe in float32 but for the gradients that products read and make."""
     return Recipe(
         name=f"{format}-{name}",
@@ -484,12 +432,12 @@ def _gradients(format: str, name: str, words: str, scale: str | float | None, ro
     )
 
 
-_SCALES = (
+_GRADIENT_SCALE_CHOICES = (
     ("none", "no scale", None),
     ("dynamic", "one scale, halved by an overflow", "dynamic"),
     ("adaptive", "a scale per layer by its largest gradient", "amax"),
 )
-_POLICIES = (
+_GRADIENT_POLICY_CHOICES = (
     ("measured", "one scale by the largest of all gradients", "measured"),
     ("underflow-bound", "a scale per layer by the papers' underflow bound", "underflow-bound"),
     ("element-wise", "a scale per layer by the products of elements", "element-wise"),
@@ -497,7 +445,7 @@ _POLICIES = (
 )
 
 # Scalify's rows, and more of their kind: name, words, weight update, dtype of the states, products.
-_SCALED = (
+_SCALED_RECIPE_CHOICES = (
     ("scaled-fp16-master", "Scalify, row 1: float16 with scales, float32 masters", "master", "float32", None),
     ("scaled-fp16", "Scalify, row 2: float16 with scales, weights too", "nearest", "float32", None),
     ("scaled-fp8", "Scalify, row 3: the same, products in eight bits", "nearest", "float32", "fp8"),
@@ -507,32 +455,36 @@ _SCALED = (
     ("scaled-fp8-stochastic", "the same, products and moments in eight bits", "stochastic", "fp8", "fp8"),
 )
 
-_MIX = (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic"))
+_MIXED_UPDATES = (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic"))
 
 _RECIPES = (
     Recipe(name="fp32", description="float32 everywhere, the reference"),
     Recipe(name="fp32-twin", description="float32 from a start that differs by 1e-7, the control", perturb=1e-7),
-    _bf16("", "bfloat16, updates rounded to nearest", weight_update="nearest"),
-    _bf16("-stochastic", "bfloat16, updates rounded stochastically", weight_update="stochastic"),
-    _bf16("-kahan", "bfloat16 with a 16-bit residual", weight_update="kahan"),
-    _bf16("-kahan-stochastic", "bfloat16 with a residual and stochastic rounding", weight_update="kahan-stochastic"),
-    _bf16("-split", "bfloat16 plus 16 bits: exact float32 weights", weight_update="split"),
-    _bf16("-split8", "bfloat16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"),
-    _bf16("-feedback", "bfloat16, the lost part goes into the first moment", weight_update="feedback"),
-    _bf16("-master", "bfloat16 with a float32 master copy", weight_update="master"),
-    _bf16("-mixed", "Kahan on embeddings and norms, stochastic elsewhere", weight_update=_MIX, float32=()),
-    _bf16(
+    _bf16_recipe("", "bfloat16, updates rounded to nearest", weight_update="nearest"),
+    _bf16_recipe("-stochastic", "bfloat16, updates rounded stochastically", weight_update="stochastic"),
+    _bf16_recipe("-kahan", "bfloat16 with a 16-bit residual", weight_update="kahan"),
+    _bf16_recipe(
+        "-kahan-stochastic", "bfloat16 with a residual and stochastic rounding", weight_update="kahan-stochastic"
+    ),
+    _bf16_recipe("-split", "bfloat16 plus 16 bits: exact float32 weights", weight_update="split"),
+    _bf16_recipe("-split8", "bfloat16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"),
+    _bf16_recipe("-feedback", "bfloat16, the lost part goes into the first moment", weight_update="feedback"),
+    _bf16_recipe("-master", "bfloat16 with a float32 master copy", weight_update="master"),
+    _bf16_recipe(
+        "-mixed", "Kahan on embeddings and norms, stochastic elsewhere", weight_update=_MIXED_UPDATES, float32=()
+    ),
+    _bf16_recipe(
         "-mc2",
         "Collage: weights and second moment as two bfloat16 each",
         weight_update="components",
         state_dtype="bfloat16x2",
     ),
-    _fp16("", "float16, no scale, updates rounded to nearest", weight_update="nearest"),
-    _fp16("-kahan", "float16 with a 16-bit residual", weight_update="kahan"),
-    _fp16("-split8", "float16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"),
-    _fp16("-master", "float16 with a float32 master copy", weight_update="master"),
-    _fp16("-mc2", "MCTensor: weights as two float16 components, computed with as such", components=2),
-    _fp16("-mc3", "MCTensor: weights as three float16 components, computed with as such", components=3),
+    _fp16_recipe("", "float16, no scale, updates rounded to nearest", weight_update="nearest"),
+    _fp16_recipe("-kahan", "float16 with a 16-bit residual", weight_update="kahan"),
+    _fp16_recipe("-split8", "float16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"),
+    _fp16_recipe("-master", "float16 with a float32 master copy", weight_update="master"),
+    _fp16_recipe("-mc2", "MCTensor: weights as two float16 components, computed with as such", components=2),
+    _fp16_recipe("-mc3", "MCTensor: weights as three float16 components, computed with as such", components=3),
     *(
         Recipe(
             name=name,
@@ -542,26 +494,26 @@ _RECIPES = (
             state_dtype=states,
             matmul=matmul,
         )
-        for name, words, update, states, matmul in _SCALED
+        for name, words, update, states, matmul in _SCALED_RECIPE_CHOICES
     ),
     Recipe(name="fp64", description="float64 everywhere, a wider reference", param_dtype="float64"),
     Recipe(
         name="fp64-mc2", description="MCTensor: weights as two float64 components", param_dtype="float64", components=2
     ),
     *(
-        _few_bits(format, bits, update)
+        _make_few_bit_recipe(format, bits, update)
         for format, bits in (("e8m5", 14), ("e8m3", 12), ("e8m1", 10))
         for update in ("nearest", "stochastic", "kahan", "kahan-stochastic")
     ),
-    *(_gradients("fp16", *choice) for choice in _SCALES),
+    *(_make_gradient_recipe("fp16", *choice) for choice in _GRADIENT_SCALE_CHOICES),
     *(
-        _gradients("fp16", f"constant-{scale}", f"one scale, {scale}", scale)
+        _make_gradient_recipe("fp16", f"constant-{scale}", f"one scale, {scale}", scale)
         for scale in (1, 16, 128, 1024, 4096, 16384)
     ),
-    *(_gradients("fp16", *choice) for choice in _POLICIES),
-    *(_gradients("e5m2", *choice) for choice in _SCALES),
-    _gradients("e5m2", "adaptive-stochastic", "stochastically, a scale per layer", "amax", "stochastic"),
-    _gradients("e4m3fn", *_SCALES[-1]),
+    *(_make_gradient_recipe("fp16", *choice) for choice in _GRADIENT_POLICY_CHOICES),
+    *(_make_gradient_recipe("e5m2", *choice) for choice in _GRADIENT_SCALE_CHOICES),
+    _make_gradient_recipe("e5m2", "adaptive-stochastic", "stochastically, a scale per layer", "amax", "stochastic"),
+    _make_gradient_recipe("e4m3fn", *_GRADIENT_SCALE_CHOICES[-1]),
     Recipe(
         name="mixed-precision",
         description="Micikevicius et al.: float16 operands and gradients, float32 masters, one loss scale",

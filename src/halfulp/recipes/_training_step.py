@@ -20,16 +20,16 @@ from ..kernels import same_bits
 from ..scaled import ScaledTensor
 
 # Two results agree if their bits do or, behind a sum in another order, their leading 20 bits.
-NEAR = 1e-6
+RELATIVE_TOLERANCE = 1e-6
 # An element may be off by this many times what float32 itself is off by among elements of its size.
-_ROOM = 32.0
+_ERROR_FACTOR = 32.0
 # Elements up to this many binades larger count as of its size.
-_BINADES = 6
+_BINADES_ALIKE = 6
 # Beyond float32's binades, for 0.
-_ZERO = -1100
+_EXPONENT_OF_ZERO = -1100
 
 
-def agrees(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> bool:
+def agrees_with_float32(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> bool:
     """Return whether a result is plain float32's up to the order of sums, element by element.
 
     The error against float64 must be within 1e-6 of the norm, or within 32 times plain float32's own. That says nothing
@@ -43,8 +43,8 @@ def agrees(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> b
         exact: of the same computation in float64, or with other rounding errors; None where there is no such run.
 
     >>> a = torch.tensor([1.0, 1e-7]).repeat(8)
-    >>> agrees(a, a * (1 + 1e-7), a.double()), agrees(a, torch.where(a < 1e-6, 0.0, a), a.double())
-    (True, False)
+    >>> [agrees_with_float32(a, b, a.double()) for b in (a * (1 + 1e-7), torch.where(a < 1e-6, 0.0, a))]
+    [True, False]
     """
     if wanted is None or got is None:
         return wanted is got
@@ -52,39 +52,40 @@ def agrees(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> b
         return False
     if same_bits(wanted, got):
         return True
-    if _not_finite(wanted, got):
+    if _differs_in_nonfinite(wanted, got):
         return False
     wanted, got = wanted.double().flatten(), got.double().flatten()
     finite = wanted.isfinite()
     wanted, got = wanted[finite], got[finite]
     if exact is None or exact.numel() != finite.numel():
-        return relative(wanted, got) <= NEAR and not bool(((wanted == 0) != (got == 0)).any())
+        return relative_difference(wanted, got) <= RELATIVE_TOLERANCE and not bool(((wanted == 0) != (got == 0)).any())
     exact = exact.double().flatten()[finite]
     if not exact.numel():
         return True
-    if (got - exact).norm() > max(NEAR * exact.norm(), _ROOM * (wanted - exact).norm()):
+    if (got - exact).norm() > max(RELATIVE_TOLERANCE * exact.norm(), _ERROR_FACTOR * (wanted - exact).norm()):
         return False
-    allowed = torch.maximum(NEAR * exact.abs(), _ROOM * _error_of_size(wanted, exact))
+    allowed = torch.maximum(RELATIVE_TOLERANCE * exact.abs(), _ERROR_FACTOR * _find_error_of_size(wanted, exact))
     return bool(((got - exact).abs() <= allowed).all())
 
 
-def _error_of_size(wanted: Tensor, exact: Tensor) -> Tensor:
+def _find_error_of_size(wanted: Tensor, exact: Tensor) -> Tensor:
     """Return, for each element, the largest error of elements no more than 64 times as large."""
     errors = (wanted - exact).abs()
-    binades = torch.where(exact == 0, _ZERO, torch.frexp(exact).exponent.long()) - _ZERO
-    largest = torch.zeros(int(binades.max()) + 1 + _BINADES, dtype=torch.float64, device=errors.device)
+    binades = torch.where(exact == 0, _EXPONENT_OF_ZERO, torch.frexp(exact).exponent.long()) - _EXPONENT_OF_ZERO
+    largest = torch.zeros(int(binades.max()) + 1 + _BINADES_ALIKE, dtype=torch.float64, device=errors.device)
     largest.scatter_reduce_(0, binades, errors, "amax")
-    return torch.cummax(largest, 0).values[binades + _BINADES]
+    return torch.cummax(largest, 0).values[binades + _BINADES_ALIKE]
 
 
-def relative(wanted: Tensor, got: Tensor) -> float:
+def relative_difference(wanted: Tensor, got: Tensor) -> float:
     """Return the norm of the difference over the norm of what was wanted; infinite where infinities or NaN differ.
 
     >>> inf = float("inf")
-    >>> relative(torch.tensor([4.0, inf]), torch.tensor([3.0, inf])), relative(torch.tensor(inf), torch.tensor(-inf))
-    (0.25, inf)
+    >>> pairs = (([4.0, inf], [3.0, inf]), ([inf], [-inf]))
+    >>> [relative_difference(torch.tensor(wanted), torch.tensor(got)) for wanted, got in pairs]
+    [0.25, inf]
     """
-    if _not_finite(wanted, got):
+    if _differs_in_nonfinite(wanted, got):
         return float("inf")
     wanted, got = wanted.double(), got.double()
     finite = wanted.isfinite()
@@ -92,17 +93,17 @@ def relative(wanted: Tensor, got: Tensor) -> float:
     return float(torch.where(finite, wanted - got, 0.0).norm() / norm)
 
 
-def _not_finite(wanted: Tensor, got: Tensor) -> bool:
+def _differs_in_nonfinite(wanted: Tensor, got: Tensor) -> bool:
     """Return whether infinities or NaN differ."""
     finite = wanted.isfinite() & got.isfinite()
     return not bool((finite | (wanted == got) | (wanted.isnan() & got.isnan())).all())
 
 
 # Every run begins with these random bits.
-_SEED = 0
+_STEP_SEED = 0
 
 
-class _KeptTensors(TorchFunctionMode):
+class _CopyKeptTensors(TorchFunctionMode):
     """Lets `copy.deepcopy` copy activations that a module keeps; torch copies only leaves."""
 
     def __torch_function__(self, function: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
@@ -123,32 +124,32 @@ def copy_model(model: nn.Module) -> nn.Module:
                 "outside the model: remove it for the proof (handle.remove()), and register it again afterwards"
             )
     try:
-        with _KeptTensors():
+        with _CopyKeptTensors():
             other = copy.deepcopy(model)
     except (RuntimeError, TypeError, copy.Error) as error:
         raise ValueError(f"the model cannot be copied, and the proof runs on copies: {error}") from error
-    for ours, theirs in zip(_tensors(model), _tensors(other), strict=True):
+    for ours, theirs in zip(_list_hooked_tensors(model), _list_hooked_tensors(other), strict=True):
         for hook in (ours._backward_hooks or {}).values():
             theirs.register_hook(hook)
     return other
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
+def _list_hooked_tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.parameters()
     yield from (buffer for buffer in model.buffers() if buffer.requires_grad)
 
 
 @contextlib.contextmanager
-def same_randomness() -> Iterator[None]:
+def fix_random_state() -> Iterator[None]:
     """Run a block from the same state of Python's, NumPy's and torch's generators; restore them."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng():
         try:
-            torch.manual_seed(_SEED)
-            random.seed(_SEED)
+            torch.manual_seed(_STEP_SEED)
+            random.seed(_STEP_SEED)
             if numpy is not None:
-                numpy.random.seed(_SEED)
+                numpy.random.seed(_STEP_SEED)
             yield
         finally:
             random.setstate(python_state)
@@ -157,7 +158,7 @@ def same_randomness() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def check_untouched(model: nn.Module) -> Iterator[None]:
     """Check that runs of copies do not change the model, whose gradients are put aside meanwhile."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     before = {name: (tensor.grad, tensor._version) for name, tensor in tensors.items()}
@@ -180,12 +181,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 # Results are multiplied by 1, or by 1 more or less this.
-_PLACE = 2.0**-23
+_JITTER_SIZE = 2.0**-23
 # A payload that stands for more may saturate under another scale, or overflow; models take such numbers for "no value".
 _LARGEST = 2.0**96
 
 
-class Jitter(TorchDispatchMode):
+class JitterMode(TorchDispatchMode):
     """Multiplies the results of operators by 1 - 2^-23, 1 or 1 + 2^-23, element by element at random.
 
     Rounding errors of another size and sign than a run's own show how far these go on their way, as in stochastic
@@ -202,19 +203,19 @@ class Jitter(TorchDispatchMode):
         results = operator(*arguments, **options)
         if operator.is_view or operator._schema.is_mutable:
             return results
-        given = {_memory(x) for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)}
-        return tree_map(lambda x: self._moved(x, given), results)
+        given = {_identify_memory(x) for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)}
+        return tree_map(lambda x: self._jitter_result(x, given), results)
 
-    def _moved(self, x: Any, given: set[int]) -> Any:
-        if type(x) is not Tensor or x.dtype != torch.float32 or _memory(x) in given:
+    def _jitter_result(self, x: Any, given: set[int]) -> Any:
+        if type(x) is not Tensor or x.dtype != torch.float32 or _identify_memory(x) in given:
             return x
         steps = torch.randint(-1, 2, x.shape, generator=self._generator, dtype=torch.float32, device="cpu")
-        factor = 1 + _PLACE * steps.to(x.device)
+        factor = 1 + _JITTER_SIZE * steps.to(x.device)
         # Counts, indices and what stands for no value have no rounding errors.
         return torch.where((x == x.round()) | (x.abs() > _LARGEST), x, x * factor)
 
 
-def _memory(x: Tensor) -> int:
+def _identify_memory(x: Tensor) -> int:
     """Return the identity of a tensor's memory, the same for tensors that share it."""
     try:
         return x.untyped_storage()._cdata
@@ -222,46 +223,46 @@ def _memory(x: Tensor) -> int:
         return 0
 
 
-LossOf = Callable[[Any], Tensor]
+LossOfOutput = Callable[[Any], Tensor]
 # The decoded results of one step of a model, by what they are called in a report: "the loss", "output 0",
 # "buffer 'mean'", "gradient 'weight'", which is None where there is none.
-Results = dict[str, Tensor | None]
-GRADIENT = "gradient "
+StepResults = dict[str, Tensor | None]
+GRADIENT_PREFIX = "gradient "
 
 # A run in float64, or with jitter, that is farther from float32's than this drew other random numbers, or computed
 # something else.
-_SAME_RUN = 1e-2
+_SAME_RUN_TOLERANCE = 1e-2
 
 
-def gradients_of(results: Results) -> Results:
+def select_gradients(results: StepResults) -> StepResults:
     """Return the gradients of a run, by what they are called."""
-    return {name: value for name, value in results.items() if name.startswith(GRADIENT)}
+    return {name: value for name, value in results.items() if name.startswith(GRADIENT_PREFIX)}
 
 
-def loss_in(results: Results) -> Tensor:
+def get_loss(results: StepResults) -> Tensor:
     """Return the loss of a run."""
     loss = results["the loss"]
     assert loss is not None
     return loss
 
 
-def run_reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Results:
+def run_reference(model: nn.Module, batch: Any, loss_of: LossOfOutput) -> StepResults:
     """Run a step of a copy in plain float32, which must be finite, and the same when it is run again."""
     run = run_one_step(copy_model(model), batch, loss_of)
-    loss, gradients = loss_in(run), gradients_of(run)
+    loss, gradients = get_loss(run), select_gradients(run)
     if not bool(loss.isfinite().all()):
         raise ValueError(f"in plain float32 the loss is {loss.item()}: nothing to compare with; give another batch")
     if all(grad is None for grad in gradients.values()):
         raise ValueError("in plain float32 no parameter has a gradient: give a loss that depends on one that trains")
     for name, grad in gradients.items():
         if grad is not None and not bool(grad.isfinite().all()):
-            of = name.removeprefix(GRADIENT)
+            of = name.removeprefix(GRADIENT_PREFIX)
             raise ValueError(
                 f"in plain float32 the gradient of {of} is not finite: nothing to compare with; give another batch"
             )
     again = run_one_step(copy_model(model), batch, loss_of)
     for name, first, second in pair_results(run, again):
-        if difference(first, second):
+        if measure_difference(first, second):
             raise ValueError(
                 f"two runs of the plain model differ in {name}: it keeps a state that a copy does not (a closure's, a "
                 "global one, a random generator of its own), and nothing can be proved; make that state a buffer or an "
@@ -270,17 +271,19 @@ def run_reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Results:
     return run
 
 
-def run_in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Results, step: int = 1) -> Results | None:
-    """Run the step in float64, or else in float32 with `Jitter`, to estimate float32's own error.
+def run_in_float64(
+    model: nn.Module, batch: Any, loss_of: LossOfOutput, plain: StepResults, step: int = 1
+) -> StepResults | None:
+    """Run the step in float64, or else in float32 with `JitterMode`, to estimate float32's own error.
 
     None where both raise, or draw other random numbers than the plain run.
     """
     for in_float64 in (True, False):
         try:
-            given = tree_map(lambda x: x.double() if _floating(x) else x, batch) if in_float64 else batch
+            given = tree_map(lambda x: x.double() if _is_floating(x) else x, batch) if in_float64 else batch
             other = copy_model(model).double() if in_float64 else copy_model(model)
             for _ in range(step):
-                found = run_one_step(other, given, loss_of, watch=None if in_float64 else Jitter())
+                found = run_one_step(other, given, loss_of, watch=None if in_float64 else JitterMode())
         except Exception:  # whatever a model of somebody else's raises in another dtype
             continue
         if _is_same_run(plain, found):
@@ -288,29 +291,33 @@ def run_in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Results
     return None
 
 
-def _is_same_run(plain: Results, other: Results) -> bool:
+def _is_same_run(plain: StepResults, other: StepResults) -> bool:
     """Return whether a run has the shapes of the plain one, and its numbers as far as rounding errors let it."""
     both = pair_results(plain, other)
     if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for _, a, b in both):
         return False
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
     ours, theirs = (
-        torch.cat([x.double().flatten() for x in gradients_of(run).values() if x is not None]) for run in (plain, other)
+        torch.cat([x.double().flatten() for x in select_gradients(run).values() if x is not None])
+        for run in (plain, other)
     )
-    return relative(loss_in(plain), loss_in(other)) < _SAME_RUN and relative(ours, theirs) < _SAME_RUN
+    return (
+        relative_difference(get_loss(plain), get_loss(other)) < _SAME_RUN_TOLERANCE
+        and relative_difference(ours, theirs) < _SAME_RUN_TOLERANCE
+    )
 
 
 def run_one_step(
     model: nn.Module,
     batch: Any,
-    loss_of: LossOf,
+    loss_of: LossOfOutput,
     scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
     watch: contextlib.AbstractContextManager | None = None,
-) -> Results:
+) -> StepResults:
     """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
     model.zero_grad()
-    with same_randomness(), watch or contextlib.nullcontext():
-        output = call_model(model, batch)
+    with fix_random_state(), watch or contextlib.nullcontext():
+        output = call_on_batch(model, batch)
         loss = loss_of(output)
         if not isinstance(loss, Tensor):
             raise TypeError(f"the loss gave {a_kind(loss)}: give a scalar tensor, loss=lambda output: ...")
@@ -318,45 +325,45 @@ def run_one_step(
             raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
         if loss.requires_grad:
             scaled(loss).backward()
-    values: Results = {"the loss": loss, **name_outputs(output)}
-    values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if _floating(x)}
-    values |= name_gradients(model)
-    return {name: None if x is None else copy_values(x) for name, x in values.items()}
+    values: StepResults = {"the loss": loss, **list_named_outputs(output)}
+    values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if _is_floating(x)}
+    values |= list_named_gradients(model)
+    return {name: None if x is None else copy_decoded_values(x) for name, x in values.items()}
 
 
-def name_outputs(output: Any) -> dict[str, Tensor]:
+def list_named_outputs(output: Any) -> dict[str, Tensor]:
     """Return the floating tensors among a model's outputs, by what they are called."""
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    return {f"output {index}": x for index, x in enumerate(leaves) if _floating(x)}
+    return {f"output {index}": x for index, x in enumerate(leaves) if _is_floating(x)}
 
 
-def name_gradients(model: nn.Module) -> Results:
+def list_named_gradients(model: nn.Module) -> StepResults:
     """Return the gradients of the parameters that train, by what they are called."""
-    return {f"{GRADIENT}{name!r}": p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return {f"{GRADIENT_PREFIX}{name!r}": p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
-def pair_results(wanted: Results, got: Results) -> list[tuple[str, Tensor | None, Tensor | None]]:
+def pair_results(wanted: StepResults, got: StepResults) -> list[tuple[str, Tensor | None, Tensor | None]]:
     """Return the names of two runs' results, and both of each."""
     return [(name, wanted.get(name), got.get(name)) for name in {**wanted, **got}]
 
 
-def copy_values(x: Tensor) -> Tensor:
+def copy_decoded_values(x: Tensor) -> Tensor:
     """Return a copy of the values, decoded."""
     x = x.detach()
     return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()
 
 
-def _floating(x: Any) -> bool:
+def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def call_model(model: nn.Module, batch: Any) -> Any:
+def call_on_batch(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def make_default_loss(seed: int) -> LossOf:
+def make_default_loss(seed: int) -> LossOfOutput:
     """Return the output's own loss, or its elements under fixed random weights."""
 
     def loss_of(output: Any) -> Tensor:
@@ -364,7 +371,7 @@ def make_default_loss(seed: int) -> LossOf:
         if own is not None:
             return own
         generator = torch.Generator().manual_seed(seed)
-        floats = [x for x in name_outputs(output).values() if x.requires_grad]
+        floats = [x for x in list_named_outputs(output).values() if x.requires_grad]
         if not floats:
             raise ValueError("no floating output depends on the parameters: give loss=lambda output: ...")
         weights = (torch.randn(x.shape, dtype=torch.float32, device="cpu", generator=generator) for x in floats)
@@ -374,16 +381,16 @@ def make_default_loss(seed: int) -> LossOf:
     return loss_of
 
 
-def difference(wanted: Tensor | None, got: Tensor | None) -> float:
+def measure_difference(wanted: Tensor | None, got: Tensor | None) -> float:
     """Return the relative norm of the difference, 0 where the bits are the same, infinite where one is missing."""
     if wanted is None or got is None:
         return 0.0 if wanted is got else float("inf")
     if wanted.shape != got.shape:
         return float("inf")
-    return 0.0 if same_bits(wanted, got) else relative(wanted, got)
+    return 0.0 if same_bits(wanted, got) else relative_difference(wanted, got)
 
 
-class Difference(NamedTuple):
+class OperatorDifference(NamedTuple):
     """An operator whose results are not torch's: its name, the module or direction it ran in, and by how much."""
 
     operator: str
@@ -391,7 +398,7 @@ class Difference(NamedTuple):
     off: float
 
 
-class OperatorCheck(TorchDispatchMode):
+class OperatorCheckMode(TorchDispatchMode):
     """Runs torch's operator on the decoded operands beside each operator of scaled tensors.
 
     Since both have the same operands, what a wrong operator does to those behind it is not held against them, and the
@@ -404,8 +411,8 @@ class OperatorCheck(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.unequal: Difference | None = None
-        self.wrong: list[Difference] = []
+        self.unequal: OperatorDifference | None = None
+        self.wrong: list[OperatorDifference] = []
         self._module_paths = paths = ["the model"]
 
         def leave_module(*_: Any) -> None:
@@ -428,65 +435,69 @@ class OperatorCheck(TorchDispatchMode):
         if not scaled or operator.is_view or operator.namespace != "aten" or "empty" in operator.name():
             return operator(*arguments, **options)
         # Decoded before the call, which may write into its operands.
-        operands = [tree_map(lambda x, to=to: _decode(x, to), (arguments, options)) for to in _WIDTHS]
-        with _same_draws(options.get("generator")) as again:
+        operands = [tree_map(lambda x, to=to: _decode_to_dtype(x, to), (arguments, options)) for to in _OPERAND_DTYPES]
+        with _rewind_random_draws(options.get("generator")) as again:
             results = operator(*arguments, **options)
-            wanted = _plainly(operator, operands[0], again)
-            got = _floats(results)
+            wanted = _run_plain_operator(operator, operands[0], again)
+            got = _list_floats(results)
             if len(got) == len(wanted):
-                wanted, got = list(map(_clamp_beyond, wanted, got)), list(map(_clamp_beyond, got, wanted))
+                wanted, got = list(map(_clamp_huge_values, wanted, got)), list(map(_clamp_huge_values, got, wanted))
             if len(got) != len(wanted) or not all(map(same_bits, wanted, got)):
-                exact = _plainly(operator, operands[1], again)
-                self._differs(operator, wanted, got, exact)
+                exact = _run_plain_operator(operator, operands[1], again)
+                self._note_difference(operator, wanted, got, exact)
         return results
 
-    def _differs(self, operator: Any, wanted: list[Tensor], got: list[Tensor], exact: list[Tensor]) -> None:
+    def _note_difference(self, operator: Any, wanted: list[Tensor], got: list[Tensor], exact: list[Tensor]) -> None:
         if len(wanted) != len(got) or any(a.shape != b.shape for a, b in zip(wanted, got, strict=True)):
             return  # torch takes no such operands; the results count by what they lead to
         place = "the backward pass" if torch._C._current_graph_task_id() != -1 else self._module_paths[-1]
-        found = Difference(str(operator), place, max(map(relative, wanted, got)))
+        found = OperatorDifference(str(operator), place, max(map(relative_difference, wanted, got)))
         self.unequal = self.unequal or found
         best: list[Tensor | None] = [None] * len(wanted)
         if len(exact) == len(wanted):
-            best[:] = map(_clamp_beyond, exact, wanted)
-        if not all(map(agrees, wanted, got, best)):
+            best[:] = map(_clamp_huge_values, exact, wanted)
+        if not all(map(agrees_with_float32, wanted, got, best)):
             self.wrong.append(found)
 
 
-_WIDTHS = (torch.float32, torch.float64)
+_OPERAND_DTYPES = (torch.float32, torch.float64)
 
 
-def _clamp_beyond(x: Tensor, other: Tensor) -> Tensor:
+def _clamp_huge_values(x: Tensor, other: Tensor) -> Tensor:
     """Return the tensor, clamped to 2^96 where both are beyond: there equal signs count as equal."""
     if x.shape != other.shape:
         return x
     return torch.where((x.abs() >= _LARGEST) & (other.abs() >= _LARGEST), x.clamp(-_LARGEST, _LARGEST), x)
 
 
-def _decode(x: Any, dtype: torch.dtype) -> Any:
+def _decode_to_dtype(x: Any, dtype: torch.dtype) -> Any:
     """Return a copy of the values in another dtype, with the strides of the tensor."""
     if not isinstance(x, Tensor):
         return x
-    values = copy_values(x)
+    values = copy_decoded_values(x)
     return values.to(dtype) if values.dtype == torch.float32 else values
 
 
-def _plainly(operator: Any, operands: tuple, again: Any) -> list[Tensor]:
+def _run_plain_operator(operator: Any, operands: tuple, again: Any) -> list[Tensor]:
     """Return the floating results of torch's own operator; none where it does not take these operands."""
     arguments, options = operands
     again()
     try:
-        return _floats(operator(*arguments, **options))
+        return _list_floats(operator(*arguments, **options))
     except (RuntimeError, TypeError, NotImplementedError):
         return []
 
 
-def _floats(results: Any) -> list[Tensor]:
-    return [_decode(x, torch.float32) for x in tree_leaves(results) if isinstance(x, Tensor) and x.is_floating_point()]
+def _list_floats(results: Any) -> list[Tensor]:
+    return [
+        _decode_to_dtype(x, torch.float32)
+        for x in tree_leaves(results)
+        if isinstance(x, Tensor) and x.is_floating_point()
+    ]
 
 
 @contextlib.contextmanager
-def _same_draws(generator: torch.Generator | None) -> Iterator[Any]:
+def _rewind_random_draws(generator: torch.Generator | None) -> Iterator[Any]:
     """Yield a function to rewind the random generators; at the end they are where its first call left them."""
     source = torch.random.default_generator if generator is None else generator
     before = source.get_state()

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,36 +22,36 @@ from ..subclass import fallbacks
 from . import _recipe as _catalog
 from ._recipe import Recipe
 from ._training_step import (
-    GRADIENT,
-    Difference,
-    LossOf,
-    OperatorCheck,
-    Results,
-    agrees,
+    GRADIENT_PREFIX,
+    LossOfOutput,
+    OperatorCheckMode,
+    OperatorDifference,
+    StepResults,
+    agrees_with_float32,
+    check_untouched,
     copy_model,
-    difference,
-    gradients_of,
     make_default_loss,
+    measure_difference,
     pair_results,
     run_in_float64,
     run_one_step,
     run_reference,
-    untouched,
+    select_gradients,
 )
 
 # Scales between 2^-SPREAD and 2^SPREAD times the measured one.
-SPREAD = 12
+SCALE_EXPONENT_RANGE = 12
 # How many wrong results a report names.
-_SHOWN = 5
+_MOST_SHOWN = 5
 
 
 # Random exponents lie in this range; differences of two are far from float32's limits.
-LOWEST, HIGHEST = -12, 24
-_GLOBAL = "global"
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -12, 24
+_GLOBAL_SITE = "global"
 # So many steps show whether the graph is known: two forward passes are watched, the others are not.
-_STEPS = 4
+_REPLAYED_STEPS = 4
 # The number of an iteration that is not measured.
-_UNMEASURED = 3
+_UNMEASURED_ITERATION = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,8 @@ class Verification:
         """Return plain data that JSON can hold; a difference that is not finite is None."""
         data = {**dataclasses.asdict(self), "equal": self.equal, "passed": self.passed}
         for kind in ("gradients", "values"):
-            data[kind] = {name: _finite(difference) for name, difference in data[kind].items()}
-        data["first"] = [*self.first[:2], _finite(self.first[2])] if self.first else None
+            data[kind] = {name: _finite_or_none(difference) for name, difference in data[kind].items()}
+        data["first"] = [*self.first[:2], _finite_or_none(self.first[2])] if self.first else None
         return data
 
     def __str__(self) -> str:
@@ -115,8 +115,8 @@ class Verification:
         if worst is not None and self.gradients[worst]:
             said.append(f"the farthest is {worst}, by {self.gradients[worst]:.1e} of its norm")
         if self.wrong:
-            more = f" and {len(self.wrong) - _SHOWN} more" if len(self.wrong) > _SHOWN else ""
-            said.append(f"not float32's: {', '.join(self.wrong[:_SHOWN])}{more}")
+            more = f" and {len(self.wrong) - _MOST_SHOWN} more" if len(self.wrong) > _MOST_SHOWN else ""
+            said.append(f"not float32's: {', '.join(self.wrong[:_MOST_SHOWN])}{more}")
         if self.first:
             operator, place, difference = self.first
             said.append(f"the first operator that differs is {operator} in {place}, by {difference:.1e}")
@@ -145,45 +145,44 @@ class Proof:
         wrong: what differs by more than another order of sums explains, in words, each once.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss: LossOf, seed: int) -> None:
+    def __init__(self, model: nn.Module, batch: Any, loss: LossOfOutput, seed: int) -> None:
         self._model, self._batch, self._loss, self._seed = model, batch, loss, seed
         self._generator = torch.Generator().manual_seed(seed)
         self.plain = run_reference(model, batch, loss)
-        self.exact = self.run_exactly(self.plain)
+        self._exact = functools.cache(lambda: run_in_float64(model, batch, loss, self.plain))
         self.off = {name: 0.0 for name, value in self.plain.items() if value is not None}
         self.wrong: dict[str, None] = {}
 
-    def run_exactly(self, plain: Results, step: int = 1) -> Callable[[], Results | None]:
-        """Return a function that runs the step in float64 when it is first called."""
-        return functools.cache(lambda: run_in_float64(self._model, self._batch, self._loss, plain, step))
-
-    def judge(self, found: Results, where: str = "") -> None:
-        """Compare a run with that of the first step in plain float32."""
-        self.judge_step(found, where, self.plain, self.exact)
-
-    def judge_step(self, found: Results, where: str, plain: Results, exact: Callable[[], Results | None]) -> None:
-        """Compare a run with any step's in plain float32."""
-        for name, wanted, got in pair_results(plain, found):
-            off = difference(wanted, got)
+    def compare_with_float32(
+        self, found: StepResults, where: str = "", plain: StepResults | None = None, step: int = 1
+    ) -> None:
+        """Compare a run with plain float32's: that of the first step, or one that is given."""
+        exact = self._exact
+        if plain is not None:
+            exact = functools.cache(lambda: run_in_float64(self._model, self._batch, self._loss, plain, step))
+        for name, wanted, got in pair_results(self.plain if plain is None else plain, found):
+            off = measure_difference(wanted, got)
             if off or name in self.off:
                 self.off[name] = max(self.off.get(name, 0.0), off)
-            if off and not agrees(wanted, got, (exact() or {}).get(name)):
+            if off and not agrees_with_float32(wanted, got, (exact() or {}).get(name)):
                 self.wrong[f"{name}{where}"] = None
 
-    def result(self, technique: str, trials: int, **fields: Any) -> Verification:
+    def describe_result(self, technique: str, trials: int, **fields: Any) -> Verification:
         """Return a Verification of the runs, with given fields that the runs do not determine."""
         return Verification(
             technique=technique,
-            gradients={_parameter(name): off for name, off in self.off.items() if name.startswith(GRADIENT)},
-            values={name: off for name, off in self.off.items() if not name.startswith(GRADIENT)},
+            gradients={
+                _parameter_name(name): off for name, off in self.off.items() if name.startswith(GRADIENT_PREFIX)
+            },
+            values={name: off for name, off in self.off.items() if not name.startswith(GRADIENT_PREFIX)},
             wrong=list(self.wrong),
-            unused=[_parameter(name) for name, value in gradients_of(self.plain).items() if value is None],
+            unused=[_parameter_name(name) for name, value in select_gradients(self.plain).items() if value is None],
             trials=trials,
             seed=self._seed,
             **fields,
         )
 
-    def draw(self, low: int, high: int, count: int) -> list[int]:
+    def draw_integers(self, low: int, high: int, count: int) -> list[int]:
         """Draw random integers from low to high, both included."""
         return torch.randint(
             low, high + 1, (count,), generator=self._generator, dtype=torch.int64, device="cpu"
@@ -195,8 +194,8 @@ class ScaleProof(Proof):
 
     def run_under_scales(self, recipe: Recipe, trials: int) -> Verification:
         """Run so many draws of scales, each operator beside torch's own."""
-        first: Difference | None = None
-        unequal: Difference | None = None
+        first: OperatorDifference | None = None
+        unequal: OperatorDifference | None = None
         counts: Counter[str] = Counter()
         left: list[str] = []
         for _ in range(trials):
@@ -204,17 +203,17 @@ class ScaleProof(Proof):
             left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
             for parameter in other.parameters():
                 if isinstance(values := parameter.data, ScaledTensor):
-                    (power,) = self.draw(-SPREAD, SPREAD, 1)
+                    (power,) = self.draw_integers(-SCALE_EXPONENT_RANGE, SCALE_EXPONENT_RANGE, 1)
                     scale = (values.scale * 2.0**power).clamp(2.0**-126, 2.0**127)
                     parameter.data = values.with_scale(scale).detach()
-            check = OperatorCheck(other)
-            self.judge(run_one_step(other, self._batch, self._loss, watch=check))
+            check = OperatorCheckMode(other)
+            self.compare_with_float32(run_one_step(other, self._batch, self._loss, watch=check))
             self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
             first, unequal = first or next(iter(check.wrong), None), unequal or check.unequal
             counts.update(fallbacks(other))
         left_out = "eight-bit products" if recipe.matmul else None
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
-        return self.result("scaled", trials, first=first or unequal, **more)
+        return self.describe_result("scaled", trials, first=first or unequal, **more)
 
 
 class ExponentProof(Proof):
@@ -224,7 +223,7 @@ class ExponentProof(Proof):
     scaler changes is not taken for what an exponent does.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss: LossOf, seed: int, mode: str) -> None:
+    def __init__(self, model: nn.Module, batch: Any, loss: LossOfOutput, seed: int, mode: str) -> None:
         super().__init__(model, batch, loss, seed)
         self._mode = mode
         self._state: dict[str, Any] | None = None
@@ -233,29 +232,32 @@ class ExponentProof(Proof):
         """Run so many draws of exponents, and then passes whose graph is known."""
         merged = self.merge_sites(trials)
         replays = 0 if self.wrong or self._mode == "module" else self.check_replays(merged)
-        return self.result("gradients", trials, merged=merged, replays=replays)
+        return self.describe_result("gradients", trials, merged=merged, replays=replays)
 
     def merge_sites(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
-        baseline = self._run({})
+        baseline = self._run_scaled_step({})
         assert self._state is not None  # the first run keeps its scaler's
-        self.judge(baseline)
-        keys = [key for key in self._state["sites"] if key != _GLOBAL]
-        for exponent in (LOWEST, HIGHEST):
+        self.compare_with_float32(baseline)
+        keys = [key for key in self._state["sites"] if key != _GLOBAL_SITE]
+        for exponent in (LOWEST_EXPONENT, HIGHEST_EXPONENT):
             # A model or a hook that bounds or rounds gradients by their size is right under no other loss scale.
-            self.judge(self._run({_GLOBAL: exponent}), f" under a loss scale of 2^{exponent} alone")
+            self.compare_with_float32(
+                self._run_scaled_step({_GLOBAL_SITE: exponent}), f" under a loss scale of 2^{exponent} alone"
+            )
         merged: list[str] = []
         linear = not self.wrong
         for _ in range(trials):
-            draw = self._draw([_GLOBAL, *keys] if linear else keys)
-            found = self._run(draw, merged)
+            draw = self._draw_exponents([_GLOBAL_SITE, *keys] if linear else keys)
+            found = self._run_scaled_step(draw, merged)
             if _differ(baseline, found):
                 own = [key for key in keys if key not in merged]
-                alone = [key for key in own if _differ(baseline, self._run({key: draw[key] or 1}, merged))]
+                runs = {key: self._run_scaled_step({key: draw[key] or 1}, merged) for key in own}
+                alone = [key for key, run in runs.items() if _differ(baseline, run)]
                 # Where none is wrong by itself, none can be told from the others.
                 merged += alone or own
-                found = self._run(draw, merged)
-            self.judge(found)
+                found = self._run_scaled_step(draw, merged)
+            self.compare_with_float32(found)
         return merged
 
     def check_replays(self, merged: list[str]) -> int:
@@ -268,63 +270,63 @@ class ExponentProof(Proof):
         scaler = AdaptiveGradScaler(ours, mode=self._mode, init_scale=1.0, float32_outputs=False)
         assert self._state is not None  # `merge_sites` ran
         scaler.load_state_dict(self._state)
-        (binade,) = self.draw(LOWEST, -LOWEST - 1, 1)
-        for step in range(1, _STEPS + 1):
+        (binade,) = self.draw_integers(LOWEST_EXPONENT, -LOWEST_EXPONENT - 1, 1)
+        for step in range(1, _REPLAYED_STEPS + 1):
             scaler.set_exponents({})
             # Of two steps one at least then has exponents that are not what they are meant for.
-            scaler.load_state_dict(self._random_state(scaler.state_dict(), merged, step, binade + step))
+            scaler.load_state_dict(self._make_random_state(scaler.state_dict(), merged, step, binade + step))
             wanted = run_one_step(theirs, self._batch, self._loss)
-            found = self._unscaled(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
-            self.judge_step(found, f" in step {step} of a copy", wanted, self.run_exactly(wanted, step))
+            found = self._unscale_gradients(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
+            self.compare_with_float32(found, f" in step {step} of a copy", wanted, step)
         return count_replays(scaler)
 
-    def _random_state(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
+    def _make_random_state(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
         """Return random exponents for an iteration without measurements, the global one an extreme by turns.
 
         They are meant for a loss that sends gradients of this binade into the model, and follow the one that there is.
         """
         sites = dict(state["sites"])
-        drawn = self._draw([key for key in sites if key not in merged])
-        drawn[_GLOBAL] = HIGHEST if step % 2 else LOWEST
-        state = self._with(state, drawn, merged)
-        state["sites"][_GLOBAL]["reference"] = [binade, 0]
-        return {**state, "progress": [_UNMEASURED, 0, False, 0, 0, 0, state["progress"][-1]]}
+        drawn = self._draw_exponents([key for key in sites if key not in merged])
+        drawn[_GLOBAL_SITE] = HIGHEST_EXPONENT if step % 2 else LOWEST_EXPONENT
+        state = self._set_exponents(state, drawn, merged)
+        state["sites"][_GLOBAL_SITE]["reference"] = [binade, 0]
+        return {**state, "progress": [_UNMEASURED_ITERATION, 0, False, 0, 0, 0, state["progress"][-1]]}
 
-    def _draw(self, keys: list[str]) -> dict[str, int]:
-        return dict(zip(keys, self.draw(LOWEST, HIGHEST, len(keys))))
+    def _draw_exponents(self, keys: list[str]) -> dict[str, int]:
+        return dict(zip(keys, self.draw_integers(LOWEST_EXPONENT, HIGHEST_EXPONENT, len(keys))))
 
-    def _run(self, exponents: dict[str, int], merged: list[str] | None = None) -> Results:
+    def _run_scaled_step(self, exponents: dict[str, int], merged: list[str] | None = None) -> StepResults:
         """Return a copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
         model = copy_model(self._model)
         scaler = AdaptiveGradScaler(model, mode=self._mode, init_scale=1.0, float32_outputs=False)
         if self._state is not None:
-            scaler.load_state_dict(self._with(self._state, exponents, merged or []))
+            scaler.load_state_dict(self._set_exponents(self._state, exponents, merged or []))
         run = run_one_step(model, self._batch, self._loss, scaler.scale)
         if self._state is None:
             state = scaler.state_dict()
             self._state = {**state, "sites": dict(state["sites"])}
-        return self._unscaled(run, scaler)
+        return self._unscale_gradients(run, scaler)
 
-    def _unscaled(self, run: Results, scaler: AdaptiveGradScaler) -> Results:
+    def _unscale_gradients(self, run: StepResults, scaler: AdaptiveGradScaler) -> StepResults:
         scale = scaler.get_scale()
-        return run | {name: None if value is None else value / scale for name, value in gradients_of(run).items()}
+        return run | {name: None if value is None else value / scale for name, value in select_gradients(run).items()}
 
-    def _with(self, given: Mapping[str, Any], exponents: dict[str, int], merged: list[str]) -> dict[str, Any]:
+    def _set_exponents(self, given: Mapping[str, Any], exponents: dict[str, int], merged: list[str]) -> dict[str, Any]:
         state = copy.deepcopy({**given, "sites": dict(given["sites"])})
         for key, site in state["sites"].items():
             site["exponent"] = exponents.get(key, 0)
             site["merged"] = site["merged"] or ("not exact by itself" if key in merged else None)
-        state["scale"] = 2.0 ** exponents.get(_GLOBAL, 0)
+        state["scale"] = 2.0 ** exponents.get(_GLOBAL_SITE, 0)
         return state
 
 
-def _parameter(name: str) -> str:
+def _parameter_name(name: str) -> str:
     """Return the name of the parameter whose gradient is called so."""
-    return name.removeprefix(GRADIENT).strip("'")
+    return name.removeprefix(GRADIENT_PREFIX).strip("'")
 
 
-def _differ(baseline: Results, found: Results) -> bool:
-    return any(difference(wanted, got) for _, wanted, got in pair_results(baseline, found))
+def _differ(baseline: StepResults, found: StepResults) -> bool:
+    return any(measure_difference(wanted, got) for _, wanted, got in pair_results(baseline, found))
 
 
 def verify(
@@ -332,7 +334,7 @@ def verify(
     batch: Any,
     recipe: Recipe | str | AdaptiveGradScaler,
     *,
-    loss: LossOf | None = None,
+    loss: LossOfOutput | None = None,
     trials: int = 2,
     seed: int = 0,
 ) -> Verification:
@@ -371,10 +373,10 @@ def verify(
             f"recipe {recipe.name!r} rounds by design; verify takes recipes with a payload or a gradient scale, such "
             "as 'scaled-fp16' and 'fp16-adaptive'"
         )
-    _check(model, loss, trials)
+    _check_arguments(model, loss, trials)
     mode = "function" if scaler is None else scaler.mode_of(model)
     loss_of = loss or make_default_loss(seed)
-    with untouched(model):
+    with check_untouched(model):
         if recipe.payload:
             return ScaleProof(model, batch, loss_of, seed).run_under_scales(recipe, trials)
         found = ExponentProof(model, batch, loss_of, seed, mode).run_under_exponents(trials)
@@ -383,7 +385,7 @@ def verify(
     return found
 
 
-def _check(model: nn.Module, loss: LossOf | None, trials: int) -> None:
+def _check_arguments(model: nn.Module, loss: LossOfOutput | None, trials: int) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
     if loss is not None and not callable(loss):
@@ -400,5 +402,5 @@ def _check(model: nn.Module, loss: LossOf | None, trials: int) -> None:
         raise ValueError("the model has no float32 parameters: nothing to verify")
 
 
-def _finite(difference: float) -> float | None:
+def _finite_or_none(difference: float) -> float | None:
     return difference if math.isfinite(difference) else None

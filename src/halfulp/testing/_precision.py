@@ -18,25 +18,25 @@ from ..observation import Finding, observe
 from ..observation._finding import listing
 from ..observation.findings import get_finding_kind
 from ..recipes import Recipe
-from ..recipes._optimizer import emulated
-from ..recipes._plan import check
+from ..recipes._optimizer import emulate_recipe
+from ..recipes._plan import check_float32_model
 from ..recipes._training_step import (
-    GRADIENT,
-    LossOf,
-    Results,
-    call_model,
+    GRADIENT_PREFIX,
+    LossOfOutput,
+    StepResults,
+    call_on_batch,
+    check_untouched,
     copy_model,
+    fix_random_state,
+    list_named_gradients,
+    list_named_outputs,
     make_default_loss,
-    name_gradients,
-    name_outputs,
     run_reference,
-    same_randomness,
-    untouched,
 )
 from ..scaled import ScaledTensor
 
 # A scale of 2^16 halves as often before it is 1; iterations that are skipped are no steps.
-MOST_SKIPPED = 24
+MOST_SKIPPED_STEPS = 24
 
 
 @dataclasses.dataclass
@@ -64,7 +64,7 @@ def run_short_training(
     model: nn.Module,
     batch: Any,
     recipe: Recipe,
-    loss_of: LossOf,
+    loss_of: LossOfOutput,
     rule: str,
     hyper: dict[str, Any],
     steps: int,
@@ -77,20 +77,20 @@ def run_short_training(
     is_plain = recipe == recipes.get("fp32")
     found = ShortTraining()
     seen = observe(model, optimizer, interval=1, scaler=scaler)
-    with emulated(recipe, model) as under, seen:
-        while len(found.losses) < steps and found.skipped < MOST_SKIPPED:
-            with same_randomness():
-                output = call_model(model, batch)
+    with emulate_recipe(recipe, model) as under, seen:
+        while len(found.losses) < steps and found.skipped < MOST_SKIPPED_STEPS:
+            with fix_random_state():
+                output = call_on_batch(model, batch)
                 loss = under(loss_of)(output)
                 _check_loss(loss)
-                outputs = name_outputs(output)
-                terms = _watch_terms(outputs.values()) if is_plain else []
+                outputs = list_named_outputs(output)
+                terms = _watch_loss_terms(outputs.values()) if is_plain else []
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            given: Results = {} if found.losses else {**outputs, **name_gradients(model)}
-            results = {name: _plain(x) for name, x in given.items() if x is not None}
-            seen.log_loss(_plain(loss))
+            given: StepResults = {} if found.losses else {**outputs, **list_named_gradients(model)}
+            results = {name: _decode_to_float64(x) for name, x in given.items() if x is not None}
+            seen.log_loss(_decode_to_float64(loss))
             if scaler is None:
                 optimizer.step()
             else:
@@ -101,7 +101,7 @@ def run_short_training(
                 found.skipped += 1
                 continue
             found.results = found.results or results
-            found.losses.append(float(_plain(loss)))
+            found.losses.append(float(_decode_to_float64(loss)))
             found.terms += terms
     if scaler is not None:
         scaler.detach()
@@ -115,7 +115,7 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(f"under the recipe the loss gave {given}: give a scalar, loss=lambda output: ...")
 
 
-def _watch_terms(outputs: Iterable[Tensor]) -> list[float]:
+def _watch_loss_terms(outputs: Iterable[Tensor]) -> list[float]:
     """Return a list that a backward pass fills with norms of x dL/dx: how far an output's own size moves the loss.
 
     Terms of both signs may cancel in the loss, and errors of the outputs do not.
@@ -123,8 +123,8 @@ def _watch_terms(outputs: Iterable[Tensor]) -> list[float]:
     terms: list[float] = []
 
     def watch(x: Tensor) -> None:
-        value = _plain(x)
-        x.register_hook(lambda gradient: terms.append(float((value * _plain(gradient)).norm())))
+        value = _decode_to_float64(x)
+        x.register_hook(lambda gradient: terms.append(float((value * _decode_to_float64(gradient)).norm())))
 
     for x in outputs:
         if x.requires_grad:
@@ -132,7 +132,7 @@ def _watch_terms(outputs: Iterable[Tensor]) -> list[float]:
     return terms
 
 
-def _plain(x: Tensor) -> Tensor:
+def _decode_to_float64(x: Tensor) -> Tensor:
     """Return the values in float64."""
     x = x.detach()
     return x.decode(torch.float64) if isinstance(x, ScaledTensor | MCTensor) else x.to(torch.float64, copy=True)
@@ -140,18 +140,18 @@ def _plain(x: Tensor) -> Tensor:
 
 # Twice what the worst result of five kinds of models that train well is commonly off by, some 16 eps of the format that
 # the recipe computes in: tests/testing/test_precision.py.
-ROUNDINGS = 32
+TOLERANCE_IN_EPS = 32
 # float32's own runs differ by so much, or a little more.
-LEAST = 1e-4
-MOST = 0.5
+LEAST_TOLERANCE = 1e-4
+MOST_TOLERANCE = 0.5
 # How much farther than its twin, a float32 run from a start that differs by 1e-7, a run may be for that reason alone.
-TWINS = 4
+TWIN_FACTOR = 4
 # A gradient that is 0 but for rounding is measured beside the others: by this share of their root mean square.
-FLOOR = 0.1
+GRADIENT_NORM_FLOOR = 0.1
 # Losses that are small differences are measured beside their terms: by a share that makes an allowance of 32 eps
 # one of 4 eps of the terms.
-TERMS = 0.125
-_SHOWN = 8
+TERM_SHARE = 0.125
+_MOST_SHOWN = 8
 
 
 class PrecisionError(AssertionError):
@@ -220,8 +220,8 @@ class PrecisionCheck:
         far = self.too_far
         if far:
             lines.append(f"farther from float32 than {self.tolerance:.2g} of its norm:")
-            lines += [f"         {one.name}: {one.relative:.2g}" for one in far[:_SHOWN]]
-            lines += [f"         and {len(far) - _SHOWN} more"] if len(far) > _SHOWN else []
+            lines += [f"         {one.name}: {one.relative:.2g}" for one in far[:_MOST_SHOWN]]
+            lines += [f"         and {len(far) - _MOST_SHOWN} more"] if len(far) > _MOST_SHOWN else []
             lines.append(
                 f"{'':<9}cure: keep the modules named first in float32 (recipe.replace(float32=...)), take a recipe "
                 "with more digits, or give tolerance= if that much is meant"
@@ -236,7 +236,7 @@ def assert_precision_ok(
     batch: Any,
     recipe: Recipe | str,
     *,
-    loss: LossOf | None = None,
+    loss: LossOfOutput | None = None,
     rule: str = "AdamW",
     lr: float = 1e-3,
     steps: int = 8,
@@ -291,15 +291,15 @@ def assert_precision_ok(
     error    updates-lost: up, head and norm lose up to 100% of their updates: bf16 weights at lr 0.0001
     """
     recipe = recipes.get(recipe)
-    check(model)
-    _check(loss, steps, tolerance)
+    check_float32_model(model)
+    _check_arguments(loss, steps, tolerance)
     accepted = {accept} if isinstance(accept, str) else set(accept)
     for code in accepted:
         get_finding_kind(code)
-    tolerance = default_tolerance(recipe) if tolerance is None else float(tolerance)
+    tolerance = compute_default_tolerance(recipe) if tolerance is None else float(tolerance)
     loss_of = loss or make_default_loss(seed)
     hyper = {"lr": lr, **hyper}
-    with torch.inference_mode(False), torch.enable_grad(), same_randomness(), untouched(model):
+    with torch.inference_mode(False), torch.enable_grad(), fix_random_state(), check_untouched(model):
         run_reference(model, batch, loss_of)
         plain, twin, narrow = (
             run_short_training(copy_model(model), batch, one, loss_of, rule, hyper, steps, seed)
@@ -312,7 +312,7 @@ def assert_precision_ok(
         f"{type(model).__name__}, {steps} steps of {rule} at lr {lr:g}{skipped}",
         bad,
         tuple(one for one in narrow.findings if one not in bad),
-        tuple(_differences(plain, twin, narrow, tolerance)),
+        tuple(_list_differences(plain, twin, narrow, tolerance)),
         tolerance,
         tuple(narrow.unseen),
     )
@@ -321,46 +321,50 @@ def assert_precision_ok(
     return found
 
 
-def default_tolerance(recipe: Recipe) -> float:
+def compute_default_tolerance(recipe: Recipe) -> float:
     """Return 32 times the relative spacing of the numbers that a recipe computes with, from 0.0001 to 0.5.
 
-    >>> default_tolerance(recipes.get("bf16")), default_tolerance(recipes.get("fp16-master"))
+    >>> compute_default_tolerance(recipes.get("bf16")), compute_default_tolerance(recipes.get("fp16-master"))
     (0.25, 0.03125)
     """
     names = [recipe.emulate, recipe.gradient_format, recipe.payload, recipe.param_dtype]
     if recipe.matmul == "fp8":
         names.append("e5m2")
-    spacing = max((_spacing(name) for name in names if name), default=0.0)
+    spacing = max((_get_relative_spacing(name) for name in names if name), default=0.0)
     if recipe.components:
         spacing = spacing**recipe.components
-    return min(MOST, max(LEAST, ROUNDINGS * spacing))
+    return min(MOST_TOLERANCE, max(LEAST_TOLERANCE, TOLERANCE_IN_EPS * spacing))
 
 
-def _spacing(name: str) -> float:
+def _get_relative_spacing(name: str) -> float:
     return formats.get(find_dtype(name) or name).eps
 
 
-def _differences(
+def _list_differences(
     plain: ShortTraining, twin: ShortTraining, narrow: ShortTraining, tolerance: float
 ) -> list[DifferenceFromFloat32]:
     """Return the differences of a run from float32's, the one that is farthest beyond its allowance first."""
     rows: list[tuple[str, Tensor, Tensor, Tensor | None, float]] = []
     ours, other, theirs = (torch.tensor(x.losses, dtype=torch.float64, device="cpu") for x in (plain, twin, narrow))
-    rows.append((f"losses of {len(plain.losses)} steps", ours, other, theirs, TERMS * math.hypot(*plain.terms)))
-    gradients = [x for name, x in plain.results.items() if name.startswith(GRADIENT)]
+    rows.append((f"losses of {len(plain.losses)} steps", ours, other, theirs, TERM_SHARE * math.hypot(*plain.terms)))
+    gradients = [x for name, x in plain.results.items() if name.startswith(GRADIENT_PREFIX)]
     elements = sum(x.numel() for x in gradients)
     typical = math.sqrt(sum(float(x.square().sum()) for x in gradients) / max(1, elements))
     for name, wanted in plain.results.items():
-        floor = FLOOR * typical * math.sqrt(wanted.numel()) if name.startswith(GRADIENT) else 0.0
+        floor = GRADIENT_NORM_FLOOR * typical * math.sqrt(wanted.numel()) if name.startswith(GRADIENT_PREFIX) else 0.0
         rows.append((name, wanted, twin.results[name], narrow.results.get(name), floor))
     found = [
-        DifferenceFromFloat32(name, _relative(wanted, mine, floor), tolerance + TWINS * _relative(wanted, other, floor))
+        DifferenceFromFloat32(
+            name,
+            _relative_difference(wanted, mine, floor),
+            tolerance + TWIN_FACTOR * _relative_difference(wanted, other, floor),
+        )
         for name, wanted, other, mine, floor in rows
     ]
     return sorted(found, key=lambda one: -one.relative / one.allowed)
 
 
-def _relative(wanted: Tensor, got: Tensor | None, floor: float) -> float:
+def _relative_difference(wanted: Tensor, got: Tensor | None, floor: float) -> float:
     if got is None or got.shape != wanted.shape or not bool(got.isfinite().all()):
         return math.inf
     scale = max(float(wanted.norm()), floor)
@@ -368,7 +372,7 @@ def _relative(wanted: Tensor, got: Tensor | None, floor: float) -> float:
     return off / scale if scale else (math.inf if off else 0.0)
 
 
-def _check(loss: LossOf | None, steps: int, tolerance: float | None) -> None:
+def _check_arguments(loss: LossOfOutput | None, steps: int, tolerance: float | None) -> None:
     if loss is not None and not callable(loss):
         raise TypeError(f"the loss is {a_kind(loss)}: give a function, loss=lambda output: ...")
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 2:

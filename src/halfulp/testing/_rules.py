@@ -68,9 +68,15 @@ def check_rule(
     with torch.random.fork_rng(devices=[]):
         for number in range(seed, seed + trials):
             torch.manual_seed(number)
-            trial = _Trial(operator, make_arguments(), number, gradients)
-            plain, under_one = trial.run(None), trial.run(lambda: 0)
-            _compare(plain, under_one, tolerance, f"{name}: {{}} is not the plain operator's: {{}} (seed={number})")
+            arguments = tuple(make_arguments())
+            if not any(_is_floating(x) for x in tree_leaves(arguments)):
+                raise ValueError("make_arguments returned no floating tensor: there is nothing to give a scale")
+            plain, under_one = (
+                _run_operator(operator, arguments, number, gradients, exponent) for exponent in (None, lambda: 0)
+            )
+            _compare_runs(
+                plain, under_one, tolerance, f"{name}: {{}} is not the plain operator's: {{}} (seed={number})"
+            )
             chance = random.Random(number)
             drawn: list[int] = []
 
@@ -78,51 +84,49 @@ def check_rule(
                 drawn.append(chance.randint(-_LARGEST_EXPONENT, _LARGEST_EXPONENT))
                 return drawn[-1]
 
-            found = trial.run(exponent)
+            found = _run_operator(operator, arguments, number, gradients, exponent)
             scales = ", ".join(f"2^{k}" for k in drawn)
             message = f"{name}: {{}} depends on the scales: {{}}; all 1 and {scales} (seed={number})"
-            _compare(under_one, found, None, message)
+            _compare_runs(under_one, found, None, message)
 
 
-class _Trial:
-    """One set of arguments, run plain or under scales."""
+def _run_operator(
+    operator: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    seed: int,
+    gradients: bool,
+    exponent: Callable[[], int] | None,
+) -> dict[str, Any]:
+    """Return results and gradients by name, decoded; run without exponents on plain tensors, else on payloads."""
+    leaves: list[Tensor] = []
 
-    def __init__(self, operator: Callable[..., Any], arguments: Sequence[Any], seed: int, gradients: bool) -> None:
-        self.operator, self.arguments, self.seed, self.gradients = operator, tuple(arguments), seed, gradients
-        if not any(_is_floating(x) for x in tree_leaves(self.arguments)):
-            raise ValueError("make_arguments returned no floating tensor: there is nothing to give a scale")
+    def make_leaf(x: Any) -> Any:
+        if not _is_floating(x):
+            return x
+        leaves.append(_give_scale(x.detach().clone(), exponent))
+        return leaves[-1].requires_grad_(gradients)
 
-    def run(self, exponent: Callable[[], int] | None) -> dict[str, Any]:
-        """Return results and gradients by name, decoded; run without exponents on plain tensors, else on payloads."""
-        leaves: list[Tensor] = []
-
-        def leaf(x: Any) -> Any:
-            if not _is_floating(x):
-                return x
-            leaves.append(_represent(x.detach().clone(), exponent))
-            return leaves[-1].requires_grad_(self.gradients)
-
-        arguments = tree_map(leaf, self.arguments)
-        torch.manual_seed(self.seed)
-        results = [x for x in tree_leaves(self.operator(*arguments)) if x is not None]
-        named = {f"result {number}": _value(x) for number, x in enumerate(results)}
-        outputs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
-        if outputs:
-            torch.manual_seed(~self.seed)  # other numbers than the arguments, which are often drawn alike
-            cotangents = [torch.randn(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
-            cotangents = [
-                _represent(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
-            ]
-            found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
-            named |= {f"gradient {number}": _value(x) for number, x in enumerate(found)}
-        return named
+    arguments = tree_map(make_leaf, arguments)
+    torch.manual_seed(seed)
+    results = [x for x in tree_leaves(operator(*arguments)) if x is not None]
+    named = {f"result {number}": _decode_scaled(x) for number, x in enumerate(results)}
+    outputs = [x for x in results if isinstance(x, Tensor) and x.requires_grad]
+    if outputs:
+        torch.manual_seed(~seed)  # other numbers than the arguments, which are often drawn alike
+        cotangents = [torch.randn(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
+        cotangents = [
+            _give_scale(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
+        ]
+        found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
+        named |= {f"gradient {number}": _decode_scaled(x) for number, x in enumerate(found)}
+    return named
 
 
 def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _represent(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
+def _give_scale(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
     if exponent is None:
         return x
     power = 2.0 ** exponent()
@@ -132,22 +136,22 @@ def _represent(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
     return ScaledTensor(payload, power, x.dtype)
 
 
-def _value(x: Any) -> Any:
+def _decode_scaled(x: Any) -> Any:
     values = x.detach() if isinstance(x, Tensor) else x
     return values.decode() if isinstance(values, ScaledTensor) else values
 
 
-def _compare(expected: dict[str, Any], found: dict[str, Any], tolerance: float | None, message: str) -> None:
+def _compare_runs(expected: dict[str, Any], found: dict[str, Any], tolerance: float | None, message: str) -> None:
     """Raise where two runs differ, without a tolerance in any bit; the message takes a result's name and how."""
     if expected.keys() != found.keys():
         raise RuleError(message.format("the number of results", f"{list(found)} for {list(expected)}"))
     for name, x in expected.items():
         is_signed = tolerance is None or (tolerance == 0 and not name.startswith("gradient"))
-        if difference := _difference(x, found[name], tolerance or 0.0, is_signed):
+        if difference := _describe_difference(x, found[name], tolerance or 0.0, is_signed):
             raise RuleError(message.format(name, difference))
 
 
-def _difference(x: Any, y: Any, tolerance: float, is_signed: bool) -> str:
+def _describe_difference(x: Any, y: Any, tolerance: float, is_signed: bool) -> str:
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         same = x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and (x == y or (x != x and y != y)))
         return "" if same else f"{y!r} for {x!r}"

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from ..recipes import Recipe
 from ._defaults import DEFAULT_RECIPES
 from .evidence._evidence import Evidence
-from .running._plan import plan
-from .running._ranks import Ranks, serve_other_rank
-from .running._training import Listener, training
+from .running._plan import plan_trials
+from .running._training import Listener, open_training_run
 from .tasks import Task
 
 
@@ -19,7 +18,7 @@ def compare(
     steps: int | None = None,
     data: str | None = None,
     out: str | os.PathLike[str] | None = None,
-    workers: int | Ranks | None = None,
+    workers: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
     size: str | None = None,
@@ -39,15 +38,12 @@ def compare(
         data: The folder for tasks that read files.
         out: A folder for compare.json and compare.html; finished trials are kept there while it runs. One that holds
             a comparison is refused without ``resume`` or ``overwrite``, one that another process writes into always.
-        workers: How many processes; None is one per core, at most 8. Or the ranks of torchrun, by which `halfulp
-            compare` calls this.
+        workers: How many processes; None is one per core, at most 8.
         resume: Take over the finished trials that ``out`` holds.
         overwrite: Delete the comparison that ``out`` holds.
         size: In place of steps, how long trials are: "smoke" (seconds), "small" (minutes for many recipes on two
             cores) or "full".
-        listen: Called with ("plan", None, trials), ("timing", None, how many kinds of trial), ("estimate", None, how
-            long it will take by a few timed steps of each kind) and ("reused" | "start" | "progress" | "done", trial,
-            content). Without it, nothing is timed; with it, what has ten steps or more and runs in a worker.
+        listen: Called with ("plan", None, trials) and ("reused" | "start" | "progress" | "done", trial, content).
 
     Returns:
         The Evidence; ``print`` it for a table.
@@ -58,8 +54,7 @@ def compare(
         TypeError: seeds that are no integers.
         TrialError: a trial crashed or its worker was killed. What had finished is kept in ``out``.
     """
-    trials = plan(task, recipes, seeds, steps, data, size)
-    serve_other_rank(workers, trials)
-    with training(out, trials, workers, listen, resume, overwrite) as run:
-        run.train(trials, estimated=listen is not None)
-    return run.evidence()
+    trials = plan_trials(task, recipes, seeds, steps, data, size)
+    with open_training_run(out, trials, workers, listen, resume, overwrite) as run:
+        run.train_missing(trials)
+    return run.make_evidence()

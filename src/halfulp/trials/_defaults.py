@@ -18,7 +18,7 @@ DEFAULT_RECIPES: tuple[str, ...] = (
 PASSING_VERDICTS: tuple[str, ...] = ("no difference", "better")
 FAILING_VERDICTS: tuple[str, ...] = ("worse", "diverged")
 # How tables and pages colour a verdict; others are neutral.
-TONES: dict[str, str] = {
+VERDICT_TONES: dict[str, str] = {
     **dict.fromkeys(PASSING_VERDICTS, "good"),
     **dict.fromkeys((*FAILING_VERDICTS, "crashed"), "bad"),
     **dict.fromkeys(("unclear", "no verdict", "cannot"), "open"),

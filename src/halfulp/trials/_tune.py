@@ -14,7 +14,6 @@ from torch import nn
 from .. import recipes
 from .. import recipes as catalog
 from .._messages import a_kind
-from .._names import unknown
 from .._qualified_names import pattern_of
 from ..observation import Finding
 from ..observation._finding import SEVERITIES
@@ -22,63 +21,58 @@ from ..recipes import Recipe
 from ..recipes._plan import assign
 from ._defaults import PASSING_VERDICTS, REFERENCE, TWIN
 from .evidence._evidence import Evidence
-from .evidence._row import Row, interval, verdict
-from .evidence._table import number, percent
-from .running._plan import Trial, plan
-from .running._training import Listener, Training, training
-from .running._trial import READINGS
+from .evidence._row import Row, choose_verdict, compute_interval
+from .evidence._table import format_number, format_percent
+from .running._plan import Trial, plan_trials
+from .running._training import Listener, TrainingRun, open_training_run
+from .running._trial import OBSERVED_KEY
 from .tasks import Task
 
+# The training that is observed: bfloat16 parameters, every update rounded to nearest.
+OBSERVED_RECIPE = "bf16"
 # Rounding to nearest is taken to do where the movement that took place differs from the wanted one by no more.
-OFF = 0.02
+MOST_LOST_MOVEMENT = 0.02
 
-Updates = dict[str, str]
+UpdateByParameter = dict[str, str]
+ObservedParameters = Mapping[str, Mapping[str, Any]]
 
 
-def group_by_pattern(observed: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the names of narrow parameters by their pattern: those that differ in numbers alone are of one kind.
+def group_parameters(observed: ObservedParameters) -> dict[str, list[str]]:
+    """Return the names of bfloat16 parameters by their pattern: those that differ in numbers alone are of one kind.
 
-    >>> group_by_pattern({"a.0.w": {"dtype": "bfloat16"}, "a.1.w": {"dtype": "bfloat16"}, "b": {"dtype": "float32"}})
+    >>> group_parameters({"a.0.w": {"dtype": "bfloat16"}, "a.1.w": {"dtype": "bfloat16"}, "b": {"dtype": "float32"}})
     {'a.*.w': ['a.0.w', 'a.1.w']}
     """
     found: dict[str, list[str]] = {}
     for name, one in observed.items():
-        if one["dtype"] in ("bfloat16", "float16"):
+        if one["dtype"] == "bfloat16":
             found.setdefault(pattern_of(name), []).append(name)
     return found
 
 
-def choose_updates(observed: Mapping[str, Any]) -> Updates:
-    """Return for each narrow parameter the weight update of fewest bytes that an observed training allows.
+def choose_weight_updates(observed: ObservedParameters) -> UpdateByParameter:
+    """Return for each bfloat16 parameter the weight update of fewest bytes that an observed training allows.
 
-    The observed training rounds to nearest. Where nearly all of the wanted movement took place, that will do. Else
-    rounding at random does, of the same bytes, unless its noise would be above the drift: then 8 more bits do.
+    The observed training rounds to nearest. Where nearly all of the wanted movement took place, that will do; else
+    rounding at random may, of the same bytes.
 
-    >>> moved, lost, noisy = ({"realised": r, "noise": n} for r, n in ((1.0, 0.1), (0.4, 0.2), (0.0, 3.0)))
-    >>> wide = {"dtype": "bfloat16"}
-    >>> choose_updates({"a": moved | wide, "b": lost | wide, "c": noisy | wide})
-    {'a': 'nearest', 'b': 'stochastic', 'c': 'split8'}
+    >>> one = {"dtype": "bfloat16", "realised": 1.0}
+    >>> choose_weight_updates({"a": one, "b": one | {"realised": 0.4}})
+    {'a': 'nearest', 'b': 'stochastic'}
     """
-    chosen: Updates = {}
-    for names in group_by_pattern(observed).values():
-        realised = [observed[name]["realised"] for name in names]
-        noise = [observed[name]["noise"] for name in names]
-        if all(share is not None and abs(1 - share) <= OFF for share in realised):
-            update = "nearest"
-        else:
-            update = "stochastic" if all(one is None or one < 1 for one in noise) else "split8"
-        chosen |= dict.fromkeys(names, update)
-    return chosen
+    return {
+        name: "nearest" if measure_lost_movement(observed, names) <= MOST_LOST_MOVEMENT else "stochastic"
+        for names in group_parameters(observed).values()
+        for name in names
+    }
 
 
-def estimate_harm(observed: Mapping[str, Any], names: list[str], update: str) -> float:
-    """Return how badly a kind of layers fares under an update in an observed training, to order them."""
-    if update == "nearest":
-        return max(float(abs(1 - (observed[name]["realised"] or 0.0))) for name in names)
-    return float(max(observed[name]["noise"] or 0.0 for name in names))
+def measure_lost_movement(observed: ObservedParameters, names: Sequence[str]) -> float:
+    """Return by how much the movement of any of some parameters differs from the wanted one, as a share of that."""
+    return max(float(abs(1 - (observed[name]["realised"] or 0.0))) for name in names)
 
 
-def set_updates(recipe: Recipe, model: nn.Module, updates: Updates) -> Recipe:
+def set_weight_updates(recipe: Recipe, model: nn.Module, updates: UpdateByParameter) -> Recipe:
     """Return a recipe of narrow parameters with a weight update for each, said in as few globs as say it right."""
     names = list(dict.fromkeys(updates.values()))
     usual = max(names, key=list(updates.values()).count)
@@ -92,21 +86,6 @@ def set_updates(recipe: Recipe, model: nn.Module, updates: Updates) -> Recipe:
         if all(given[name] == update for name, update in updates.items()):
             return mixed
     raise AssertionError("names of parameters are globs that match themselves")
-
-
-PROBES = {"bfloat16": "bf16", "float16": "fp16"}
-# By weight update those that keep less of an update, whatever its size.
-_LESS = {
-    "nearest": (),
-    "stochastic": (),
-    "split8": ("nearest", "stochastic"),
-    "kahan": ("nearest", "stochastic", "split8"),
-    "split": ("nearest", "stochastic", "split8"),
-    "master": ("nearest", "stochastic", "split8"),
-}
-_STATES = ("8bit", "bfloat16", "float32")
-# Beyond this share of a tensor's elements a format's range is too narrow for it.
-OUT_OF_RANGE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,52 +107,21 @@ class Candidate:
     gap: float | None = None
 
 
-class Costs:
-    """Bytes per parameter of recipes on one model, as the optimizer that goes with each counts them."""
+def count_bytes(task: Task, model: nn.Module, recipe: Recipe) -> float:
+    """Return the bytes per parameter of a recipe as the optimizer that goes with it counts them.
 
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        self._task, self.model = task, model
-
-    def count_bytes(self, recipe: Recipe) -> float:
-        """Return the bytes per parameter; a recipe that does not go with the model or the optimizer is a ValueError."""
-        model = copy.deepcopy(self.model)
-        recipes.convert(model, recipe)
-        return float(recipes.optimizer(model, self._task.rule, **self._task.hyper).bytes_per_parameter())
-
-
-def order_candidates(
-    costs: Costs, observed: Mapping[str, dict[str, Any]], dtypes: Sequence[str]
-) -> tuple[list[Candidate], list[Candidate]]:
-    """Return the recipes that observed trainings leave open, by their bytes, and those that they rule out.
-
-    Observed are, by dtype, trainings with parameters of that dtype, rounded to nearest; where bytes are equal, the
-    first dtype is preferred.
+    A recipe that does not go with the model or the optimizer is a ValueError.
     """
-    found: list[Candidate] = []
-    out: list[Candidate] = []
-    for dtype in dtypes:
-        probe = recipes.get(PROBES[dtype])
-        worst = observed[dtype]["ranges"][dtype]
-        if worst["share"] > OUT_OF_RANGE:
-            where = f"{worst['role']} of {worst['name'] or 'the model'}"
-            why = f"{100 * worst['share']:.1f}% of the {where} would leave {dtype}'s range"
-            out.append(Candidate(probe, costs.count_bytes(probe), why=why))
-            continue
-        found += _list_candidates(costs, observed[dtype]["parameters"], probe)
-    by_cost: dict[tuple[float, object], Candidate] = {}
-    known = recipes.names()
-    for candidate in sorted(found, key=lambda one: (one.bytes_per_parameter, one.recipe.name not in known)):
-        # Where an optimizer has no states, their dtype makes no difference.
-        key = candidate.bytes_per_parameter, (candidate.recipe.param_dtype, candidate.recipe.weight_update)
-        by_cost.setdefault(key, candidate)
-    return list(by_cost.values()), out
+    converted = recipes.convert(copy.deepcopy(model), recipe)
+    return float(recipes.optimizer(converted, task.rule, **task.hyper).bytes_per_parameter())
 
 
-def _list_candidates(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -> list[Candidate]:
-    updates = choose_updates(observed)
+def list_candidates(task: Task, model: nn.Module, observed: ObservedParameters) -> list[Candidate]:
+    """Return the recipes that an observed training leaves open, by their bytes."""
+    probe, updates = recipes.get(OBSERVED_RECIPE), choose_weight_updates(observed)
     if not updates:
         return []
-    cheapest = set_updates(probe, costs.model, updates)
+    cheapest = set_weight_updates(probe, model, updates)
     if len(names := list(dict.fromkeys(updates.values()))) > 1:
         cheapest = cheapest.replace(description=f"{' and '.join(names)}, as observed")
     rungs = [(cheapest, "8bit"), (cheapest, None), (cheapest, "float32")]
@@ -183,74 +131,61 @@ def _list_candidates(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -
     for recipe, state in rungs:
         named = _name_recipe(recipe.replace(state_dtype=state))
         try:
-            found.append(Candidate(named, costs.count_bytes(named)))
+            found.append(Candidate(named, count_bytes(task, model, named)))
         except ValueError:
-            continue  # "split" needs bfloat16, and an optimizer of one's own may have no states of 8 bits
-    return found
+            continue  # an optimizer of one's own may have no states of 8 bits
+    known = recipes.names()
+    by_cost: dict[tuple[float, object], Candidate] = {}
+    for candidate in sorted(found, key=lambda one: (one.bytes_per_parameter, one.recipe.name not in known)):
+        # Where an optimizer has no states, their dtype makes no difference.
+        by_cost.setdefault((candidate.bytes_per_parameter, candidate.recipe.weight_update), candidate)
+    return list(by_cost.values())
 
 
 def _name_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe under the catalogue's name for it, or under one that says what it is."""
     update = recipe.weight_update if isinstance(recipe.weight_update, str) else "mix"
-    dtype = PROBES[str(recipe.param_dtype)]
     state = {None: "", "8bit": "-state8", "float32": "-state32"}[recipe.state_dtype]
     for name in recipes.names():
         known = recipes.get(name)
         if known.replace(name="x", description="") == recipe.replace(name="x", description=""):
             return known
-    name = f"{dtype}-{update}{state}"
+    name = f"bf16-{update}{state}"
     name += "-state16" if name in recipes.names() else ""  # the catalogue's name for other states
-    words = recipe.description if update == "mix" else f"{recipe.param_dtype}, {update} updates"
+    words = recipe.description if update == "mix" else f"bfloat16, {update} updates"
     states = {"8bit": ", 8-bit states", "float32": ", float32 states"}.get(recipe.state_dtype or "", "")
     return recipe.replace(name=name, description=words + states)
 
 
-def keeps_less(one: Recipe, other: Recipe, model: nn.Module) -> bool:
-    """Return whether a recipe keeps no more of anything than another one, and so cannot hold where that one did not.
-
-    >>> from halfulp import recipes
-    >>> small = recipes.get("bf16-split8")
-    >>> keeps_less(small, small.replace(weight_update="kahan", state_dtype=None), nn.Linear(2, 2))
-    True
-    >>> keeps_less(recipes.get("bf16-stochastic"), small, nn.Linear(2, 2))
-    False
-    """
-    if not one.narrow or (one.param_dtype, one.float32) != (other.param_dtype, other.float32):
-        return False
-    states = [recipe.state_dtype or "bfloat16" for recipe in (one, other)]
-    if any(state not in _STATES for state in states) or _STATES.index(states[0]) > _STATES.index(states[1]):
-        return False
-    mine, theirs = assign(one, model), assign(other, model)
-    return all(mine[name] == theirs[name] or mine[name] in _LESS.get(str(theirs[name]), ()) for name in mine)
-
-
 # A first seed that lies so many times the tolerance above float32 needs no further seeds.
-_CLEARLY = 3.0
+_CLEAR_GAP_FACTOR = 3.0
 # A mix of two recipes is tried where it can save this share of the bytes.
-_WORTH = 0.01
+_LEAST_SAVING = 0.01
 
 
-class Search:
+class RecipeSearch:
     """The candidates of a search and the trainings that decide it."""
 
     def __init__(
-        self, task: Task, seeds: Sequence[int], steps: int, tolerance: float | None, most: int, training: Training
+        self, task: Task, seeds: Sequence[int], steps: int, tolerance: float | None, most: int, training: TrainingRun
     ) -> None:
         self.task, self.seeds, self.steps, self.tolerance = task, seeds, steps, tolerance
         self._left, self._training = most, training
         self._allowed = 0.0  # how far a loss may be above float32's
-        self.costs = Costs(task, task.model(task.load(), seeds[0]))
+        self.model = task.model(task.load(), seeds[0])
         self.candidates: list[Candidate] = []
-        self.observed: dict[str, dict[str, Any]] = {}
+        self.findings: list[Finding] = []
+        self._observed: ObservedParameters = {}
 
-    def begin(self, dtypes: Sequence[str]) -> None:
-        """Train float32 and its twin from every seed, and one narrow training per dtype that is observed."""
+    def train_controls(self) -> None:
+        """Train float32 and its twin from every seed, and one bfloat16 training that is observed."""
         controls = [self._make_trial(recipes.get(name), seed) for seed in self.seeds for name in (REFERENCE, TWIN)]
-        probes = [self._make_trial(recipes.get(PROBES[dtype]), self.seeds[0], observed=True) for dtype in dtypes]
-        self._training.train([*controls, *probes])
-        for dtype, trial in zip(dtypes, probes):
-            self.observed[dtype] = self._training.results[trial.key][READINGS]
-        reference = self._read_row(REFERENCE)
+        probe = self._make_trial(recipes.get(OBSERVED_RECIPE), self.seeds[0], observed=True)
+        self._training.train_missing([*controls, probe])
+        seen = self._training.results[probe.key][OBSERVED_KEY]
+        self._observed = seen["parameters"]
+        self.findings = [Finding(**{**one, "where": tuple(one["where"])}) for one in seen["findings"]]
+        reference = self._read_evidence_row(REFERENCE)
         if reference.loss is None:
             raise ValueError(
                 f"task {self.task.name!r} diverges in float32 from {reference.diverged} of {len(self.seeds)} seeds: "
@@ -261,67 +196,65 @@ class Search:
             self._allowed = self.tolerance * abs(reference.loss)
             self._check_tolerance(reference.loss)
 
-    def run(self, given: Sequence[Recipe] | None, dtypes: Sequence[str]) -> Recipe:
+    def find_cheapest(self, given: Sequence[Recipe] | None) -> Recipe:
         """Return the cheapest recipe that holds; float32's own where none does."""
         if given is None:
-            candidates, out = order_candidates(self.costs, self.observed, dtypes)
-            self.candidates += out
+            candidates = list_candidates(self.task, self.model, self._observed)
         else:
-            candidates = [Candidate(recipe, self.costs.count_bytes(recipe)) for recipe in given]
-            candidates.sort(key=attrgetter("bytes_per_parameter"))
+            candidates = sorted(map(self._make_candidate, given), key=attrgetter("bytes_per_parameter"))
         # The observed training's one seed may show that it cannot hold.
-        seen = [recipes.get(PROBES[dtype]) for dtype in dtypes]
-        judged = [self._reject_early(Candidate(recipe, self.costs.count_bytes(recipe))) for recipe in seen]
-        failed = [one for one in judged if one is not None]
-        probed = {one.recipe.name: one for one in failed}
+        probe = self._make_candidate(recipes.get(OBSERVED_RECIPE))
+        rejected = self._judge_first_seed(probe)
+        failed = [] if rejected is None else [rejected]
         self.candidates += [one for one in failed if one.recipe not in [other.recipe for other in candidates]]
         found = None
         for candidate in candidates:
-            if found is None:
-                done = probed.get(candidate.recipe.name) or self._try_candidate(candidate, failed)
-                self.candidates.append(done)
-                found = done if done.outcome == "holds" else None
-                failed += [done] if done.outcome in ("worse", "diverged") else []
-            else:
+            if found is not None:
                 self.candidates.append(dataclasses.replace(candidate, why=f"{found.recipe.name} holds at fewer bytes"))
+                continue
+            known = rejected if candidate.recipe == probe.recipe else None
+            done = known or self._try_candidate(candidate)
+            self.candidates.append(done)
+            found = done if done.outcome == "holds" else None
+            failed += [done] if done.outcome in ("worse", "diverged") else []
         if found is not None and given is None:
             found = self._mix_updates(found, failed)
-        float32 = recipes.get(REFERENCE)
-        self.candidates.append(Candidate(float32, self.costs.count_bytes(float32), "holds", "the reference", 0.0))
+        float32 = self._make_candidate(recipes.get(REFERENCE))
+        self.candidates.append(dataclasses.replace(float32, outcome="holds", why="the reference", gap=0.0))
         self.candidates.sort(key=attrgetter("bytes_per_parameter"))
-        return float32 if found is None else found.recipe
+        return float32.recipe if found is None else found.recipe
+
+    def _make_candidate(self, recipe: Recipe) -> Candidate:
+        return Candidate(recipe, count_bytes(self.task, self.model, recipe))
 
     def _make_trial(self, recipe: Recipe, seed: int, observed: bool = False) -> Trial:
         return Trial(self.task, recipe, seed, self.steps, observed)
 
-    def _try_candidate(self, candidate: Candidate, failed: Sequence[Candidate]) -> Candidate:
-        """Train a candidate, unless that is known to be in vain, and say what became of it."""
-        for other in failed:
-            if keeps_less(candidate.recipe, other.recipe, self.costs.model):
-                return dataclasses.replace(candidate, why=f"keeps no more of anything than {other.recipe.name}")
+    def _try_candidate(self, candidate: Candidate) -> Candidate:
+        """Train a candidate, and say what became of it."""
         if self._left == 0:
             return dataclasses.replace(candidate, why="the number of candidates to train was reached (most=)")
         self._left -= 1
         first = self._make_trial(candidate.recipe, self.seeds[0])
-        self._training.train([first])
-        clear = self._reject_early(candidate)
+        self._training.train_missing([first])
+        clear = self._judge_first_seed(candidate)
         if clear is not None:
             return clear
-        self._training.train([first, *(self._make_trial(candidate.recipe, seed) for seed in self.seeds[1:])])
-        row = self._read_row(candidate.recipe.name)
+        self._training.train_missing([first, *(self._make_trial(candidate.recipe, seed) for seed in self.seeds[1:])])
+        row = self._read_evidence_row(candidate.recipe.name)
         if row.diverged:
             why = f"its loss is not finite from {row.diverged} of {row.seeds} seeds"
             return dataclasses.replace(candidate, outcome="diverged", why=why)
         outcome, why = self._judge_row(row)
         return dataclasses.replace(candidate, outcome=outcome, why=why, gap=row.gap)
 
-    def _reject_early(self, candidate: Candidate) -> Candidate | None:
+    def _judge_first_seed(self, candidate: Candidate) -> Candidate | None:
         """Return the outcome of a candidate that fails on its first seed already, else None."""
-        row = self._read_row(candidate.recipe.name)
+        row = self._read_evidence_row(candidate.recipe.name)
         if row.diverged:
             return dataclasses.replace(candidate, outcome="diverged", why="its loss is not finite")
         assert row.gap is not None
-        if row.gap <= _CLEARLY * self._allowed:
+        if row.gap <= _CLEAR_GAP_FACTOR * self._allowed:
             return None
         why = f"its first seed is {row.gap / self._allowed:.0f} times the tolerance above float32"
         return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
@@ -335,7 +268,7 @@ class Search:
         assert row.gap is not None
         assert row.interval is not None
         if self.tolerance is None:
-            alone = verdict(row.gap, row.interval, self._allowed)
+            alone = choose_verdict(row.gap, row.interval, self._allowed)
             outcome = "holds" if alone in PASSING_VERDICTS else str(alone)
         elif row.gap + row.interval <= self._allowed:
             outcome = "holds"
@@ -346,8 +279,8 @@ class Search:
 
     def _check_tolerance(self, loss: float) -> None:
         """Refuse a tolerance that not even a second float32 could be told to be within."""
-        twins = self._training.evidence().gaps(self.task.name, TWIN)
-        least = interval([0.0] * len(self.seeds), twins, loss)
+        twins = self._training.make_evidence().gaps(self.task.name, TWIN)
+        least = compute_interval([0.0] * len(self.seeds), twins, loss)
         assert least is not None
         if least > self._allowed:
             raise ValueError(
@@ -356,8 +289,8 @@ class Search:
                 "longer trainings (steps=) or a larger tolerance"
             )
 
-    def _read_row(self, recipe: str) -> Row:
-        return self._training.evidence().row(self.task.name, recipe)
+    def _read_evidence_row(self, recipe: str) -> Row:
+        return self._training.make_evidence().row(self.task.name, recipe)
 
     def _mix_updates(self, found: Candidate, failed: Sequence[Candidate]) -> Candidate:
         """Give the more expensive update to as few kinds of layers as needed, the worst first, by bisection."""
@@ -365,24 +298,27 @@ class Search:
         if not below:
             return found
         cheaper = max(below, key=attrgetter("bytes_per_parameter"))
-        observed = self.observed[str(found.recipe.param_dtype)]["parameters"]
-        dear, cheap = self._read_updates(found.recipe, observed), self._read_updates(cheaper.recipe, observed)
+        dear, cheap = assign(found.recipe, self.model), assign(cheaper.recipe, self.model)
         kinds = {
-            kind: names for kind, names in group_by_pattern(observed).items() if any(dear[n] != cheap[n] for n in names)
+            kind: names
+            for kind, names in group_parameters(self._observed).items()
+            if any(dear[name] != cheap[name] for name in names)
         }
-        order = sorted(
-            kinds, key=lambda kind: estimate_harm(observed, kinds[kind], cheap[kinds[kind][0]]), reverse=True
-        )
+        order = sorted(kinds, key=lambda kind: measure_lost_movement(self._observed, kinds[kind]), reverse=True)
         fails, holds, mixed_from = 0, len(order), found.recipe
         while holds - fails > 1 and self._left:
             middle = (fails + holds) // 2
-            names = [name for kind in order[:middle] for name in kinds[kind]]
-            updates = cheap | {name: dear[name] for name in names}
-            candidate = self._make_mix(mixed_from, updates, order[:middle])
+            dearer = [name for kind in order[:middle] for name in kinds[kind]]
+            updates = {
+                name: str((dear if name in dearer else cheap)[name])
+                for names in group_parameters(self._observed).values()
+                for name in names
+            }
+            candidate = self._make_mixed_candidate(mixed_from, updates, order[:middle])
             if not _is_cheaper(candidate, found):
                 fails = middle
                 continue
-            done = self._try_candidate(candidate, ())
+            done = self._try_candidate(candidate)
             self.candidates.append(done)
             if done.outcome == "holds":
                 found, holds = done, middle
@@ -390,17 +326,12 @@ class Search:
                 fails = middle
         return found
 
-    def _read_updates(self, recipe: Recipe, observed: Mapping[str, Any]) -> Updates:
-        narrow = [name for names in group_by_pattern(observed).values() for name in names]
-        given = assign(recipe, self.costs.model)
-        return {name: str(given[name]) for name in narrow}
-
-    def _make_mix(self, recipe: Recipe, updates: Updates, kinds: Sequence[str]) -> Candidate:
-        mixed = set_updates(recipe, self.costs.model, updates).replace(
+    def _make_mixed_candidate(self, recipe: Recipe, updates: UpdateByParameter, kinds: Sequence[str]) -> Candidate:
+        mixed = set_weight_updates(recipe, self.model, updates).replace(
             name=f"{recipe.name}-on-{len(kinds)}",
             description=f"{recipe.description}, but on {', '.join(kinds)} alone",
         )
-        return Candidate(mixed, self.costs.count_bytes(mixed))
+        return self._make_candidate(mixed)
 
 
 def _differ_in_updates(one: Recipe, other: Recipe) -> bool:
@@ -409,10 +340,10 @@ def _differ_in_updates(one: Recipe, other: Recipe) -> bool:
 
 
 def _is_cheaper(one: Candidate, other: Candidate) -> bool:
-    return one.bytes_per_parameter < (1 - _WORTH) * other.bytes_per_parameter
+    return one.bytes_per_parameter < (1 - _LEAST_SAVING) * other.bytes_per_parameter
 
 
-_MOST_FINDINGS = 5
+_MOST_PRINTED_FINDINGS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -453,23 +384,23 @@ class Tuned:
     def headline(self) -> str:
         """Return in one sentence which recipe it is and what it costs."""
         task = self.evidence.tasks()[0]
-        within = f"within {percent(self.tolerance)} of float32" if self.tolerance else "no difference to float32"
+        within = f"within {format_percent(self.tolerance)} of float32" if self.tolerance else "no difference to float32"
         if self.recipe.name == REFERENCE:
             return f"{task}: no candidate is {within}; float32 remains."
         reference = self.evidence.row(task, REFERENCE)
         return (
-            f"{task}: {self.recipe.name}, {within}, at {number(self.bytes_per_parameter, 1)} bytes per parameter "
-            f"instead of {number(reference.bytes_per_parameter, 1)}."
+            f"{task}: {self.recipe.name}, {within}, at {format_number(self.bytes_per_parameter, 1)} bytes per "
+            f"parameter instead of {format_number(reference.bytes_per_parameter, 1)}."
         )
 
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("recipe", "bytes/param", "gap to fp32", "outcome", "why")]
         for one in self.candidates:
-            size, gap = number(one.bytes_per_parameter, 2), number(one.gap, 4, sign=True)
+            size, gap = format_number(one.bytes_per_parameter, 2), format_number(one.gap, 4, sign=True)
             rows.append((one.recipe.name, size, gap, one.outcome, one.why))
         widths = [max(map(len, column)) for column in zip(*rows)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        shown = [f"  {finding.severity}: {finding}" for finding in self.findings[:_MOST_FINDINGS]]
+        shown = [f"  {finding.severity}: {finding}" for finding in self.findings[:_MOST_PRINTED_FINDINGS]]
         more = len(self.findings) - len(shown)
         shown += [f"  and {more} more in .findings"] if more else []
         observed = ["", "Observed where every update is rounded to nearest:", *shown] if shown else []
@@ -481,7 +412,6 @@ def tune(
     tolerance: float | None = None,
     *,
     recipes: Sequence[str | Recipe] | None = None,
-    param_dtypes: Sequence[str] = ("bfloat16",),
     seeds: int | Sequence[int] = 3,
     steps: int | None = None,
     data: str | None = None,
@@ -494,12 +424,11 @@ def tune(
 ) -> Tuned:
     """Find the recipe of fewest bytes per parameter that stays with float32 on a task, per layer where that pays.
 
-    1. float32 and a twin whose start differs by 1e-7 are trained from every seed, and a training with 16-bit
+    1. float32 and a twin whose start differs by 1e-7 are trained from every seed, and a training with bfloat16
        parameters, each update rounded to nearest, from the first one under `hu.observe`.
-    2. What that saw says of each layer whether nearest rounding will do, stochastic rounding, or a residual, and which
-       dtypes its tensors fit. The recipes that are left are ordered by bytes.
+    2. What that saw says of each layer whether nearest rounding will do or may be stochastic; recipes with a residual
+       come after that. They are ordered by bytes.
     3. They are trained, the cheapest first: from one seed, and from the others unless that is far off, until one holds.
-       What keeps no more of anything than one that did not hold is not trained.
     4. Where the update of that recipe costs more than that of one that did not hold, it is given to as few kinds of
        layers as it takes, those that fare worst first, by bisection.
 
@@ -509,7 +438,6 @@ def tune(
             its 95% interval over seeds together. None: what `halfulp.compare` calls no difference or better where it
             compares that recipe alone.
         recipes: candidates of your own, tried by their bytes as they are; None takes those of step 2.
-        param_dtypes: of the candidates: "bfloat16", "float16" or both, the preferred one first.
         seeds: how many (0, 1, ...), or which; three or more.
         steps: of every training; None is the task's own.
         data: the folder for tasks that read files.
@@ -534,17 +462,17 @@ def tune(
     >>> tuned.recipe.param_dtype, tuned.bytes_per_parameter < 8
     ('bfloat16', True)
     """
-    _check_arguments(task, tolerance, param_dtypes, most)
+    _check_arguments(task, tolerance, most)
     given = None if recipes is None else [catalog.get(one) for one in recipes]
     given = given if given is None else [one for one in given if one.name not in (REFERENCE, TWIN)]
     if given is not None and not given:
         raise ValueError("recipes= holds no candidate beside float32: give names or Recipes, or leave it out")
     for one in given or ():
-        if one.name in PROBES.values() and one != catalog.get(one.name):
+        if one.name == OBSERVED_RECIPE and one != catalog.get(one.name):
             raise ValueError(
                 f"the name {one.name!r} belongs to the training that is observed: give your recipe another"
             )
-    first = plan(task, [REFERENCE, TWIN, *(given or ())], seeds, steps, data)
+    first = plan_trials(task, [REFERENCE, TWIN, *(given or ())], seeds, steps, data)
     kind, length = first[0].task, first[0].steps
     numbers = list(dict.fromkeys(trial.seed for trial in first))
     if len(numbers) < 3:
@@ -555,29 +483,19 @@ def tune(
             "halfulp.compare, or tune another task"
         )
     controls = [trial for trial in first if trial.recipe.name in (REFERENCE, TWIN)]
-    with training(out, controls, workers, listen, resume, overwrite) as run:
-        search = Search(kind, numbers, length, tolerance, most, run)
-        search.begin(param_dtypes)
-        chosen = search.run(given, param_dtypes)
-    return Tuned(chosen, run.evidence(), tuple(search.candidates), _collect_findings(search), tolerance)
+    with open_training_run(out, controls, workers, listen, resume, overwrite) as run:
+        search = RecipeSearch(kind, numbers, length, tolerance, most, run)
+        search.train_controls()
+        chosen = search.find_cheapest(given)
+    findings = sorted(search.findings, key=lambda finding: -SEVERITIES.index(finding.severity))
+    return Tuned(chosen, run.make_evidence(), tuple(search.candidates), tuple(findings), tolerance)
 
 
-def _check_arguments(task: object, tolerance: float | None, param_dtypes: Sequence[str], most: int) -> None:
+def _check_arguments(task: object, tolerance: float | None, most: int) -> None:
     if not isinstance(task, str | Task):
         raise TypeError(f"tune takes a task's name, a Task or a halfulp.trials.tasks.Step, got {a_kind(task)}")
     number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
     if tolerance is not None and not (number and 0 < tolerance < 1):
         raise ValueError(f"tolerance is a share of float32's loss between 0 and 1, or None; got {tolerance!r}")
-    if isinstance(param_dtypes, str) or not param_dtypes:
-        raise ValueError(f"param_dtypes is a list of {' or '.join(map(repr, PROBES))}; got {param_dtypes!r}")
-    for dtype in param_dtypes:
-        if dtype not in PROBES:
-            raise ValueError(unknown("dtype of parameters", dtype, PROBES))
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ValueError(f"most is how many candidates are trained, 1 or more; got {most!r}")
-
-
-def _collect_findings(search: Search) -> tuple[Finding, ...]:
-    plain = [finding for one in search.observed.values() for finding in one["findings"]]
-    found = [Finding(**{**finding, "where": tuple(finding["where"])}) for finding in plain]
-    return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))

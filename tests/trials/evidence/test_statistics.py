@@ -10,15 +10,14 @@ import pytest
 from scipy import stats
 
 from halfulp.trials.evidence._row import (
-    MARGIN,
-    interval,
-    noise,
-    pooled_level,
-    pooled_spread,
-    simultaneous_quantile,
-    spread,
-    tolerance,
-    verdict,
+    LEAST_RELATIVE_GAP,
+    choose_pooled_level,
+    choose_verdict,
+    compute_interval,
+    compute_noise,
+    compute_quantile,
+    compute_tolerance,
+    pool_deviations,
 )
 
 
@@ -26,39 +25,39 @@ from halfulp.trials.evidence._row import (
 def test_noise_is_students_interval(count: int, seed: int) -> None:
     gaps = [math.sin(seed + 7 * index) for index in range(count)]
     low, high = stats.t.interval(0.95, count - 1, statistics.fmean(gaps), stats.sem(gaps))
-    assert noise(gaps, [], 0.0) == pytest.approx((high - low) / 2, rel=1e-3)
+    assert compute_noise(gaps, [], 0.0) == pytest.approx((high - low) / 2, rel=1e-3)
 
 
 def test_noise_is_at_least_what_the_twin_scatters_and_the_margin() -> None:
     width = stats.t.ppf(0.975, 2) * math.sqrt((0.02**2 + 0.03**2) / 2) / math.sqrt(3)
-    assert noise([0.1, 0.1, 0.1], [0.02, -0.03], 2.0) == pytest.approx(width, rel=1e-3)
-    assert noise([0.1, 0.1, 0.1], [], 2.0) == 2.0 * MARGIN
+    assert compute_noise([0.1, 0.1, 0.1], [0.02, -0.03], 2.0) == pytest.approx(width, rel=1e-3)
+    assert compute_noise([0.1, 0.1, 0.1], [], 2.0) == 2.0 * LEAST_RELATIVE_GAP
 
 
 def test_several_recipes_scatter_at_least_as_all_do() -> None:
     close, wide = [0.30, 0.31, 0.32], [0.1, 0.4, 0.7]
     compared = [close, wide]
-    assert noise(close, [], 0.0, [close]) == noise(close, [], 0.0) == interval(close, [], 0.0)
-    assert pooled_spread(compared) == pytest.approx(math.sqrt((0.01**2 + 0.3**2) / 2))
-    assert pooled_spread([[0.0, 2.0], [0.0] * 5]) == pytest.approx(math.sqrt(2 / 5))
+    assert compute_noise(close, [], 0.0, [close]) == compute_noise(close, [], 0.0) == compute_interval(close, [], 0.0)
+    assert pool_deviations(compared) == pytest.approx(math.sqrt((0.01**2 + 0.3**2) / 2))
+    assert pool_deviations([[0.0, 2.0], [0.0] * 5]) == pytest.approx(math.sqrt(2 / 5))
     limit = stats.t.isf(0.037 / 2, 2)  # two recipes of three seeds need no more than one does
-    assert noise(wide, [], 0.0, compared) == pytest.approx(limit * 0.3 / math.sqrt(3))
+    assert compute_noise(wide, [], 0.0, compared) == pytest.approx(limit * 0.3 / math.sqrt(3))
     # The wide one does not hide what is certain of the close one by Bonferroni's correction.
     bonferroni = stats.t.isf(0.005 / 2 / 2, 2) * 0.01 / math.sqrt(3)
-    assert bonferroni < limit * pooled_spread(compared) / math.sqrt(3)
-    assert noise(close, [], 0.0, compared) == pytest.approx(bonferroni)
-    assert noise(close, [], 0.0, [close, [0.1, 0.12, 0.14]]) == pytest.approx(
+    assert bonferroni < limit * pool_deviations(compared) / math.sqrt(3)
+    assert compute_noise(close, [], 0.0, compared) == pytest.approx(bonferroni)
+    assert compute_noise(close, [], 0.0, [close, [0.1, 0.12, 0.14]]) == pytest.approx(
         limit * math.sqrt((0.01**2 + 0.02**2) / 2) / math.sqrt(3)
     )
-    assert noise([0.3, 0.3, 0.3], [], 1.0, [[0.3, 0.3, 0.3], wide]) == MARGIN
-    assert noise(close, [], 0.0, [close, [9.0, -9.0], []]) == interval(close, [], 0.0)
+    assert compute_noise([0.3, 0.3, 0.3], [], 1.0, [[0.3, 0.3, 0.3], wide]) == LEAST_RELATIVE_GAP
+    assert compute_noise(close, [], 0.0, [close, [9.0, -9.0], []]) == compute_interval(close, [], 0.0)
 
 
 def test_no_difference_is_said_of_one_recipe_alone() -> None:
-    assert verdict(0.01, 0.5, 0.03, interval=0.02) == "no difference"
-    assert verdict(0.02, 0.5, 0.03, interval=0.001) == "no difference"
-    assert verdict(0.02, 0.5, 0.03, interval=0.02) == "unclear"
-    assert verdict(0.6, 0.5, 0.03, interval=0.02) == "worse"
+    assert choose_verdict(0.01, 0.5, 0.03, interval=0.02) == "no difference"
+    assert choose_verdict(0.02, 0.5, 0.03, interval=0.001) == "no difference"
+    assert choose_verdict(0.02, 0.5, 0.03, interval=0.02) == "unclear"
+    assert choose_verdict(0.6, 0.5, 0.03, interval=0.02) == "worse"
 
 
 @pytest.mark.parametrize(
@@ -70,20 +69,20 @@ def test_chance_calls_any_of_five_recipes_worse_or_better_in_a_twentieth_of_comp
     for _ in range(1000):
         compared = [[draws.gauss(0.0, width) for _ in range(3)] for width in widths]
         means = [abs(statistics.fmean(gaps)) for gaps in compared]
-        alone += any(mean > interval(gaps, [0.0] * 3, 1.0) for mean, gaps in zip(means, compared))
-        together += any(mean > noise(gaps, [0.0] * 3, 1.0, compared) for mean, gaps in zip(means, compared))
+        alone += any(mean > compute_interval(gaps, [0.0] * 3, 1.0) for mean, gaps in zip(means, compared))
+        together += any(mean > compute_noise(gaps, [0.0] * 3, 1.0, compared) for mean, gaps in zip(means, compared))
     # A share of 1,000 draws exceeds 5% by .033 once in a million times.
     assert together < 83
     assert alone > 110
 
 
 def limits_of(gaps: np.ndarray) -> np.ndarray:
-    """What `noise` gives for gaps of shape (comparisons, recipes, seeds) without a twin or a loss, by scipy."""
+    """What `compute_noise` gives for gaps of shape (comparisons, recipes, seeds) without a twin or a loss, by scipy."""
     recipes, seeds = gaps.shape[1:]
     own = gaps.std(2, ddof=1)
     # The quantile comes from one call of noise, for gaps that all have a deviation of 1.
     unit = [float(x) for x in (np.arange(seeds) - (seeds - 1) / 2) / np.arange(seeds).std(ddof=1)]
-    quantile = noise(unit, [], 0.0, [unit] * recipes)
+    quantile = compute_noise(unit, [], 0.0, [unit] * recipes)
     pooled = quantile * np.maximum(own, np.sqrt((own**2).mean(1, keepdims=True)))
     bonferroni = stats.t.isf(0.005 / recipes / 2, seeds - 1) * own / math.sqrt(seeds)
     return np.maximum(np.minimum(pooled, bonferroni), stats.t.isf(0.025, seeds - 1) * own / math.sqrt(seeds))
@@ -109,42 +108,51 @@ def test_gaps_that_move_together_alarm_no_more_often(
         means, limits = np.abs(gaps.mean(2)), limits_of(gaps)
         found.append((means > limits).any(1).mean())
         for one, mine in zip(gaps[:20].tolist(), limits[:20]):
-            assert [noise(each, [], 0.0, one) for each in one] == pytest.approx(mine.tolist(), rel=1e-6)
+            assert [compute_noise(each, [], 0.0, one) for each in one] == pytest.approx(mine.tolist(), rel=1e-6)
     # A share of 200,000 draws strays by .0025 once in a million times.
     assert max(found) < 0.0525
     assert max(found) > 0.035
 
 
 def test_the_level_falls_with_more_than_five_recipes() -> None:
-    levels = [pooled_level(recipes) for recipes in (2, 5, 6, 10, 20, 40)]
+    levels = [choose_pooled_level(recipes) for recipes in (2, 5, 6, 10, 20, 40)]
     assert levels[0] == levels[1] == 0.037
     assert levels[1:] == sorted(levels[1:], reverse=True)
     assert levels[-1] == pytest.approx(0.037 / 2)
     compared = [[-1.0, 0.0, 1.0]] * 40
-    assert noise(compared[0], [], 0.0, compared) > noise(compared[0], [], 0.0, compared[:20])
+    assert compute_noise(compared[0], [], 0.0, compared) > compute_noise(compared[0], [], 0.0, compared[:20])
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_too_few_seeds_for_a_verdict(count: int) -> None:
-    assert noise([0.5] * count, [0.0], 1.0) is None
-    assert verdict(0.5, None, 1.0) is None
+    assert compute_noise([0.5] * count, [0.0], 1.0) is None
+    assert choose_verdict(0.5, None, 1.0) is None
 
 
 def test_verdicts() -> None:
-    assert verdict(0.2, 0.1, 0.2) == "worse"
-    assert verdict(-0.2, 0.1, 0.2) == "better"
-    assert verdict(0.1, 0.1, 0.2) == verdict(-0.1, 0.1, 0.2) == "no difference"
-    assert verdict(0.1, 0.1, 0.19) == verdict(-0.1, 0.1, 0.19) == verdict(0.0, 0.2, 0.19) == "unclear"
+    assert choose_verdict(0.2, 0.1, 0.2) == "worse"
+    assert choose_verdict(-0.2, 0.1, 0.2) == "better"
+    assert choose_verdict(0.1, 0.1, 0.2) == choose_verdict(-0.1, 0.1, 0.2) == "no difference"
+    assert (
+        choose_verdict(0.1, 0.1, 0.19) == choose_verdict(-0.1, 0.1, 0.19) == choose_verdict(0.0, 0.2, 0.19) == "unclear"
+    )
 
 
 def test_tolerance_is_the_larger_of_a_hundredth_and_three_times_the_twins_scatter() -> None:
     twins = [0.1, -0.05, 0.02]
-    assert tolerance([], 2.0) == tolerance([1e-3, 1e-3], -2.0) == tolerance([1e-7, 0.0, 0.0], 2.0) == 0.02
-    assert tolerance(twins, 2.0) == pytest.approx(3 * math.sqrt((0.1**2 + 0.05**2 + 0.02**2) / 3))
+    assert (
+        compute_tolerance([], 2.0)
+        == compute_tolerance([1e-3, 1e-3], -2.0)
+        == compute_tolerance([1e-7, 0.0, 0.0], 2.0)
+        == 0.02
+    )
+    assert compute_tolerance(twins, 2.0) == pytest.approx(3 * math.sqrt((0.1**2 + 0.05**2 + 0.02**2) / 3))
 
 
 def judged(gaps: list[float], twins: list[float], reference: float) -> str | None:
-    return verdict(statistics.fmean(gaps), noise(gaps, twins, reference), tolerance(twins, reference))
+    return choose_verdict(
+        statistics.fmean(gaps), compute_noise(gaps, twins, reference), compute_tolerance(twins, reference)
+    )
 
 
 def test_a_wide_interval_is_no_comfort() -> None:
@@ -157,7 +165,7 @@ def test_a_wide_interval_is_no_comfort() -> None:
 
 
 def shares(gap: float, noise: float, seeds: int, draws: random.Random, twin: float = 1.0) -> dict[str | None, float]:
-    """How often each verdict is given where gaps scatter by ``noise`` and the twin's by ``twin`` times that."""
+    """How often each verdict is given where gaps scatter by ``compute_noise`` and the twin's by ``twin`` times that."""
     found: list[str | None] = []
     for _ in range(1000):
         reference = [draws.gauss(0.0, noise / math.sqrt(2)) for _ in range(seeds)]
@@ -205,22 +213,17 @@ def test_a_narrow_interval_leaves_nothing_unclear(seed: int) -> None:
         assert found in ("worse", "better", "no difference")
 
 
-def test_spread() -> None:
-    assert spread([]) is spread([1.0]) is None
-    assert spread([1.0, 2.0, 4.0]) == pytest.approx(statistics.stdev([1.0, 2.0, 4.0]))
-
-
 @pytest.mark.parametrize("seeds", [2, 3, 4, 7, 12, 41])
 @pytest.mark.parametrize("level", [0.05, 0.001])
 def test_students_quantile_for_one_recipe(seeds: int, level: float) -> None:
-    assert simultaneous_quantile(seeds, 1, level) == pytest.approx(stats.t.isf(level / 2, seeds - 1), rel=1e-7)
+    assert compute_quantile(seeds, 1, level) == pytest.approx(stats.t.isf(level / 2, seeds - 1), rel=1e-7)
 
 
 def test_more_recipes_and_smaller_levels_ask_for_more() -> None:
     for seeds in (3, 5, 10, 40):
-        limits = [simultaneous_quantile(seeds, recipes) for recipes in (1, 2, 5, 10, 20)]
+        limits = [compute_quantile(seeds, recipes) for recipes in (1, 2, 5, 10, 20)]
         assert limits == sorted(limits)
-        assert simultaneous_quantile(seeds, 5, 0.01) > simultaneous_quantile(seeds, 5)
+        assert compute_quantile(seeds, 5, 0.01) > compute_quantile(seeds, 5)
         # No more than Bonferroni's correction of each recipe's own deviation.
         assert limits[2] < stats.t.isf(0.05 / 5 / 2, seeds - 1)
 
@@ -241,7 +244,7 @@ SCATTERS = [
 def test_chance_exceeds_it_as_often_as_the_level_says(seeds: int, seed: int) -> None:
     """For means and deviations drawn apart; the chance of each mean is known, so that only deviations are drawn."""
     draws = np.random.default_rng(seed)
-    limit, found = simultaneous_quantile(seeds, 5), []
+    limit, found = compute_quantile(seeds, 5), []
     for scatter in SCATTERS:
         width = np.array([*scatter, *(1e-9,) * (5 - len(scatter))])
         squares = width**2 * draws.chisquare(seeds - 1, (40_000, 5)) / (seeds - 1)

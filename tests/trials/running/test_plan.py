@@ -7,11 +7,11 @@ import pytest
 
 from halfulp import recipes
 from halfulp.trials._defaults import DEFAULT_RECIPES, DEFAULT_TASKS
-from halfulp.trials.running._plan import plan
+from halfulp.trials.running._plan import plan_trials
 
 
 def test_every_combination_once_in_order() -> None:
-    trials = plan(["digits", "text"], ["fp32", "bf16"], 2, None, None)
+    trials = plan_trials(["digits", "text"], ["fp32", "bf16"], 2, None, None)
     assert len({trial.key for trial in trials}) == len(trials) == 8
     assert [trial.key for trial in trials[:4]] == [
         "digits.fp32.seed0",
@@ -23,15 +23,15 @@ def test_every_combination_once_in_order() -> None:
 
 
 def test_the_reference_is_always_there() -> None:
-    assert [trial.recipe.name for trial in plan("digits", ["bf16"], [5], 1, None)] == ["fp32", "bf16"]
+    assert [trial.recipe.name for trial in plan_trials("digits", ["bf16"], [5], 1, None)] == ["fp32", "bf16"]
 
 
 def test_the_defaults_exist() -> None:
-    assert len(plan(list(DEFAULT_TASKS), DEFAULT_RECIPES, 2, None, None)) == 28
+    assert len(plan_trials(list(DEFAULT_TASKS), DEFAULT_RECIPES, 2, None, None)) == 28
 
 
 def test_settings_are_plain_data() -> None:
-    for trial in plan(["digits", "text", "digits-fpu"], ["bf16-mixed"], 1, None, None):
+    for trial in plan_trials(["digits", "text", "digits-fpu"], ["bf16-mixed"], 1, None, None):
         assert json.loads(json.dumps(trial.settings()))["task"]["name"] == trial.task.name
 
 
@@ -54,29 +54,29 @@ def test_settings_are_plain_data() -> None:
 )
 def test_what_cannot_be_planned(arguments: tuple, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        plan(*arguments)
+        plan_trials(*arguments)
 
 
 @pytest.mark.parametrize("seeds", ["3", b"3", True, ["0", "1"], [0.0, 1.0], 3.0, None])
 def test_seeds_are_integers(seeds) -> None:
     with pytest.raises(TypeError, match=r"seeds is how many .* or which .*, got"):
-        plan("digits", ["fp32"], seeds, 1, None)
+        plan_trials("digits", ["fp32"], seeds, 1, None)
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp32-twin"])
 def test_the_controls_names_are_theirs(name: str) -> None:
     control = recipes.get(name)
-    assert plan("digits", [dataclasses.replace(control, description="mine")], 1, 1, None)
+    assert plan_trials("digits", [dataclasses.replace(control, description="mine")], 1, 1, None)
     for change in ({"param_dtype": "bfloat16"}, {"perturb": 1e-3}, {"state_dtype": "8bit"}):
         with pytest.raises(ValueError, match=rf"'{name}' belongs to float32.*give yours another name"):
-            plan("digits", [dataclasses.replace(control, **change)], 1, 1, None)
+            plan_trials("digits", [dataclasses.replace(control, **change)], 1, 1, None)
 
 
 def test_one_recipe_needs_no_list() -> None:
-    assert [trial.recipe.name for trial in plan("digits", "bf16", 1, 1, None)] == ["fp32", "bf16"]
+    assert [trial.recipe.name for trial in plan_trials("digits", "bf16", 1, 1, None)] == ["fp32", "bf16"]
 
 
 def test_names_become_file_names() -> None:
 
     with pytest.raises(ValueError, match="file name"):
-        plan("digits", [recipes.get("bf16").replace(name="../x")], 1, 1, None)
+        plan_trials("digits", [recipes.get("bf16").replace(name="../x")], 1, 1, None)

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from halfulp.pages import write_whole
-from halfulp.trials.running._plan import Trial, plan
-from halfulp.trials.running._store import Store
+from halfulp.trials.running._plan import Trial, plan_trials
+from halfulp.trials.running._store import TrialStore
 
 
 @pytest.fixture
 def trials():
-    return plan("digits", ["fp32", "bf16"], 1, 5, None)
+    return plan_trials("digits", ["fp32", "bf16"], 1, 5, None)
 
 
 @pytest.fixture
@@ -22,76 +22,76 @@ def result(make_record):
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path, trials, result) -> None:
-    store = Store(tmp_path / "out")
-    assert store.begin(trials, resume=False) == {}
-    store.keep(trials[0], result)
-    assert Store(tmp_path / "out").begin(trials, resume=True) == {trials[0].key: result}
+    store = TrialStore(tmp_path / "out")
+    assert store.begin_comparison(trials, resume=False) == {}
+    store.write_trial(trials[0], result)
+    assert TrialStore(tmp_path / "out").begin_comparison(trials, resume=True) == {trials[0].key: result}
 
 
 @pytest.mark.parametrize("damage", [{}, None, {"curve": []}])
 def test_a_file_without_a_result_is_refused(tmp_path: Path, trials, damage) -> None:
-    store = Store(tmp_path / "out")
-    store.keep(trials[0], damage)
+    store = TrialStore(tmp_path / "out")
+    store.write_trial(trials[0], damage)
     with pytest.raises(ValueError, match=r"is not a finished trial .* delete it and resume again"):
-        store.begin(trials, resume=True)
+        store.begin_comparison(trials, resume=True)
 
 
 def test_other_settings_are_refused(tmp_path: Path, trials) -> None:
-    store = Store(tmp_path / "out")
-    store.keep(trials[0], {})
-    longer = plan("digits", ["fp32"], 1, 6, None)
+    store = TrialStore(tmp_path / "out")
+    store.write_trial(trials[0], {})
+    longer = plan_trials("digits", ["fp32"], 1, 6, None)
     with pytest.raises(ValueError, match="steps = 5, this run has 6"):
-        store.begin(longer, resume=True)
+        store.begin_comparison(longer, resume=True)
 
 
 def test_a_broken_file_is_refused(tmp_path: Path, trials) -> None:
-    store = Store(tmp_path / "out")
+    store = TrialStore(tmp_path / "out")
     (store.trials / f"{trials[0].key}.json").write_text('{"settings": ')
     with pytest.raises(ValueError, match="is not a finished trial"):
-        store.begin(trials, resume=True)
+        store.begin_comparison(trials, resume=True)
 
 
 def test_any_version_change_refuses_reuse(tmp_path: Path, trials, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path / "out")
-    store.keep(trials[0], {})
+    store = TrialStore(tmp_path / "out")
+    store.write_trial(trials[0], {})
     settings = trials[0].settings()
     assert {"halfulp", "torch", "numpy", "llvmlite", "python"} <= set(settings["versions"])
     for name in settings["versions"]:
         other = {**settings, "versions": {**settings["versions"], name: "0.0.1"}}
         monkeypatch.setattr(Trial, "settings", lambda self, other=other: other)
         with pytest.raises(ValueError, match=rf"versions\.{name} = .*, this run has '0\.0\.1'"):
-            store.begin(trials[:1], resume=True)
+            store.begin_comparison(trials[:1], resume=True)
 
 
 @pytest.mark.parametrize("complete", [False, True])
 def test_a_comparison_is_deleted_only_on_request(tmp_path: Path, trials, complete: bool) -> None:
-    store = Store(tmp_path / "out")
-    store.keep(trials[0], {})
+    store = TrialStore(tmp_path / "out")
+    store.write_trial(trials[0], {})
     if complete:
         store.report.write_text("{}")
     before = {path: path.read_bytes() for path in store.root.rglob("*.json")}
-    other = plan("digits", ["bf16"], 2, 7, None)
+    other = plan_trials("digits", ["bf16"], 2, 7, None)
     with pytest.raises(ValueError, match=r"--resume .* --overwrite .* --out"):
-        store.begin(other, resume=False)
+        store.begin_comparison(other, resume=False)
     with pytest.raises(ValueError, match="give one"):
-        store.begin(other, resume=True, overwrite=True)
+        store.begin_comparison(other, resume=True, overwrite=True)
     assert {path: path.read_bytes() for path in store.root.rglob("*.json")} == before
-    assert store.begin(other, resume=False, overwrite=True) == {}
+    assert store.begin_comparison(other, resume=False, overwrite=True) == {}
     assert not list(store.root.rglob("*.json"))
 
 
 def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
-    first, second = Store(tmp_path), Store(tmp_path)
-    with first.lock(), pytest.raises(ValueError, match="another comparison is writing"), second.lock():
+    first, second = TrialStore(tmp_path), TrialStore(tmp_path)
+    with first.lock_folder(), pytest.raises(ValueError, match="another comparison is writing"), second.lock_folder():
         raise AssertionError("both hold the lock")
-    with second.lock():
+    with second.lock_folder():
         pass
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write into the output folder"):
-        Store(tmp_path / "file" / "out")
+        TrialStore(tmp_path / "file" / "out")
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,14 +15,14 @@ from halfulp.recipes import Recipe
 from halfulp.trials import tasks
 from halfulp.trials.running import _trial
 from halfulp.trials.running._plan import Trial
-from halfulp.trials.running._trial import INTERVAL, SAMPLES, Scaling
+from halfulp.trials.running._trial import MOST_SAMPLES, SAMPLE_INTERVAL, ScaledSteps
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16-kahan", "e8m3-kahan"])
 def test_result_is_plain_data(tiny, recipe: str) -> None:
     task = tiny.Tiny()
     seen: list[int] = []
-    result = _trial.run(Trial(task, recipes.get(recipe), 0, 7), task.load(), lambda step, loss: seen.append(step))
+    result = _trial.run_trial(Trial(task, recipes.get(recipe), 0, 7), task.load(), lambda step, loss: seen.append(step))
     json.dumps(result, allow_nan=False)
     assert [step for step, _ in result["curve"]] == seen == list(range(1, 8))
     assert result["parameters"] == 4
@@ -34,7 +34,7 @@ def test_result_is_plain_data(tiny, recipe: str) -> None:
 
 def test_fp32_has_one_arithmetic(tiny) -> None:
     task = tiny.Tiny()
-    result = _trial.run(Trial(task, recipes.get("fp32"), 0, 5), task.load())
+    result = _trial.run_trial(Trial(task, recipes.get("fp32"), 0, 5), task.load())
     assert result["own"] == result["float32"]["validation"]
 
 
@@ -42,7 +42,7 @@ def test_evaluate_against_one_pass(seed: int) -> None:
     task = tasks.get("digits")
     data = task.load()
     model = torch.nn.Linear(64, 10)
-    got = _trial.evaluate(task, model, task.loss, data.validation, size=77)
+    got = _trial.evaluate_model(task, model, task.loss, data.validation, size=77)
     logits = model(data.validation[0])
     assert got["loss"] == pytest.approx(torch.nn.functional.cross_entropy(logits, data.validation[1]).item(), rel=1e-5)
     assert got["accuracy"] == pytest.approx((logits.argmax(1) == data.validation[1]).float().mean().item())
@@ -50,7 +50,7 @@ def test_evaluate_against_one_pass(seed: int) -> None:
 
 def test_a_loss_that_is_not_finite_ends_the_trial(tiny) -> None:
     task = tiny.Tiny(trap="diverge")
-    result = _trial.run(Trial(task, recipes.get("fp32"), 0, 50), task.load())
+    result = _trial.run_trial(Trial(task, recipes.get("fp32"), 0, 50), task.load())
     assert result["diverged_at"] == 0
     assert result["float32"]["validation"]["loss"] is None
     json.dumps(result, allow_nan=False)
@@ -62,7 +62,7 @@ SCALED = ["fp16-none", "fp16-constant-16", "fp16-dynamic", "fp16-adaptive", "e5m
 @pytest.mark.parametrize("recipe", SCALED)
 def test_rounded_gradients_are_plain_data_too(tiny, recipe: str) -> None:
     task = tiny.Tiny()
-    result = _trial.run(Trial(task, recipes.get(recipe), 0, 7), task.load())
+    result = _trial.run_trial(Trial(task, recipes.get(recipe), 0, 7), task.load())
     json.dumps(result, allow_nan=False)
     assert result["diverged_at"] is None
     assert 0 <= result["skipped"] < 7
@@ -71,7 +71,7 @@ def test_rounded_gradients_are_plain_data_too(tiny, recipe: str) -> None:
 
 def test_only_recipes_with_a_gradient_format_tell_of_it(tiny) -> None:
     task = tiny.Tiny()
-    result = _trial.run(Trial(task, recipes.get("bf16"), 0, 3), task.load())
+    result = _trial.run_trial(Trial(task, recipes.get("bf16"), 0, 3), task.load())
     assert "skipped" not in result
     assert "underflow" not in result
 
@@ -79,10 +79,10 @@ def test_only_recipes_with_a_gradient_format_tell_of_it(tiny) -> None:
 def test_wide_gradients_change_nothing(tiny) -> None:
     """float32 rounded to e8m23 is itself: the scaler and its samples leave no trace, whatever the scale."""
     task = tiny.Tiny()
-    plain = _trial.run(Trial(task, recipes.get("fp32"), 3, 40), task.load())
+    plain = _trial.run_trial(Trial(task, recipes.get("fp32"), 3, 40), task.load())
     for scale in (None, 1024.0, "dynamic", "amax"):
         recipe = recipes.Recipe(name="x", gradient_format="e8m23", gradient_scale=scale)
-        rounded = _trial.run(Trial(task, recipe, 3, 40), task.load())
+        rounded = _trial.run_trial(Trial(task, recipe, 3, 40), task.load())
         assert rounded["curve"] == plain["curve"]
         assert rounded["float32"] == plain["float32"]
         assert (rounded["skipped"], rounded["underflow"]["mean"]) == (0, 0.0)
@@ -91,7 +91,7 @@ def test_wide_gradients_change_nothing(tiny) -> None:
 def test_every_step_may_be_skipped(tiny) -> None:
     task = tiny.Tiny()
     recipe = recipes.Recipe(name="x", gradient_format="fp16", gradient_scale=2.0**30)
-    result = _trial.run(Trial(task, recipe, 0, 5), task.load())
+    result = _trial.run_trial(Trial(task, recipe, 0, 5), task.load())
     assert result["skipped"] == 5
     assert result["underflow"] == {"mean": None, "worst": None, "site": None}
     assert result["diverged_at"] is None
@@ -99,7 +99,7 @@ def test_every_step_may_be_skipped(tiny) -> None:
 
 def test_a_loss_that_is_not_finite_ends_a_scaled_trial(tiny) -> None:
     task = tiny.Tiny(trap="diverge")
-    result = _trial.run(Trial(task, recipes.get("fp16-adaptive"), 0, 50), task.load())
+    result = _trial.run_trial(Trial(task, recipes.get("fp16-adaptive"), 0, 50), task.load())
     assert result["diverged_at"] == 0
     json.dumps(result, allow_nan=False)
 
@@ -118,7 +118,7 @@ def test_step_k_trains_at_rate_k(tiny, monkeypatch: pytest.MonkeyPatch, recipe: 
     task = tiny.Tiny()
     monkeypatch.setattr(type(task), "rate", lambda self, step, steps: (step + 1) / (steps + 1))
     try:
-        _trial.run(Trial(task, recipes.get(recipe), 0, 6), task.load())
+        _trial.run_trial(Trial(task, recipes.get(recipe), 0, 6), task.load())
     finally:
         hook.remove()
     assert used == pytest.approx([0.1 * (k + 1) / 7 for k in range(6)])
@@ -131,7 +131,7 @@ def test_a_schedule_free_trial_scores_the_average(tiny, name: str) -> None:
 
     task = ScheduleFree(lr=10.0)
     data, steps = task.load(), 12
-    found = _trial.run(Trial(task, recipes.get(name), 3, steps), data)
+    found = _trial.run_trial(Trial(task, recipes.get(name), 3, steps), data)
     blank = task.model(data, 3)
     model = recipes.convert(copy.deepcopy(blank), name, seed=3)
     optimizer = recipes.optimizer(model, task.rule, seed=3, **task.hyper)
@@ -143,18 +143,18 @@ def test_a_schedule_free_trial_scores_the_average(tiny, name: str) -> None:
 
     def loss() -> float:
         blank.load_state_dict(optimizer.float32_state_dict(model))
-        return _trial.evaluate(task, blank, task.judge, data.validation)["loss"]
+        return _trial.evaluate_model(task, blank, task.judge, data.validation)["loss"]
 
     at_gradients = loss()
     optimizer.eval()
     assert found["float32"]["validation"]["loss"] == loss() != at_gradients
-    assert found["own"] == _trial.evaluate(task, model, task.judge, data.validation)
+    assert found["own"] == _trial.evaluate_model(task, model, task.judge, data.validation)
 
 
 def test_a_float32_trial_is_the_plain_loop(tiny) -> None:
     task = tiny.Tiny()
     data, steps = task.load(), 12
-    found = _trial.run(Trial(task, recipes.get("fp32"), 3, steps), data)
+    found = _trial.run_trial(Trial(task, recipes.get("fp32"), 3, steps), data)
     model = task.model(data, 3)
     optimizer = torch.optim.SGD(model.parameters(), **task.hyper)
     losses = []
@@ -178,18 +178,18 @@ def test_a_result_depends_on_the_seed_alone(tiny, monkeypatch: pytest.MonkeyPatc
     for draws, seed in ((0, 5), (3, 5), (3, 6)):
         torch.rand(draws)
         random.random()
-        found = _trial.run(Trial(task, recipes.get(recipe), seed, 6), task.load())
+        found = _trial.run_trial(Trial(task, recipes.get(recipe), seed, 6), task.load())
         results.append({key: value for key, value in found.items() if key != "step_ms"})
     assert results[0] == results[1]
     assert results[0]["curve"] != results[2]["curve"]
 
 
 def take(scaled, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss, x, targets=None) -> None:
-    scaled.before(step)
-    scaled.backward(loss(model(x), targets))
+    scaled.begin_step(step)
+    scaled.backpropagate(loss(model(x), targets))
     scaled.step()
     optimizer.zero_grad()
-    scaled.after(step, lambda model, batch: loss(model(batch[0]), batch[1]), (x, targets))
+    scaled.count_underflow(step, lambda model, batch: loss(model(batch[0]), batch[1]), (x, targets))
 
 
 def product(found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -210,12 +210,12 @@ def test_underflow_is_what_float16_makes_zero(seed: int) -> None:
     model, optimizer = start(recipes.get("fp16-none"))
     x, weights = torch.randn(7, 6), torch.randn(7, 5) * 2.0 ** torch.randint(-30, -15, (7, 5))
     weights[0] = 0
-    with Scaling(recipes.get("fp16-none"), model, optimizer, 1) as scaled:
+    with ScaledSteps(recipes.get("fp16-none"), model, optimizer, 1) as scaled:
         take(scaled, 0, model, optimizer, product, x, weights)
     rounded = weights.half().float()
     first = (rounded[weights != 0] == 0).sum()
     last = ((rounded.T @ x).half() == 0).sum()
-    found = scaled.readings()
+    found = scaled.summarize_scaling()
     assert found["skipped"] == 0
     kinds = scaled._scaler._controller.sites["model"].readings
     assert set(kinds) == {"received", "weight"}
@@ -229,9 +229,9 @@ def test_no_underflow_under_a_scale_that_fits(seed: int) -> None:
     recipe = Recipe(name="x", gradient_format="fp16", gradient_scale=2.0**24)
     model, optimizer = start(recipe)
     weights = torch.rand(7, 5).add(1) * 2.0**-20
-    with Scaling(recipe, model, optimizer, 1) as scaled:
+    with ScaledSteps(recipe, model, optimizer, 1) as scaled:
         take(scaled, 0, model, optimizer, product, torch.rand(7, 6), weights)
-    assert scaled.readings()["underflow"]["mean"] == 0
+    assert scaled.summarize_scaling()["underflow"]["mean"] == 0
 
 
 def test_a_sample_draws_the_same_random_numbers_and_leaves_no_trace(seed: int) -> None:
@@ -242,11 +242,11 @@ def test_a_sample_draws_the_same_random_numbers_and_leaves_no_trace(seed: int) -
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.5), nn.Linear(40, 3))
         optimizer = recipes.optimizer(recipes.convert(model, recipe), "SGD", lr=0.1)
-        with Scaling(recipe, model, optimizer, 3) as scaled:
+        with ScaledSteps(recipe, model, optimizer, 3) as scaled:
             for step in range(3):
                 place = step if sampled else 1 + step
                 take(scaled, place, model, optimizer, distance, torch.ones(8, 6))
-        assert scaled.readings()["underflow"]["mean"] == (0 if sampled else None)
+        assert scaled.summarize_scaling()["underflow"]["mean"] == (0 if sampled else None)
         nets[sampled] = model
     for mine, other in zip(nets[True].parameters(), nets[False].parameters()):
         assert torch.equal(mine, other)
@@ -255,17 +255,17 @@ def test_a_sample_draws_the_same_random_numbers_and_leaves_no_trace(seed: int) -
 def test_samples_are_few_and_are_measured(seed: int) -> None:
     recipe = recipes.get("fp16-adaptive")
     model, optimizer = start(recipe)
-    steps = 3 * INTERVAL * SAMPLES
+    steps = 3 * SAMPLE_INTERVAL * MOST_SAMPLES
     x = torch.randn(4, 6)
-    with Scaling(recipe, model, optimizer, steps) as scaled:
+    with ScaledSteps(recipe, model, optimizer, steps) as scaled:
         for step in range(steps):
             take(scaled, step, model, optimizer, distance, x)
-    assert SAMPLES - 2 <= len(scaled._lost["model"]) <= SAMPLES + 1
+    assert MOST_SAMPLES - 2 <= len(scaled._lost["model"]) <= MOST_SAMPLES + 1
 
 
 def test_the_model_has_its_own_forward_again(seed: int) -> None:
     model, optimizer = start(recipes.get("fp16-dynamic"))
-    with contextlib.suppress(ZeroDivisionError), Scaling(recipes.get("fp16-dynamic"), model, optimizer, 1):
+    with contextlib.suppress(ZeroDivisionError), ScaledSteps(recipes.get("fp16-dynamic"), model, optimizer, 1):
         assert isinstance(model.forward, WatchedForward)
         raise ZeroDivisionError
     assert "forward" not in vars(model)

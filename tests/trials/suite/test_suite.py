@@ -32,7 +32,7 @@ FLOAT32 = {("digits", "fp32"): [1.0, 1.1, 0.9], ("digits", "fp32-twin"): [1.0, 1
 
 
 def verdict(found: SuiteEvidence, words: str) -> tuple[str, str]:
-    one = next(one for one in _statements.statements(found) if words in one.claim)
+    one = next(one for one in _statements.judge_statements(found) if words in one.claim)
     return one.verdict, one.numbers
 
 
@@ -46,30 +46,24 @@ def test_a_run_of_a_part(tmp_path: Path) -> None:
     assert again.to_json() == found.to_json()
     assert "1 seed is too few" in (tmp_path / "evidence.md").read_text()
     assert (tmp_path / "evidence.html").read_text().startswith("<!doctype html>")
-    assert {path.name for path in (tmp_path / "img").iterdir()} == {"evidence-light.svg", "evidence-dark.svg"}
     reused = _run.run_suite(
         size="smoke", seeds=1, out=tmp_path, resume=True, tasks=["linear-regression"], recipes=["bf16"]
     )
     assert reused.run["trained"] == 0
-    assert len(found.run["pieces"]) == 1
-    assert reused.run["pieces"] == found.run["pieces"]
-    (tmp_path / "seconds.json").write_text("{")
-    with pytest.raises(ValueError, match=r"seconds\.json is no list of seconds"):
-        _run.run_suite(size="smoke", seeds=1, out=tmp_path, resume=True, tasks=["linear-regression"], recipes=["bf16"])
 
 
 @pytest.mark.usefixtures("forked_workers")
 def test_a_pair_that_fails_is_listed_and_the_others_go_on(tiny, tmp_path: Path) -> None:
-    from halfulp.trials.running._plan import plan
-    from halfulp.trials.running._training import training
+    from halfulp.trials.running._plan import plan_trials
+    from halfulp.trials.running._training import open_training_run
 
     failed: list[dict] = []
-    trials = plan(tiny.Tiny(trap="raise"), ["fp32"], 3, 3, None)
-    with training(tmp_path, trials, 1, None, False, False) as run:
-        run.train(trials, failed=failed)
+    trials = plan_trials(tiny.Tiny(trap="raise"), ["fp32"], 3, 3, None)
+    with open_training_run(tmp_path, trials, 1, None, False, False) as run:
+        run.train_missing(trials, failed=failed)
     why = "ZeroDivisionError: a mistake in the task"
     assert failed == [{"task": "tiny", "recipe": "fp32", "seed": 1, "why": why}]
-    found = run.evidence()
+    found = run.make_evidence()
     assert len(found.trials) == found.run["trained"] == 2
     assert found.run["reused"] == 0
 
@@ -90,7 +84,7 @@ def command(make_record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
                 record = make_record("fp32", trial.seed, end if isinstance(end, float) else None)
                 yield ("failed", trial, end) if isinstance(end, str) else ("done", trial, record["result"])
 
-        monkeypatch.setattr(_training, "train_all", work)
+        monkeypatch.setattr(_training, "train_trials", work)
         common = ("--suite", "papers", "--size", "smoke", "--task", "linear-regression", "--recipe", "bf16")
         with pytest.raises(SystemExit) as caught:
             main(["compare", *common, "--out", str(tmp_path / "out"), *arguments])
@@ -107,7 +101,7 @@ def test_failed_trials_end_the_command_with_an_error_that_counts_them(command, t
     assert "1 of 9 trials failed: linear-regression · bf16 (seed 1); the first said ValueError: why" in said
     found = SuiteEvidence.from_json((tmp_path / "out" / "evidence.json").read_text())
     assert len(found.trials) == 8
-    assert "| linear-regression | bf16 | 1 | ValueError: why |" in _report.write_markdown(found)
+    assert "| linear-regression | bf16 | 1 | ValueError: why |" in _report.write_suite_report(found)
     assert command("--resume")[0] == 0
 
 
@@ -129,7 +123,7 @@ def test_what_a_full_disk_or_a_killed_worker_leaves(command, tmp_path: Path, mon
 
     def full(descriptor: int) -> None:
         written.append(descriptor)
-        if len(written) > 4:  # two a trial: its file, and the seconds so far
+        if len(written) > 2:  # one a trial
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(descriptor)
 
@@ -230,11 +224,18 @@ def test_what_the_seeds_leave_open_confirms_nothing(evidence) -> None:
     assert verdict(evidence(FLOAT32 | scales), "nowhere worse than the best constant")[0] == OPEN
 
 
+def test_recipes_of_some_tasks_alone_have_a_page(evidence, tmp_path: Path) -> None:
+    losses = [1.0, 1.1, 0.9]
+    found = evidence(FLOAT32 | {("text", "fp32"): losses, ("text", "bf16"): losses, ("digits", "bf16-kahan"): losses})
+    found.to_html(tmp_path / "evidence.html")
+    assert "No recipe stayed with float32" in (tmp_path / "evidence.html").read_text()
+    assert "| bf16-kahan |" in (tmp_path / "evidence.md").read_text()
+
+
 def test_a_task_without_float32_is_no_task(evidence) -> None:
     found = evidence(FLOAT32 | {("text", "bf16-kahan"): [1.5, 1.6, 1.4], ("text", "fp16-adaptive"): [1.5, 1.6, 1.4]})
     assert found.tasks() == ["digits"]
-    assert "text" not in _report.write_markdown(found).split("## digits")[1]
-    assert "<svg" in _report.draw_figure(found, "dark")
+    assert "text" not in _report.write_suite_report(found).split("## digits")[1]
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -291,17 +292,13 @@ def test_no_loss_scale_counts_where_gradients_lose_by_their_range(evidence) -> N
 
 def test_too_few_seeds_decide_nothing(evidence) -> None:
     found = evidence({key: losses[:2] for key, losses in FLOAT32.items()} | {("digits", "bf16"): [1.5, 1.6]})
-    assert {one.verdict for one in _statements.statements(found)} == {OPEN}
-    assert "2 seeds are too few" in _report.write_markdown(found)
+    assert {one.verdict for one in _statements.judge_statements(found)} == {OPEN}
+    assert "2 seeds are too few" in _report.write_suite_report(found)
 
 
 def test_a_divergence_is_a_row_that_says_where(evidence) -> None:
     found = evidence(FLOAT32 | {("digits", "fp16"): [1.0, None, None]})
-    assert "| diverged (2 of 3) at step 3, 3 |" in _report.write_markdown(found)
-    assert "img/evidence-dark.svg" in _report.write_markdown(found)
-    assert "<svg" in _report.draw_figure(found, "dark")
-    with pytest.raises(ValueError, match="light or dark"):
-        _report.draw_figure(found, "blue")
+    assert "| diverged (2 of 3) at step 3, 3 |" in _report.write_suite_report(found)
 
 
 def test_json_of_something_else() -> None:
@@ -312,27 +309,7 @@ def test_json_of_something_else() -> None:
 def test_losses_near_zero_keep_their_digits_and_papers_are_named(evidence) -> None:
     tiny = [7.1e-12, 7.7e-12, 8.3e-12]
     found = evidence({("digits", "fp32"): tiny, ("digits", "bf16-kahan"): [2e-11, 2e-11, 2e-11]})
-    said = _report.write_markdown(found)
+    said = _report.write_suite_report(found)
     assert "| 7.7e-12 ± 6e-13 |" in said
     assert "closes the remaining gap on all 7 applications (arXiv 2010.06192)" in said
-    assert "| 1.0000 ± 0.1000 |" in _report.write_markdown(evidence(FLOAT32))
-
-
-def test_the_time_of_all_runs_is_said(evidence) -> None:
-    found = evidence(FLOAT32)
-    assert "by the clock" not in _report.write_markdown(found)
-    found.run["pieces"] = [100.0, 80.0]
-    assert "; 3.0 min by the clock, in 2 runs, one resuming the other." in _report.write_markdown(found)
-
-
-def test_another_rank_than_the_first_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfulp.trials.running._ranks import Ranks
-
-    other = object.__new__(Ranks)
-    other.rank, other.size = 1, 2
-    monkeypatch.setattr(Ranks, "serve", lambda self, trials, on: 5)
-    (tmp_path / "seconds.json").write_text("of rank 0")
-    for resume in (False, True):
-        with pytest.raises(SystemExit, match="5"):
-            _run.run_suite(out=tmp_path, workers=other, tasks=["linear-regression"], resume=resume)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("seconds.json", "of rank 0")]
+    assert "| 1.0000 ± 0.1000 |" in _report.write_suite_report(evidence(FLOAT32))

@@ -15,7 +15,7 @@ from halfulp.trials.tasks._full_batch import (
     LinearRegression,
     Logistic,
     decode_float64,
-    encode,
+    encode_as_weights,
 )
 
 KINDS = (LinearRegression, Logistic, CancerLogistic, CancerMLP)
@@ -28,16 +28,16 @@ def task(request: pytest.FixtureRequest):
 
 
 def test_data_are_float64_and_as_described(task) -> None:
-    (inputs, targets), (others, _) = task.whole()
+    (inputs, targets), (others, _) = task.load_float64()
     assert inputs.dtype == targets.dtype == torch.float64
     assert len(inputs) == len(targets) == task.batch
     assert len(others) in (task.batch, 330, 114)
-    assert torch.equal(task.whole()[0][0], inputs)
+    assert torch.equal(task.load_float64()[0][0], inputs)
     assert task.load().train[0].dtype == torch.float32
 
 
 def test_losses_are_as_float64_has_them(task, seed: int) -> None:
-    (inputs, targets), _ = task.whole()
+    (inputs, targets), _ = task.load_float64()
     model = task.model(task.load(), seed).double()
     logits = model(inputs).squeeze(-1)
     if task.name == "linear-regression":
@@ -48,15 +48,15 @@ def test_losses_are_as_float64_has_them(task, seed: int) -> None:
 
 
 def test_linear_regression_has_a_solution() -> None:
-    (inputs, targets), _ = LinearRegression().whole()
+    (inputs, targets), _ = LinearRegression().load_float64()
     solution = torch.linalg.lstsq(inputs, targets.unsqueeze(-1)).solution
     assert (inputs @ solution - targets.unsqueeze(-1)).abs().max() < 1e-13
 
 
 def test_data_are_held_as_the_weights_are() -> None:
     x = torch.tensor([1 / 3, 2.0], dtype=torch.float64)
-    assert encode(HALF, x).dtype == torch.float16
-    two = encode(recipes.get("fp16-mc2"), x)
+    assert encode_as_weights(HALF, x).dtype == torch.float16
+    two = encode_as_weights(recipes.get("fp16-mc2"), x)
     assert isinstance(two, MCTensor)
     assert (decode_float64(two) - x).abs().max() < 2**-22
 
@@ -97,7 +97,7 @@ def test_a_schedule_free_trial_scores_the_average(seed: int) -> None:
     data = task.load()
     found = task.trial(recipes.get("fp32"), seed, 5, data)
     model = task.model(data, seed)
-    (inputs, targets), _ = task.whole()
+    (inputs, targets), _ = task.load_float64()
     optimizer = optim.SGDScheduleFree(model.parameters(), **task.hyper)
     for _ in range(5):
         optimizer.zero_grad()

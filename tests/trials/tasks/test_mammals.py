@@ -9,7 +9,7 @@ import torch
 from halfulp import recipes
 from halfulp.hyperbolic import HalfSpace
 from halfulp.mctensor import MCTensor
-from halfulp.trials.tasks._mammals import SCALE, Mammals, score_points, start
+from halfulp.trials.tasks._mammals import DISTANCE_SCALE, Mammals, make_points, score_points
 
 
 def recipe(dtype: str | None = "float64", components: int = 1, **other) -> recipes.Recipe:
@@ -43,7 +43,7 @@ def task(folder: Path) -> Mammals:
 
 
 def test_data(task):
-    edges, names = task.edges()
+    edges, names = task.read_edges()
     assert (len(names), tuple(edges.shape)) == (63, (258, 2))
     assert {names[k] for k in edges[:, 0].unique().tolist()} == set(names) - {"n0"}
     data = task.load()
@@ -60,7 +60,7 @@ def test_missing_data_says_how_to_get_it(tmp_path):
 
 def test_burn_in(task):
     assert [task.rate(step, 1000) for step in (0, 19, 20, 999)] == [0.01, 0.01, 1.0, 1.0]
-    assert len(list(task.sets(task.edges()[0], 0, 20))) == 20
+    assert len(list(task.draw_ranking_sets(task.read_edges()[0], 0, 20))) == 20
 
 
 def test_the_model_gives_the_same_loss_as_the_trial(task, seed):
@@ -68,7 +68,7 @@ def test_the_model_gives_the_same_loss_as_the_trial(task, seed):
     model = task.model(data, seed)
     inputs, targets = next(task.batches(data, seed, 1))
     chosen = model.points[inputs[0]]
-    assert torch.allclose(model(inputs)[0], -SCALE * HalfSpace().distance(chosen[0], chosen[1:]))
+    assert torch.allclose(model(inputs)[0], -DISTANCE_SCALE * HalfSpace().distance(chosen[0], chosen[1:]))
     assert float(task.loss(model(inputs), targets).detach()) == pytest.approx(3.93, abs=0.01)
 
 
@@ -89,23 +89,23 @@ def test_a_trial_learns(task, dtype, components, seed):
 def test_formats_start_alike_and_part_late(task, seed):
     data = task.load()
     edges = data.train[0][:, :2]
-    plain = start(recipe(), task.model(data, seed).points.detach(), seed)
-    wide = start(recipe(components=2), task.model(data, seed).points.detach(), seed)
+    plain = make_points(recipe(), task.model(data, seed).points.detach(), seed)
+    wide = make_points(recipe(components=2), task.model(data, seed).points.detach(), seed)
     assert isinstance(wide, MCTensor)
     assert torch.equal(plain, wide.decode())
     for points in (plain, wide):
-        task.embed(points, edges, seed, 5)
+        task.train_points(points, edges, seed, 5)
     assert torch.allclose(plain.detach(), wide.detach().decode(), rtol=1e-11, atol=1e-12)
 
 
 def test_the_loss_of_all_edges(task, seed):
-    edges, names = task.edges()
+    edges, names = task.read_edges()
     points = torch.rand(len(names), 2, dtype=torch.float64) + 0.1
     known = {tuple(edge) for edge in edges.tolist()}
     total = 0.0
     for u, v in edges.tolist():
         others = [k for k in range(len(names)) if k not in (u, v) and (u, k) not in known]
-        logits = -SCALE * HalfSpace().distance(points[u], points[[v, *others]])
+        logits = -DISTANCE_SCALE * HalfSpace().distance(points[u], points[[v, *others]])
         total += float(logits.logsumexp(0) - logits[0])
     assert score_points(points, edges)["loss"] == pytest.approx(total / len(edges))
 
@@ -119,8 +119,8 @@ def test_recipes_that_do_not_fit(task, name):
 def test_the_control_starts_elsewhere(task):
     data = task.load()
     model = task.model(data, 0)
-    a = start(recipes.get("fp32"), model.points.detach(), 0)
-    b = start(recipes.get("fp32-twin"), model.points.detach(), 0)
+    a = make_points(recipes.get("fp32"), model.points.detach(), 0)
+    b = make_points(recipes.get("fp32-twin"), model.points.detach(), 0)
     assert torch.equal(a, model.points)
     assert not torch.equal(a, b)
     assert torch.allclose(a, b, rtol=1e-5)

@@ -31,7 +31,7 @@ def squares(seed: int, **options):
 def test_a_float32_trial_is_the_plain_loop(seed: int) -> None:
     task, start, seen, (x, y) = squares(seed, rate=lambda step, steps: 1 - step / steps)
     before = copy.deepcopy(start.state_dict())
-    found = _trial.run(Trial(task, recipes.get("fp32"), 2, 10), task.load())
+    found = _trial.run_trial(Trial(task, recipes.get("fp32"), 2, 10), task.load())
     assert seen[:10] == list(range(20, 30))
     model = copy.deepcopy(start)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -79,7 +79,7 @@ def test_a_model_of_a_seed_and_a_judge(seed: int) -> None:
         steps=3,
         lr=1e-3,
     )
-    found = _trial.run(Trial(task, recipes.get("fp32"), 7, 3), task.load())
+    found = _trial.run_trial(Trial(task, recipes.get("fp32"), 7, 3), task.load())
     assert made == [7]
     assert found["own"]["loss"] > found["curve"][-1][1]
 

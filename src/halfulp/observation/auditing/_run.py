@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._messages import a_kind
-from ...recipes._contract import Contract, contract_differences
+from ...recipes._contract import Contract, list_contract_differences
 from ..checkpoints._files import Checkpoint
 from ..checkpoints._names import name_optimizer_states, read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
@@ -99,4 +99,4 @@ def _compare_contracts(a: Checkpoint, b: Checkpoint, unseen: list[str]) -> tuple
     except ValueError as error:
         unseen.append(f"the precision contracts were not compared: {error}")
         return ()
-    return tuple((one.name, one.words) for one in contract_differences(*held))
+    return tuple((one.name, one.words) for one in list_contract_differences(*held))

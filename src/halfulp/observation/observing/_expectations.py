@@ -15,7 +15,7 @@ from ..._messages import a_kind
 from ..._torch_versions import find_dtype
 from ...formats import BlockFormat, Format, get
 from ...optim.parameters._local_tensors import memory
-from ...recipes._contract import KEY, Contract, ContractDifference, contract, contract_differences
+from ...recipes._contract import CONTRACT_KEY, Contract, ContractDifference, contract, list_contract_differences
 from ...rounding import quantize
 from .._record import Expectation, Record, Role, TensorRecord
 from .._text import dtype_name
@@ -32,7 +32,7 @@ def read_contract(given: object) -> Contract | None:
     """
     if isinstance(given, Contract):
         return given
-    if isinstance(given, Mapping) and (KEY in given or {"version", "tensors"} <= given.keys()):
+    if isinstance(given, Mapping) and (CONTRACT_KEY in given or {"version", "tensors"} <= given.keys()):
         return Contract.from_dict(given)
     return None
 
@@ -55,7 +55,7 @@ class ResumedRun:
             name: dataclasses.replace(terms, states=now[name].states if name in now else {})
             for name, terms in self._there.tensors.items()
         }
-        found = contract_differences(self._contract, Contract(there), with_optimizer=bool(self._optimizers))
+        found = list_contract_differences(self._contract, Contract(there), with_optimizer=bool(self._optimizers))
         others: dict[tuple[str, str], Expectation] = {}
         for one in found:
             if one.field != "dtype" and not _follows(one, found):

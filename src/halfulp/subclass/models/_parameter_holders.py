@@ -32,7 +32,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ..._torch_import import after_import
+from ..._torch_import import call_after_import
 from ...kernels import untraced
 from .._in_backward import FIRST
 from ._state_dict import known_layout, state_dict_layout
@@ -45,7 +45,7 @@ def watch_checkpoints() -> None:
     """Wrap torch's checkpoint functions, now or as soon as torch imports them."""
     if not _watching:
         _watching.append(True)
-        after_import("torch.distributed.checkpoint.state_dict", _complete_module)
+        call_after_import("torch.distributed.checkpoint.state_dict", _complete_module)
 
 
 def _complete_module(module: ModuleType) -> None:

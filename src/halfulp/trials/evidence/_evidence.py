@@ -10,26 +10,26 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from ...pages import render, require, write_whole
-from .._defaults import TONES
-from ..page._curves import Curves, LineStyle, choose_line_styles, draw_curves
-from ._row import FinishedTrials, Row, check_record
+from .._defaults import VERDICT_TONES
+from ..page._curves import LineStyle, LossCurves, choose_line_styles, draw_loss_curves
+from ._row import FinishedTrials, Row, check_trial_record
 from ._table import (
-    describe_losers,
+    compute_stored_bytes,
+    describe_losing_recipes,
     format_cells,
+    format_number,
     format_tables,
+    has_few_seeds,
     has_gradient_formats,
-    is_indication,
-    loss_name,
-    number,
-    stored_bytes,
+    name_judged_loss,
     write_headline,
-    write_notes,
+    write_table_notes,
 )
 
-_WIDE, _NARROW = (820, 560), (340, 560)
+_WIDE_SIZE, _NARROW_SIZE = (820, 560), (340, 560)
 
 
-def render_page(evidence: FinishedTrials) -> str:
+def render_comparison_page(evidence: FinishedTrials) -> str:
     """Return a comparison's page as HTML text; it refers to nothing outside itself."""
     require("matplotlib", instead="give no out folder")
     first = evidence.trials[0]["settings"]
@@ -37,9 +37,9 @@ def render_page(evidence: FinishedTrials) -> str:
         "halfulp.trials.page",
         "compare.html.j2",
         headline=write_headline(evidence),
-        losers=describe_losers(evidence),
-        indication=is_indication(evidence),
-        tasks=[_describe_task(evidence, task) for task in evidence.tasks()],
+        losers=describe_losing_recipes(evidence),
+        indication=has_few_seeds(evidence),
+        tasks=[_make_template_task(evidence, task) for task in evidence.tasks()],
         run=evidence.run,
         versions=first["versions"],
         date=datetime.date.today().isoformat(),
@@ -47,33 +47,33 @@ def render_page(evidence: FinishedTrials) -> str:
     )
 
 
-def _describe_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
+def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     """Return one task for the template: its rows, curves, notes and settings."""
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
     of_task = settings["task"]
     said = {"optimizer": of_task["rule"], **{key: str(value) for key, value in of_task["hyper"].items()}}
     said |= {"batch": str(of_task["batch"]), "steps": str(settings["steps"]), "judged by": of_task["judged_by"]}
-    most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
-    curves = read_curves(evidence, task)
+    most = max((compute_stored_bytes(row) or 0.0 for row in rows), default=0.0)
+    curves = read_loss_curves(evidence, task)
     styles = choose_line_styles([row.recipe for row in rows])
     reach = max((abs(gap) for row in rows for gap in evidence.gaps(row.task, row.recipe)), default=0.0) or 1.0
     return {
         "name": task,
         "title": of_task["title"],
-        "loss_name": loss_name(evidence, task),
+        "loss_name": name_judged_loss(evidence, task),
         "rounds_gradients": has_gradient_formats(evidence, task),
-        "notes": write_notes(evidence, task),
+        "notes": write_table_notes(evidence, task),
         "curves_in_words": _describe_curves(evidence, rows),
-        "wide": draw_curves(curves, task, *_WIDE),
-        "narrow": draw_curves(curves, task, *_NARROW),
-        "rows": [_describe_row(evidence, row, styles[row.recipe], most, reach) for row in rows],
+        "wide": draw_loss_curves(curves, task, *_WIDE_SIZE),
+        "narrow": draw_loss_curves(curves, task, *_NARROW_SIZE),
+        "rows": [_make_template_row(evidence, row, styles[row.recipe], most, reach) for row in rows],
         "settings": said,
         "recipes": [evidence.of_recipe(task, row.recipe)[0]["settings"]["recipe"] for row in rows],
     }
 
 
-def read_curves(evidence: FinishedTrials, task: str) -> Curves:
+def read_loss_curves(evidence: FinishedTrials, task: str) -> LossCurves:
     """Return the training loss of a task's trials."""
     curves: dict[str, dict[int, dict[int, float]]] = {}
     for record in evidence.of_task(task):
@@ -83,20 +83,21 @@ def read_curves(evidence: FinishedTrials, task: str) -> Curves:
     return curves
 
 
-def _describe_row(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
+def _make_template_row(
+    evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float
+) -> dict[str, Any]:
     """Return one row for the template: the table's words, and lengths of bars in per cent."""
-    words, gaps = format_cells(evidence, row), evidence.gaps(row.task, row.recipe)
+    words = format_cells(evidence, row)
     return {
         "row": row,
         "recipe": row.recipe,
         "words": words,
         "verdict": words["verdict"],
-        "tone": TONES.get(row.verdict or "", ""),
+        "tone": VERDICT_TONES.get(row.verdict or "", ""),
         "style": style,
-        "colour": f"var(--c{style.colour})",
         "cancelled_width": 100 * (row.cancelled or 0.0),
-        "bytes_width": 100 * (stored_bytes(row) or 0.0) / most if most else 0.0,
-        "dots": [50 + 46 * gap / reach for gap in gaps],
+        "bytes_width": 100 * (compute_stored_bytes(row) or 0.0) / most if most else 0.0,
+        "dots": [50 + 46 * gap / reach for gap in evidence.gaps(row.task, row.recipe)],
         "band": min(46 * row.noise / reach, 50) if row.noise else None,
     }
 
@@ -104,12 +105,12 @@ def _describe_row(evidence: FinishedTrials, row: Row, style: LineStyle, most: fl
 def _describe_curves(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
     """Describe the curves in words, for readers who cannot see them."""
     steps = evidence.of_task(rows[0].task)[0]["settings"]["steps"]
-    ends = (f"{row.recipe} ends at {number(row.loss)}" for row in rows if row.loss is not None)
+    ends = (f"{row.recipe} ends at {format_number(row.loss)}" for row in rows if row.loss is not None)
     said = "; ".join([f"Training loss over {steps} steps, and its difference to fp32", *ends])
     return f"{said}. The table has the same numbers."
 
 
-SCHEMA = 1
+JSON_SCHEMA = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,13 +122,13 @@ class Evidence(FinishedTrials):
         run: How it was run: workers, cores, wall seconds.
     """
 
-    stem: ClassVar[str] = "compare"
-    kind: ClassVar[str] = "comparison"
+    file_stem: ClassVar[str] = "compare"
+    kind_in_words: ClassVar[str] = "comparison"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trials and the rows computed from them, as plain data."""
         return {
-            "schema": SCHEMA,
+            "schema": JSON_SCHEMA,
             "run": self.run,
             "rows": [dataclasses.asdict(row) for row in self.rows()],
             "trials": list(self.trials),
@@ -146,17 +147,17 @@ class Evidence(FinishedTrials):
         """
         try:
             data = json.loads(text)
-            if data["schema"] != SCHEMA:
-                raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
-            trials = tuple(cls._read_trials(data))
+            if data["schema"] != JSON_SCHEMA:
+                raise ValueError(f"schema {data['schema']}, this version reads {JSON_SCHEMA}")
+            trials = tuple(cls._read_trial_records(data))
             for record in trials:
-                check_record(record)
+                check_trial_record(record)
             return cls(trials=trials, run=data["run"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"not the JSON of a {cls.kind}: {error}") from None
+            raise ValueError(f"not the JSON of a {cls.kind_in_words}: {error}") from None
 
     @classmethod
-    def _read_trials(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
+    def _read_trial_records(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the records of trials from what ``to_dict`` gave."""
         trials: list[dict[str, Any]] = data["trials"]
         return trials
@@ -171,7 +172,7 @@ class Evidence(FinishedTrials):
         Raises:
             ValueError: jinja2 or matplotlib is missing, or the file cannot be written.
         """
-        write_whole(path, render_page(self))
+        write_whole(path, render_comparison_page(self))
 
     def __str__(self) -> str:
         return self.table()

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from .._defaults import REFERENCE, TWIN
 
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(64)
+_LEGENDRE_NODES, _LEGENDRE_WEIGHTS = np.polynomial.legendre.leggauss(64)
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 
 
 @functools.lru_cache(maxsize=256)
-def simultaneous_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
+def compute_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
     """Return the quantile, in standard errors, for the largest of several recipes' mean gaps.
 
     It is k, which the largest exceeds by chance as often as the level says. For one recipe it is Student's two-sided
@@ -36,12 +36,12 @@ def simultaneous_quantile(seeds: int, recipes: int, level: float = 0.05) -> floa
     All this is of gaps that are drawn apart. Where they are correlated, Bonferroni's sum over means still holds, but
     several small deviations come together. What that adds is left to the level.
 
-    >>> [round(simultaneous_quantile(seeds, recipes), 3) for seeds, recipes in ((3, 1), (3, 5), (5, 1), (5, 5))]
+    >>> [round(compute_quantile(seeds, recipes), 3) for seeds, recipes in ((3, 1), (3, 5), (5, 1), (5, 5))]
     [4.303, 4.303, 2.776, 3.152]
     """
     found = 1.0
     for scattering in range(1, recipes + 1):
-        if _bound_alarms(found, seeds, recipes, scattering) > level:
+        if _bound_false_alarms(found, seeds, recipes, scattering) > level:
             found = _find_quantile(found, seeds, recipes, scattering, level)
     return found
 
@@ -49,38 +49,38 @@ def simultaneous_quantile(seeds: int, recipes: int, level: float = 0.05) -> floa
 def _find_quantile(low: float, seeds: int, recipes: int, scattering: int, level: float) -> float:
     """Return the number at which the chance of an alarm is the level, by bisection."""
     high = 2 * low
-    while _bound_alarms(high, seeds, recipes, scattering) > level:
+    while _bound_false_alarms(high, seeds, recipes, scattering) > level:
         high *= 2
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if _bound_alarms(middle, seeds, recipes, scattering) > level else (low, middle)
+        low, high = (middle, high) if _bound_false_alarms(middle, seeds, recipes, scattering) > level else (low, middle)
     return high
 
 
-def _bound_alarms(k: float, seeds: int, recipes: int, scattering: int) -> float:
+def _bound_false_alarms(k: float, seeds: int, recipes: int, scattering: int) -> float:
     """Bound the chance that any of ``scattering`` recipes exceeds k standard errors (Bonferroni)."""
     degrees = seeds - 1
     if scattering == 1:
-        return float(_compute_tail(np.array([k]), degrees)[0])
-    shares, weights = _weigh_shares(degrees, recipes, scattering)
-    beyond = _compute_tail(k * np.sqrt(scattering * np.maximum(shares, 1 / recipes)), scattering * degrees)
+        return float(_compute_student_tail(np.array([k]), degrees)[0])
+    shares, weights = _make_quadrature(degrees, recipes, scattering)
+    beyond = _compute_student_tail(k * np.sqrt(scattering * np.maximum(shares, 1 / recipes)), scattering * degrees)
     return scattering * float(weights @ beyond)
 
 
 @functools.lru_cache(maxsize=256)
-def _weigh_shares(degrees: int, recipes: int, scattering: int) -> tuple[Array, Array]:
+def _make_quadrature(degrees: int, recipes: int, scattering: int) -> tuple[FloatArray, FloatArray]:
     """Return the nodes and weights to integrate over B: Gauss-Legendre in the angle with sine^2 = B, split at 1/m."""
     kink = math.asin(math.sqrt(1 / recipes))
     angles, weights = [], []
     for low, high in ((0.0, kink), (kink, math.pi / 2)):
-        angles.append(low + (high - low) * (_NODES + 1) / 2)
-        weights.append((high - low) / 2 * _WEIGHTS)
+        angles.append(low + (high - low) * (_LEGENDRE_NODES + 1) / 2)
+        weights.append((high - low) / 2 * _LEGENDRE_WEIGHTS)
     angle, weight = np.concatenate(angles), np.concatenate(weights)
     weight = weight * np.sin(angle) ** (degrees - 1) * np.cos(angle) ** ((scattering - 1) * degrees - 1)
     return np.sin(angle) ** 2, weight / weight.sum()
 
 
-def _compute_tail(t: Array, degrees: int) -> Array:
+def _compute_student_tail(t: FloatArray, degrees: int) -> FloatArray:
     """Return the tail P(|t'| > t) of Student's distribution, a finite sum (Abramowitz, 26.7.3 and 26.7.4)."""
     angle = np.arctan(t / math.sqrt(degrees))
     square = np.cos(angle) ** 2
@@ -94,30 +94,21 @@ def _compute_tail(t: Array, degrees: int) -> Array:
     return 1 - (2 / math.pi * (angle + inside) if odd else inside)
 
 
-MARGIN = 1e-3
+LEAST_RELATIVE_GAP = 1e-3
 
 # Where the twin stays with float32 to the last digits, it is enough to know the loss to a hundredth.
-_CLOSE = 10 * MARGIN
+_RELATIVE_TOLERANCE = 10 * LEAST_RELATIVE_GAP
 
 # A gap of up to three times what the start alone changes is still called no difference.
-_TWINS = 3
+_TWIN_SCATTER_FACTOR = 3
 
 # How often chance may call one of several recipes worse or better by each of two limits, of which the lower counts.
-_POOLED, _BONFERRONI = 0.037, 0.005
+_POOLED_LEVEL, _BONFERRONI_LEVEL = 0.037, 0.005
 # Up to so many recipes the first share holds; it falls with the cube root of more.
-_FEW = 5
+_MOST_RECIPES_AT_FULL_LEVEL = 5
 
 
-def spread(values: Sequence[float]) -> float | None:
-    """Return the standard deviation over seeds, n - 1 in the denominator; None for a single one.
-
-    >>> spread([1.0, 3.0]), spread([1.0])
-    (1.4142135623730951, None)
-    """
-    return statistics.stdev(values) if len(values) > 1 else None
-
-
-def interval(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float) -> float | None:
+def compute_interval(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float) -> float | None:
     """Return how far a recipe's true gap may be from its mean gap: the largest of three bounds.
 
     - half the 95% confidence interval of the mean of the gaps, paired by seed (Student's t);
@@ -128,40 +119,40 @@ def interval(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float
     The first two fall with the square root of the seeds, so that more seeds tell smaller differences.
     None where there are fewer than three seeds: then there is no verdict.
 
-    >>> interval([0.060, 0.062, 0.064], [1e-5], 2.0)
+    >>> compute_interval([0.060, 0.062, 0.064], [1e-5], 2.0)
     0.0049...
     """
     count = len(gaps)
     if count < 3:
         return None
-    own = half_interval(gaps) or 0.0
-    twins = simultaneous_quantile(len(twin_gaps) + 1, 1) * _scatter(twin_gaps) / math.sqrt(count) if twin_gaps else 0.0
-    return max(own, twins, MARGIN * abs(reference))
+    own = compute_half_interval(gaps) or 0.0
+    twins = compute_quantile(len(twin_gaps) + 1, 1) * _compute_rms(twin_gaps) / math.sqrt(count) if twin_gaps else 0.0
+    return max(own, twins, LEAST_RELATIVE_GAP * abs(reference))
 
 
-def half_interval(values: Sequence[float]) -> float | None:
+def compute_half_interval(values: Sequence[float]) -> float | None:
     """Return half of Student's 95% confidence interval of a mean; None for fewer than three values.
 
-    >>> half_interval([0.060, 0.062, 0.064])
+    >>> compute_half_interval([0.060, 0.062, 0.064])
     0.0049...
     """
     if len(values) < 3:
         return None
-    return simultaneous_quantile(len(values), 1) * math.sqrt(_variance(values) / len(values))
+    return compute_quantile(len(values), 1) * math.sqrt(_compute_variance(values) / len(values))
 
 
-def noise(
+def compute_noise(
     gaps: Sequence[float], twin_gaps: Sequence[float], reference: float, compared: Sequence[Sequence[float]] = ()
 ) -> float | None:
     """Return how large a mean gap must be to count as one among those of all recipes compared.
 
-    At least the `interval`. Where several recipes are compared it also exceeds one of two, in standard errors of the
-    mean, so that chance calls any of them worse or better in about 5% of comparisons at most, even where some recipes
-    scatter much more than others and their gaps rise and fall together:
+    At least the `compute_interval`. Where several recipes are compared it also exceeds one of two, in standard errors
+    of the mean, so that chance calls any of them worse or better in about 5% of comparisons at most, even where some
+    recipes scatter much more than others and their gaps rise and fall together:
 
-    - the `simultaneous_quantile` of so many recipes, where the deviation of a recipe's gaps is taken to be at least
+    - the `compute_quantile` of so many recipes, where the deviation of a recipe's gaps is taken to be at least
       the pooled one, the root mean square over the recipes: at three seeds a small deviation is mostly chance; at the
-      `pooled_level`;
+      `choose_pooled_level`;
     - Student's quantile with Bonferroni's correction, for the recipe's own deviation: one recipe that scatters wildly
       does not hide what is certain of the others.
 
@@ -171,20 +162,20 @@ def noise(
         reference: float32's loss.
         compared: the gaps of every recipe compared, of this one too; those of fewer than three seeds do not count.
 
-    >>> noise([0.060, 0.062, 0.064], [], 2.0, [[0.060, 0.062, 0.064], [0.02, 0.01, 0.03]])
+    >>> compute_noise([0.060, 0.062, 0.064], [], 2.0, [[0.060, 0.062, 0.064], [0.02, 0.01, 0.03]])
     0.0210...
     """
-    alone = interval(gaps, twin_gaps, reference)
+    alone = compute_interval(gaps, twin_gaps, reference)
     family = [one for one in compared if len(one) > 2]
     if alone is None or len(family) < 2:
         return alone
-    count, own = len(gaps), math.sqrt(_variance(gaps))
-    pooled = simultaneous_quantile(count, len(family), pooled_level(len(family))) * max(own, pooled_spread(family))
-    bonferroni = simultaneous_quantile(count, 1, _BONFERRONI / len(family)) * own
+    count, own = len(gaps), math.sqrt(_compute_variance(gaps))
+    pooled = compute_quantile(count, len(family), choose_pooled_level(len(family))) * max(own, pool_deviations(family))
+    bonferroni = compute_quantile(count, 1, _BONFERRONI_LEVEL / len(family)) * own
     return max(alone, min(pooled, bonferroni) / math.sqrt(count))
 
 
-def pooled_level(recipes: int) -> float:
+def choose_pooled_level(recipes: int) -> float:
     """Return the level of the quantile for so many recipes: 3.7%, and less for more than five.
 
     The quantile holds for gaps that are drawn apart. Gaps to the same float32 run are not, on the same batches still
@@ -192,23 +183,23 @@ def pooled_level(recipes: int) -> float:
     exceeds it up to 1.3 times as often as the level says among five recipes, up to 1.4 times among ten. This level
     keeps all of that within 5%, the other limit's share included, by simulation (benchmarks/bench_verdicts.py).
 
-    >>> [round(pooled_level(recipes), 4) for recipes in (2, 5, 10)]
+    >>> [round(choose_pooled_level(recipes), 4) for recipes in (2, 5, 10)]
     [0.037, 0.037, 0.0294]
     """
-    return float(_POOLED * min(1.0, _FEW / recipes) ** (1 / 3))
+    return float(_POOLED_LEVEL * min(1.0, _MOST_RECIPES_AT_FULL_LEVEL / recipes) ** (1 / 3))
 
 
-def pooled_spread(compared: Sequence[Sequence[float]]) -> float:
+def pool_deviations(compared: Sequence[Sequence[float]]) -> float:
     """Return the root mean square of the standard deviations of several recipes' gaps, weighted by degrees of freedom.
 
-    >>> pooled_spread([[1.0, 3.0], [0.0, 0.0]])
+    >>> pool_deviations([[1.0, 3.0], [0.0, 0.0]])
     1.0
     """
     degrees = sum(len(gaps) - 1 for gaps in compared)
-    return math.sqrt(sum((len(gaps) - 1) * _variance(gaps) for gaps in compared) / degrees)
+    return math.sqrt(sum((len(gaps) - 1) * _compute_variance(gaps) for gaps in compared) / degrees)
 
 
-def tolerance(twin_gaps: Sequence[float], reference: float) -> float:
+def compute_tolerance(twin_gaps: Sequence[float], reference: float) -> float:
     """Return the sum of gap and interval that is still called no difference: the larger of two.
 
     - a hundredth of float32's loss;
@@ -216,32 +207,32 @@ def tolerance(twin_gaps: Sequence[float], reference: float) -> float:
 
     Neither grows with the seeds, and an interval that falls below both always leads to a verdict.
 
-    >>> tolerance([1e-5, 0.0, -1e-5], 2.0)
+    >>> compute_tolerance([1e-5, 0.0, -1e-5], 2.0)
     0.02
     """
-    return max(_CLOSE * abs(reference), _TWINS * _scatter(twin_gaps))
+    return max(_RELATIVE_TOLERANCE * abs(reference), _TWIN_SCATTER_FACTOR * _compute_rms(twin_gaps))
 
 
-def _variance(gaps: Sequence[float]) -> float:
+def _compute_variance(gaps: Sequence[float]) -> float:
     """Return the variance in floats, as `statistics.variance` is too slow for simulations."""
     mean = math.fsum(gaps) / len(gaps)
     return math.fsum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)
 
 
-def _scatter(twin_gaps: Sequence[float]) -> float:
+def _compute_rms(twin_gaps: Sequence[float]) -> float:
     """Return the root mean square of gaps whose true mean is 0."""
     return math.sqrt(math.fsum(gap * gap for gap in twin_gaps) / len(twin_gaps)) if twin_gaps else 0.0
 
 
-def verdict(gap: float, noise: float | None, tolerance: float, interval: float | None = None) -> str | None:
+def choose_verdict(gap: float, noise: float | None, tolerance: float, interval: float | None = None) -> str | None:
     """Return "worse", "better", "no difference" or "unclear" for a gap in a loss; None without a noise.
 
     A gap within its noise is no difference only where ``abs(gap) + interval`` is within the tolerance. That is said of
     one recipe, and needs no correction for the others; without an interval, the noise takes its place.
 
-    >>> verdict(0.06, 0.005, 0.02), verdict(-0.001, 0.005, 0.02), verdict(0.001, 0.5, 0.02), verdict(0.06, None, 0.02)
-    ('worse', 'no difference', 'unclear', None)
-    >>> verdict(0.001, 0.5, 0.02, interval=0.005)
+    >>> [choose_verdict(gap, x, 0.02) for gap, x in ((0.06, 0.005), (-0.001, 0.005), (0.001, 0.5), (0.06, None))]
+    ['worse', 'no difference', 'unclear', None]
+    >>> choose_verdict(0.001, 0.5, 0.02, interval=0.005)
     'no difference'
     """
     if noise is None:
@@ -251,7 +242,7 @@ def verdict(gap: float, noise: float | None, tolerance: float, interval: float |
     return "no difference" if abs(gap) + (noise if interval is None else interval) <= tolerance else "unclear"
 
 
-Record = dict[str, Any]
+TrialRecord = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,7 +307,7 @@ class Row:
     worst_underflow: float | None
 
 
-def rows(task: str, records: Sequence[Record]) -> list[Row]:
+def make_rows(task: str, records: Sequence[TrialRecord]) -> list[Row]:
     """Return one row per recipe of a task, in the order of the records, which are all of that task."""
     by_recipe = _group_by_recipe(records)
     reference = by_recipe.get(REFERENCE, {})
@@ -329,19 +320,19 @@ def rows(task: str, records: Sequence[Record]) -> list[Row]:
     return [_make_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
 
 
-def _group_by_recipe(records: Iterable[Record]) -> dict[str, dict[int, Record]]:
+def _group_by_recipe(records: Iterable[TrialRecord]) -> dict[str, dict[int, TrialRecord]]:
     """Return trials of one task by recipe and seed."""
-    found: dict[str, dict[int, Record]] = {}
+    found: dict[str, dict[int, TrialRecord]] = {}
     for record in records:
         settings = record["settings"]
         found.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = record
     return found
 
 
-def check_record(record: Record) -> None:
+def check_trial_record(record: TrialRecord) -> None:
     """Refuse what is not a finished trial as this version writes it."""
     try:
-        rows(record["settings"]["task"]["name"], [record])
+        make_rows(record["settings"]["task"]["name"], [record])
         list(record["result"]["curve"])
     except KeyError as missing:
         raise ValueError(f"it has no {missing.args[0]!r}") from None
@@ -349,20 +340,20 @@ def check_record(record: Record) -> None:
         raise ValueError(f"a field is of another kind: {error}") from None
 
 
-def read_judged_loss(record: Record) -> float | None:
+def read_judged_loss(record: TrialRecord) -> float | None:
     """Return the loss of a trial that judges its task; None where it diverged."""
     part = record["settings"]["task"]["judged_by"].removesuffix("_loss")
     loss: float | None = record["result"]["float32"][part]["loss"]
     return loss
 
 
-def _pair_gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
+def _pair_gaps(own: dict[int, TrialRecord], reference: dict[int, TrialRecord]) -> list[float]:
     """Return the judged losses of trials minus those of others from the same seeds."""
     pairs = ((read_judged_loss(own[seed]), read_judged_loss(reference[seed])) for seed in own if seed in reference)
     return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
-def _count_diverged(own: dict[int, Record]) -> int:
+def _count_diverged(own: dict[int, TrialRecord]) -> int:
     """Return in how many trials the training loss or the judged loss was not finite."""
     return sum(
         record["result"]["diverged_at"] is not None or read_judged_loss(record) is None for record in own.values()
@@ -372,8 +363,8 @@ def _count_diverged(own: dict[int, Record]) -> int:
 def _make_row(
     task: str,
     recipe: str,
-    own: dict[int, Record],
-    reference: dict[int, Record],
+    own: dict[int, TrialRecord],
+    reference: dict[int, TrialRecord],
     twins: list[float],
     compared: list[list[float]],
 ) -> Row:
@@ -384,8 +375,8 @@ def _make_row(
     diverged = _count_diverged(own)
     gaps = _pair_gaps(own, reference) if not diverged else []
     baseline = _compute_mean([read_judged_loss(record) for record in reference.values()])
-    alone, allowed = interval(gaps, twins, baseline or 0.0), tolerance(twins, baseline or 0.0)
-    limit = noise(gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE, TWIN) else ())
+    alone, allowed = compute_interval(gaps, twins, baseline or 0.0), compute_tolerance(twins, baseline or 0.0)
+    limit = compute_noise(gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE, TWIN) else ())
     step_ms = _compute_mean([result["step_ms"] for result in results])
     step_ms_of_float32 = [record["result"]["step_ms"] for record in reference.values()]
     accuracies = [result["float32"]["validation"]["accuracy"] for result in results]
@@ -394,7 +385,7 @@ def _make_row(
     if diverged:
         judged = "diverged"
     elif judged is None and gap is not None:
-        judged = verdict(gap, limit, allowed, alone)
+        judged = choose_verdict(gap, limit, allowed, alone)
     return Row(
         task=task,
         recipe=recipe,
@@ -441,25 +432,25 @@ def _compute_mean(values: Sequence[float | None]) -> float | None:
 
 def _compute_spread(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
-    return spread(known) if len(known) == len(values) else None
+    return statistics.stdev(known) if len(known) == len(values) > 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
 class FinishedTrials:
     """Every trial of a comparison with its settings, ``{"settings": ..., "result": ...}``, and how it was run."""
 
-    trials: tuple[Record, ...]
+    trials: tuple[TrialRecord, ...]
     run: dict[str, Any]
 
     def tasks(self) -> list[str]:
         """Return the names of the tasks, in order."""
         return list(dict.fromkeys(record["settings"]["task"]["name"] for record in self.trials))
 
-    def of_task(self, task: str) -> list[Record]:
+    def of_task(self, task: str) -> list[TrialRecord]:
         """Return the trials of one task."""
         return [record for record in self.trials if record["settings"]["task"]["name"] == task]
 
-    def of_recipe(self, task: str, recipe: str) -> list[Record]:
+    def of_recipe(self, task: str, recipe: str) -> list[TrialRecord]:
         """Return the trials of one recipe on one task."""
         return [record for record in self.of_task(task) if record["settings"]["recipe"]["name"] == recipe]
 
@@ -471,7 +462,7 @@ class FinishedTrials:
     def rows(self, task: str | None = None) -> list[Row]:
         """Return one row per recipe, of one task or of all."""
         chosen = self.tasks() if task is None else [task]
-        return [row for name in chosen for row in rows(name, self.of_task(name))]
+        return [row for name in chosen for row in make_rows(name, self.of_task(name))]
 
     def row(self, task: str, recipe: str) -> Row:
         """Return the row of one recipe on one task.

@@ -1,16 +1,17 @@
 """Tables of a comparison as words and aligned text, with notes and a headline."""
 
+from collections import Counter
+
 from ... import formats
 from ...pages import DASH
 from .._defaults import PASSING_VERDICTS, REFERENCE
-from ..tasks import kind_of
-from ._row import MARGIN, FinishedTrials, Row, read_judged_loss
+from ._row import LEAST_RELATIVE_GAP, FinishedTrials, Row, read_judged_loss
 
 
-def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
+def format_number(value: float | None, digits: int = 4, sign: bool = False) -> str:
     """Return a number with fixed digits, a dash where there is none.
 
-    >>> number(1.23456), number(0.01, 3, sign=True), number(None)
+    >>> format_number(1.23456), format_number(0.01, 3, sign=True), format_number(None)
     ('1.2346', '+0.010', '–')
     """
     if value is None:
@@ -20,31 +21,31 @@ def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def with_spread(value: float | None, spread: float | None, digits: int | None = 4, sign: bool = False) -> str:
+def format_with_spread(value: float | None, spread: float | None, digits: int | None = 4, sign: bool = False) -> str:
     """Return a mean and, from two seeds on, its spread; with two significant digits where none are fixed.
 
-    >>> with_spread(1.5, 0.02, 2), with_spread(1.5, None, 2), with_spread(2.8e-11, 1e-12, None, sign=True)
-    ('1.50 ± 0.02', '1.50', '+2.8e-11 ± 1e-12')
+    >>> format_with_spread(1.5, 0.02, 2), format_with_spread(1.5, None, 2), format_with_spread(2.8e-11, 1e-12, None)
+    ('1.50 ± 0.02', '1.50', '2.8e-11 ± 1e-12')
     """
 
     def say(one: float | None, sign: bool = False) -> str:
         if digits is not None or one is None:
-            return number(one, digits or 0, sign)
+            return format_number(one, digits or 0, sign)
         return f"{one:{'+' if sign and one else ''}.2g}".replace("-", "−").replace("e−", "e-")
 
     return say(value, sign) if value is None or spread is None else f"{say(value, sign)} ± {say(spread)}"
 
 
-def percent(value: float | None, digits: int = 1) -> str:
+def format_percent(value: float | None, digits: int = 1) -> str:
     """Return a share as per cent.
 
-    >>> percent(0.515), percent(None)
+    >>> format_percent(0.515), format_percent(None)
     ('51.5%', '–')
     """
     return DASH if value is None else f"{100 * value:.{digits}f}%"
 
 
-def loss_name(evidence: FinishedTrials, task: str) -> str:
+def name_judged_loss(evidence: FinishedTrials, task: str) -> str:
     """Return in words which loss judges the task."""
     judged_by = evidence.of_task(task)[0]["settings"]["task"]["judged_by"]
     return judged_by.replace("_", " ").replace("train ", "training ")
@@ -56,29 +57,33 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     # On a task whose float32 loss would have no digits, losses have two that count.
     digits = None if float32 and max(float32) < 1e-4 else 4
     verdict = f"diverged ({row.diverged} of {row.seeds})" if row.diverged else row.verdict or "needs 3 seeds"
-    accuracy = "" if row.own_accuracy is None else f" · {percent(row.own_accuracy)}"
+    accuracy = "" if row.own_accuracy is None else f" · {format_percent(row.own_accuracy)}"
     cells = {
         "recipe": row.recipe,
-        loss_name(evidence, row.task): with_spread(row.loss, row.loss_spread, digits),
-        "gap to fp32": DASH if row.verdict == "reference" else with_spread(row.gap, row.gap_spread, digits, sign=True),
+        name_judged_loss(evidence, row.task): format_with_spread(row.loss, row.loss_spread, digits),
+        "gap to fp32": DASH
+        if row.verdict == "reference"
+        else format_with_spread(row.gap, row.gap_spread, digits, sign=True),
         "verdict": verdict,
-        "accuracy": percent(row.accuracy),
-        "own arithmetic": DASH if row.own_loss is None else f"{with_spread(row.own_loss, None, digits)}{accuracy}",
-        "cancelled": percent(row.cancelled),
-        "movement kept": percent(row.realised, 0),
+        "accuracy": format_percent(row.accuracy),
+        "own arithmetic": DASH
+        if row.own_loss is None
+        else f"{format_with_spread(row.own_loss, None, digits)}{accuracy}",
+        "cancelled": format_percent(row.cancelled),
+        "movement kept": format_percent(row.realised, 0),
     }
     if row.accuracy is not None and row.accuracy_spread is not None:
         cells["accuracy"] += f" ± {100 * row.accuracy_spread:.1f}"
     if has_gradient_formats(evidence, row.task):
-        cells["skipped"] = number(row.skipped, 0 if row.skipped is None or row.skipped.is_integer() else 1)
-        worst = f"{percent(row.underflow)} · {percent(row.worst_underflow, 0)}"
+        cells["skipped"] = format_number(row.skipped, 0 if row.skipped is None or row.skipped.is_integer() else 1)
+        worst = f"{format_percent(row.underflow)} · {format_percent(row.worst_underflow, 0)}"
         cells["underflow"] = DASH if row.underflow is None else worst
-    size, is_imitated = number(stored_bytes(row), 1), row.emulated or row.gradient_format or row.operand_format
+    size, is_imitated = (
+        format_number(compute_stored_bytes(row), 1),
+        row.emulated or row.gradient_format or row.operand_format,
+    )
     cells["bytes/param"] = f"({size})" if row.emulated else size
     cells["step time"] = "emulated" if is_imitated else DASH if row.speed is None else f"{row.speed:.2f}×"
-    paper_gaps = kind_of(row.task).paper_gaps
-    if paper_gaps:
-        cells["gap in the paper"] = number(paper_gaps.get(row.recipe), 2, sign=True)
     return cells
 
 
@@ -87,14 +92,14 @@ def has_gradient_formats(evidence: FinishedTrials, task: str) -> bool:
     return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
 
 
-def stored_bytes(row: Row) -> float | None:
+def compute_stored_bytes(row: Row) -> float | None:
     """Return bytes per parameter as measured; of an emulated format, what its bits would take."""
     if row.emulated is None or row.bytes_per_parameter is None:
         return row.bytes_per_parameter
     return row.bytes_per_parameter * formats.get(row.emulated).bits / 32
 
 
-def write_notes(evidence: FinishedTrials, task: str) -> list[str]:
+def write_table_notes(evidence: FinishedTrials, task: str) -> list[str]:
     """Return the notes beneath the table of a task, which explain its columns."""
     record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
@@ -112,10 +117,8 @@ def write_notes(evidence: FinishedTrials, task: str) -> list[str]:
         accuracy if has_accuracy else "Own arithmetic: the loss as the recipe itself computes it, on validation data.",
         "Cancelled: the share of weight updates that rounding turned into nothing. Movement kept: how much of the "
         "wanted movement took place, large updates counting most; stochastic rounding makes up for what it cancels.",
-        f"Step time is CPU time on one thread against fp32's {number(rows[0].step_ms, 2)} ms.",
+        f"Step time is CPU time on one thread against fp32's {format_number(rows[0].step_ms, 2)} ms.",
     ]
-    if kind_of(task).paper_note:
-        said.append(kind_of(task).paper_note)
     if any(row.verdict is None for row in rows):
         said.append("A verdict needs 3 seeds: --seeds 3 --resume trains only what is missing.")
     together = sum(row.noise is not None and row.verdict not in ("reference", "control") for row in rows)
@@ -153,7 +156,7 @@ def format_tables(evidence: FinishedTrials) -> str:
         table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
         parts.append(task)
         parts += ["  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table]
-        parts += [*write_notes(evidence, task), ""]
+        parts += [*write_table_notes(evidence, task), ""]
     return "\n".join(parts).rstrip()
 
 
@@ -161,28 +164,27 @@ def write_headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])
     reference = evidence.row(task, REFERENCE)
+    everywhere = Counter(row.recipe for row in evidence.rows() if _keeps_float32_loss(evidence, row))
     kept = [
         row
         for row in evidence.rows(task)
-        if not row.emulated
-        and row.bytes_per_parameter is not None
-        and all(_is_kept(evidence, evidence.row(other, row.recipe)) for other in evidence.tasks())
+        if not row.emulated and row.bytes_per_parameter is not None and everywhere[row.recipe] == len(evidence.tasks())
     ]
     if not kept:
         verb = "is sure to have stayed" if any(row.verdict == "unclear" for row in evidence.rows()) else "stayed"
-        return f"{_name_few_seeds(evidence)}no recipe {verb} with float32".capitalize() + "."
-    best = min(kept, key=lambda row: (row.bytes_per_parameter, _gradient_bits(row)))
-    verb = "keeps float32’s accuracy" if not _name_few_seeds(evidence) else "stays with float32"
+        return f"{_write_seeds_clause(evidence)}no recipe {verb} with float32".capitalize() + "."
+    best = min(kept, key=lambda row: (row.bytes_per_parameter, _count_gradient_bits(row)))
+    verb = "keeps float32’s accuracy" if not _write_seeds_clause(evidence) else "stays with float32"
     where = f" ({task})" if len(evidence.tasks()) > 1 else ""
     if best.gradient_format:
-        return f"{_name_few_seeds(evidence)}{best.recipe} {verb} with gradients in {best.gradient_format}{where}."
+        return f"{_write_seeds_clause(evidence)}{best.recipe} {verb} with gradients in {best.gradient_format}{where}."
     return (
-        f"{_name_few_seeds(evidence)}{best.recipe} {verb} at {number(best.bytes_per_parameter, 1)} bytes per parameter "
-        f"instead of {number(reference.bytes_per_parameter, 1)}{where}."
+        f"{_write_seeds_clause(evidence)}{best.recipe} {verb} at {format_number(best.bytes_per_parameter, 1)} bytes "
+        f"per parameter instead of {format_number(reference.bytes_per_parameter, 1)}{where}."
     )
 
 
-def describe_losers(evidence: FinishedTrials) -> list[str]:
+def describe_losing_recipes(evidence: FinishedTrials) -> list[str]:
     """Return sentences per task: who diverged, who lost most and the share of updates lost, who is unclear."""
     said = []
     for task in evidence.tasks():
@@ -191,46 +193,49 @@ def describe_losers(evidence: FinishedTrials) -> list[str]:
         if diverged:
             said.append(f"On {task}, {' and '.join(diverged)} diverged.")
         unclear = [row.recipe for row in rows if row.verdict == "unclear"]
-        rows = [row for row in rows if row.recipe not in unclear and not _is_kept(evidence, row)]
+        rows = [row for row in rows if row.recipe not in unclear and not _keeps_float32_loss(evidence, row)]
         gaps = [(row.gap, row) for row in rows if row.gap is not None]
         if gaps:
             gap, worst = max(gaps, key=lambda pair: pair[0])
-            lost = f": rounding cancelled {percent(worst.cancelled, 0)} of its updates" if worst.cancelled else ""
+            lost = (
+                f": rounding cancelled {format_percent(worst.cancelled, 0)} of its updates" if worst.cancelled else ""
+            )
             if worst.underflow:
-                lost = f": {percent(worst.underflow, 0)} of its gradients underflowed"
+                lost = f": {format_percent(worst.underflow, 0)} of its gradients underflowed"
             if worst.skipped == evidence.of_task(task)[0]["settings"]["steps"]:
                 lost = ": every step overflowed and was skipped"
             if lost and worst.realised is not None and worst.realised < 0.5:
-                lost += f", and only {percent(worst.realised, 0)} of the wanted movement took place"
+                lost += f", and only {format_percent(worst.realised, 0)} of the wanted movement took place"
             said.append(
-                f"On {task}, {worst.recipe} ends {number(gap, 3)} nats above fp32 in {loss_name(evidence, task)}{lost}."
+                f"On {task}, {worst.recipe} ends {format_number(gap, 3)} nats above fp32 in "
+                f"{name_judged_loss(evidence, task)}{lost}."
             )
         if unclear:
             said.append(f"On {task}, {' and '.join(unclear)} need{'s' * (len(unclear) == 1)} more seeds for a verdict.")
     return said
 
 
-def is_indication(evidence: FinishedTrials) -> bool:
+def has_few_seeds(evidence: FinishedTrials) -> bool:
     """Return whether there are too few seeds for a verdict."""
     return any(row.seeds < 3 for row in evidence.rows())
 
 
-def _name_few_seeds(evidence: FinishedTrials) -> str:
-    if not is_indication(evidence):
+def _write_seeds_clause(evidence: FinishedTrials) -> str:
+    if not has_few_seeds(evidence):
         return ""
     seeds = min(row.seeds for row in evidence.rows())
     return f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, "
 
 
-def _is_kept(evidence: FinishedTrials, row: Row) -> bool:
+def _keeps_float32_loss(evidence: FinishedTrials, row: Row) -> bool:
     """Return whether a recipe keeps float32's loss: by its verdict, or on few seeds by a gap under half a per cent."""
     if row.verdict in ("reference", "control", "diverged"):
         return False
     if row.verdict is not None:
         return row.verdict in PASSING_VERDICTS
     reference = evidence.row(row.task, REFERENCE).loss
-    return row.gap is not None and reference is not None and row.gap <= 5 * MARGIN * reference
+    return row.gap is not None and reference is not None and row.gap <= 5 * LEAST_RELATIVE_GAP * reference
 
 
-def _gradient_bits(row: Row) -> int:
+def _count_gradient_bits(row: Row) -> int:
     return formats.get(row.gradient_format).bits if row.gradient_format else 32

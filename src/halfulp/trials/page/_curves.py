@@ -11,28 +11,28 @@ from .._defaults import REFERENCE, TWIN
 
 # The style sheet of the page has --c0 to --c7: the reference, its twin, and six that stay apart, by at least 16 units
 # of CAM02-UCS, under each kind of colour blindness.
-COLOURS = 8
-_OWN = 6
+COLOUR_COUNT = 8
+_RECIPE_COLOUR_COUNT = 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Marker:
+class CurveMarker:
     """A marker of a curve: matplotlib's name for it, and its outline in a box of 12 by 12 for the page's key."""
 
     name: str
     path: str
 
 
-_MARKERS = (
-    Marker("o", "M6 2a4 4 0 1 0 .01 0z"),
-    Marker("s", "M2.5 2.5h7v7h-7z"),
-    Marker("^", "M6 1.5 10.5 10h-9z"),
-    Marker("D", "M6 1 11 6 6 11 1 6z"),
-    Marker("v", "M6 10.5 10.5 2h-9z"),
-    Marker("P", "M4.3 1.5h3.4v2.8h2.8v3.4H7.7v2.8H4.3V7.7H1.5V4.3h2.8z"),
+_CURVE_MARKERS = (
+    CurveMarker("o", "M6 2a4 4 0 1 0 .01 0z"),
+    CurveMarker("s", "M2.5 2.5h7v7h-7z"),
+    CurveMarker("^", "M6 1.5 10.5 10h-9z"),
+    CurveMarker("D", "M6 1 11 6 6 11 1 6z"),
+    CurveMarker("v", "M6 10.5 10.5 2h-9z"),
+    CurveMarker("P", "M4.3 1.5h3.4v2.8h2.8v3.4H7.7v2.8H4.3V7.7H1.5V4.3h2.8z"),
 )
 # In units of the line's width, as both matplotlib and SVG take them; None is solid.
-_DASHES = (None, (5.0, 2.0), (1.0, 1.5), (6.0, 1.5, 1.0, 1.5))
+_DASH_PATTERNS = (None, (5.0, 2.0), (1.0, 1.5), (6.0, 1.5, 1.0, 1.5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class LineStyle:
     """The colour (--c0 to --c7), marker and dashes of a recipe's curve; the reference and its twin have no marker."""
 
     colour: int
-    marker: Marker | None = None
+    marker: CurveMarker | None = None
     dash: tuple[float, ...] | None = None
 
 
@@ -55,17 +55,17 @@ def choose_line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
     >>> styles["bf16"].marker == styles["recipe-5"].marker, styles["bf16"].dash, styles["recipe-5"].dash
     (True, None, (5.0, 2.0))
     """
-    controls = {REFERENCE: LineStyle(0), TWIN: LineStyle(1, dash=_DASHES[1])}
+    controls = {REFERENCE: LineStyle(0), TWIN: LineStyle(1, dash=_DASH_PATTERNS[1])}
     styles: dict[str, LineStyle] = {}
     for recipe in recipes:
-        turn, place = divmod(sum(other not in controls for other in styles), _OWN)
-        own = LineStyle(2 + place, _MARKERS[place], _DASHES[turn % len(_DASHES)])
+        turn, place = divmod(sum(other not in controls for other in styles), _RECIPE_COLOUR_COUNT)
+        own = LineStyle(2 + place, _CURVE_MARKERS[place], _DASH_PATTERNS[turn % len(_DASH_PATTERNS)])
         styles[recipe] = controls.get(recipe, own)
     return styles
 
 
 # recipe -> seed -> step -> mean loss of the window that ends there
-Curves: TypeAlias = Mapping[str, Mapping[int, Mapping[int, float]]]
+LossCurves: TypeAlias = Mapping[str, Mapping[int, Mapping[int, float]]]
 
 # Text stays text, and the same drawing the same bytes.
 SVG_SETTINGS: dict[Any, Any] = {
@@ -75,13 +75,13 @@ SVG_SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
 }
 # Stand-ins that matplotlib writes and that become var(--name) afterwards.
-_INK, _FAINT = "#010101", "#020202"
-_TITLES = ("training loss, nats", "difference to fp32 on the same batches, nats", "the close ones, magnified")
-_SERIES = [f"#0a00{index:02x}" for index in range(COLOURS)]
+_INK_COLOUR, _FAINT_COLOUR = "#010101", "#020202"
+_PANEL_TITLES = ("training loss, nats", "difference to fp32 on the same batches, nats", "the close ones, magnified")
+_STAND_IN_COLOURS = [f"#0a00{index:02x}" for index in range(COLOUR_COUNT)]
 
 
-def draw_curves(
-    curves: Curves, key: str, width: float, height: float, titles: Sequence[str] = _TITLES, axis: str = "step"
+def draw_loss_curves(
+    curves: LossCurves, key: str, width: float, height: float, titles: Sequence[str] = _PANEL_TITLES, axis: str = "step"
 ) -> str:
     """Draw the training loss of recipes, beneath it their gaps to fp32, as an SVG.
 
@@ -98,7 +98,7 @@ def draw_curves(
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)
-        near = _choose_magnified(curves)
+        near = _choose_magnified_recipes(curves)
         panels = figure.subplots(3 if near else 2, 1, sharex=True)
         styles = choose_line_styles(list(curves))
         for index, (recipe, seeds) in enumerate(curves.items()):
@@ -107,12 +107,12 @@ def draw_curves(
             means = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
             panels[0].plot(steps, means, **look)
             for axes in panels[1:2] if recipe not in near else panels[1:]:
-                _draw_gap(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
-        _style_panels(panels, curves, titles, axis)
-        return _theme_svg(write_svg(figure), f"{key}-{int(width)}")
+                _draw_gap_curve(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
+        _style_plot_panels(panels, curves, titles, axis)
+        return _replace_svg_colours(render_figure_as_svg(figure), f"{key}-{int(width)}")
 
 
-def write_svg(figure: Any) -> str:
+def render_figure_as_svg(figure: Any) -> str:
     """Return the bare <svg> element of a figure of matplotlib, without a date, so that it is the same every time."""
     target = io.StringIO()
     figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
@@ -120,7 +120,7 @@ def write_svg(figure: Any) -> str:
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
-def _draw_gap(
+def _draw_gap_curve(
     axes: Any,
     recipe: str,
     seeds: Mapping[int, Mapping[int, float]],
@@ -139,7 +139,7 @@ def _draw_gap(
         axes.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _choose_magnified(curves: Curves) -> list[str]:
+def _choose_magnified_recipes(curves: LossCurves) -> list[str]:
     """Return the recipes for a magnified panel, ten times closer to fp32 than the furthest; none if all are close."""
     sizes = {}
     for recipe, seeds in curves.items():
@@ -159,8 +159,8 @@ def _find_common_steps(curves: Sequence[Mapping[int, float]]) -> list[int]:
 def _choose_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     """Return matplotlib's plot options; markers stand at different places, so that overlapping lines show."""
     if style.colour == 0:
-        return {"color": _INK, "linewidth": 3.6, "zorder": 2}
-    look = {"color": _SERIES[style.colour], "linewidth": 1.3, "zorder": 4}
+        return {"color": _INK_COLOUR, "linewidth": 3.6, "zorder": 2}
+    look = {"color": _STAND_IN_COLOURS[style.colour], "linewidth": 1.3, "zorder": 4}
     look["linestyle"] = "-" if style.dash is None else (0, style.dash)
     if style.marker is None:
         return {**look, "linewidth": 1.2, "zorder": 3}
@@ -168,34 +168,34 @@ def _choose_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     return {**look, "marker": style.marker.name, "markersize": 4.2, "markeredgewidth": 0, "markevery": places}
 
 
-def _style_panels(panels: Sequence[Any], curves: Curves, titles: Sequence[str], axis: str) -> None:
+def _style_plot_panels(panels: Sequence[Any], curves: LossCurves, titles: Sequence[str], axis: str) -> None:
     """Style axes in the page's ink, and cut off the high losses of the first steps."""
     for axes, title in zip(panels, titles):
         axes.patch.set_alpha(0)
-        axes.grid(axis="y", color=_FAINT, linewidth=0.8)
+        axes.grid(axis="y", color=_FAINT_COLOUR, linewidth=0.8)
         axes.set_axisbelow(True)
-        axes.tick_params(colors=_INK, length=0, labelsize=9)
+        axes.tick_params(colors=_INK_COLOUR, length=0, labelsize=9)
         for side, spine in axes.spines.items():
             spine.set_visible(side == "bottom")
-            spine.set_color(_FAINT)
+            spine.set_color(_FAINT_COLOUR)
         axes.margins(x=0.01)
-        axes.set_title(title, loc="left", fontsize=10, color=_INK)
+        axes.set_title(title, loc="left", fontsize=10, color=_INK_COLOUR)
     losses = [loss for seeds in curves.values() for points in seeds.values() for loss in list(points.values())[5:]]
     if losses:
         low, high = min(losses), sorted(losses)[int(0.97 * (len(losses) - 1))]
         room = 0.06 * (high - low) or 0.01
         panels[0].set_ylim(low - room, high + room)
     for axes in panels[1:]:
-        axes.axhline(0, color=_INK, linewidth=1)
-    panels[-1].set_xlabel(axis, color=_INK)
+        axes.axhline(0, color=_INK_COLOUR, linewidth=1)
+    panels[-1].set_xlabel(axis, color=_INK_COLOUR)
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
 
 
-def _theme_svg(text: str, prefix: str) -> str:
+def _replace_svg_colours(text: str, prefix: str) -> str:
     """Return an <svg> element with ids unique on the page, and colours and fonts left to the style sheet."""
     text = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{prefix}-", text)
-    text = text.replace(_INK, "var(--ink)").replace(_FAINT, "var(--faint)")
-    for index, colour in enumerate(_SERIES):
+    text = text.replace(_INK_COLOUR, "var(--ink)").replace(_FAINT_COLOUR, "var(--faint)")
+    for index, colour in enumerate(_STAND_IN_COLOURS):
         text = text.replace(colour, f"var(--c{index})")
     text = re.sub(r"font: ([^;\"]*?)px '[^;\"]*", r"font-size: \1px", text)
     text = re.sub(r"font: ([^;\"]*?)px [^;\"]*", r"font-size: \1px", text)

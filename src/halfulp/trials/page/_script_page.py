@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ... import __version__, recipes
-from ...pages import DASH, format_number, render, require
-from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, REFERENCE, TONES
-from ._curves import choose_line_styles, draw_curves
+from ...pages import format_number, render, require
+from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, REFERENCE, VERDICT_TONES
+from ._curves import choose_line_styles, draw_loss_curves
 
-_WIDE, _NARROW = (820, 480), (340, 480)
-_TITLES = ("training loss", "difference to fp32 at the same backward pass", "the close ones, magnified")
+_WIDE_SIZE, _NARROW_SIZE = (820, 480), (340, 480)
+_PANEL_TITLES = ("training loss", "difference to fp32 at the same backward pass", "the close ones, magnified")
 
 
 def render_script_page(data: Mapping[str, Any]) -> str:
@@ -26,21 +26,21 @@ def render_script_page(data: Mapping[str, Any]) -> str:
     styles = choose_line_styles([row["recipe"] for row in rows])
     gaps = [abs(row["gap"]) for row in rows if row["gap"] is not None]
     most = max((row["bytes_per_parameter"] or 0.0 for row in rows), default=0.0)
-    lines = [_describe_row(row, styles[row["recipe"]], max(gaps, default=0.0) or 1.0, most) for row in rows]
+    lines = [_make_template_row(row, styles[row["recipe"]], max(gaps, default=0.0) or 1.0, most) for row in rows]
     key = (
         None
         if REFERENCE not in curves
         else {
             "curves_in_words": _describe_curves(rows),
-            "rows": [line for line in lines if line["drawn"]],
-            "wide": draw_curves(curves, "script", *_WIDE, titles=_TITLES, axis="backward pass"),
-            "narrow": draw_curves(curves, "script", *_NARROW, titles=_TITLES, axis="backward pass"),
+            "rows": [line for line in lines if line["curve"]],
+            "wide": draw_loss_curves(curves, "script", *_WIDE_SIZE, titles=_PANEL_TITLES, axis="backward pass"),
+            "narrow": draw_loss_curves(curves, "script", *_NARROW_SIZE, titles=_PANEL_TITLES, axis="backward pass"),
         }
     )
     return render(
         __package__,
         "script.html.j2",
-        headline=write_headline(rows),
+        headline=write_script_headline(rows),
         leads=[
             f"{row['recipe']} {'could not be used' if row['verdict'] == 'cannot' else row['verdict']}: {row['reason']}"
             for row in rows
@@ -50,20 +50,20 @@ def render_script_page(data: Mapping[str, Any]) -> str:
         key=key,
         rows=lines,
         reasons=any(row["reason"] for row in rows),
-        recipes=[(row["recipe"], _find_description(row["recipe"])) for row in rows],
+        number=format_number,
         versions=f"halfulp {__version__}, torch {torch.__version__}",
         date=datetime.date.today().isoformat(),
     )
 
 
-def write_headline(rows: Sequence[Mapping[str, Any]]) -> str:
+def write_script_headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return in words which recipes keep float32's loss.
 
     >>> row = {"recipe": "bf16-kahan", "verdict": "no difference"}
-    >>> write_headline([row, {"recipe": "bf16", "verdict": "worse"}])
+    >>> write_script_headline([row, {"recipe": "bf16", "verdict": "worse"}])
     'bf16-kahan keeps float32’s loss; bf16 does not.'
     """
-    of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in TONES}
+    of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in VERDICT_TONES}
     kept = [name for verdict in reversed(PASSING_VERDICTS) for name in of[verdict]]
     lost = [name for verdict in FAILING_VERDICTS for name in of[verdict]]
     if of["no verdict"]:
@@ -80,23 +80,15 @@ def _join_names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _describe_row(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict[str, Any]:
-    size, gap = row["bytes_per_parameter"], row["gap"]
+def _make_template_row(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict[str, Any]:
+    """Return one row for the template, with lengths of bars in per cent."""
     return {
-        "recipe": row["recipe"],
-        "description": _find_description(row["recipe"]),
-        "verdict": row["verdict"],
-        "tone": TONES.get(row["verdict"], ""),
+        **row,
+        "description": recipes.get(row["recipe"]).description,
+        "tone": VERDICT_TONES.get(row["verdict"], ""),
         "style": style,
-        "colour": f"var(--c{style.colour})",
-        "drawn": bool(row["curve"]),
-        "steps": f"{row['steps']:,}",
-        "loss": format_number(row["loss"], 4),
-        "gap": DASH if gap is None else f"{gap:+.3g}",
-        "dot": None if gap is None else 50 + 46 * gap / reach,
-        "bytes": format_number(size),
-        "bytes_width": 100 * (size or 0.0) / most if most else 0.0,
-        "reason": row["reason"],
+        "dot": None if row["gap"] is None else 50 + 46 * row["gap"] / reach,
+        "bytes_width": 100 * (row["bytes_per_parameter"] or 0.0) / most if most else 0.0,
     }
 
 
@@ -106,10 +98,3 @@ def _describe_curves(rows: Sequence[Mapping[str, Any]]) -> str:
         f"{row['recipe']} ends at {format_number(row['loss'], 4)}" for row in rows if row["loss"] is not None
     )
     return f"Training loss by backward pass, and its difference to fp32. {ends}. The table has the same numbers."
-
-
-def _find_description(recipe: str) -> str:
-    try:
-        return recipes.get(recipe).description
-    except ValueError:  # one of an extension that is not loaded here
-        return ""

@@ -47,7 +47,7 @@ class Trial:
         }
 
 
-def plan(
+def plan_trials(
     task: str | Task | Sequence[str | Task],
     recipes: str | Recipe | Sequence[str | Recipe],
     seeds: int | Sequence[int],
@@ -63,7 +63,7 @@ def plan(
     """
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
     rows = [catalog.get(one) for one in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]
-    _check_controls(rows)
+    _check_control_recipes(rows)
     if all(recipe.name != REFERENCE for recipe in rows):
         rows.insert(0, catalog.get(REFERENCE))
     numbers = _list_seeds(seeds)
@@ -74,13 +74,13 @@ def plan(
     if steps is not None and size is not None:
         raise ValueError(f"size={size!r} says how many steps there are: give it or steps={steps}")
     for kind, found in (("task", [one.name for one in tasks]), ("recipe", [one.name for one in rows])):
-        _check_unique(kind, found)
+        _check_unique_names(kind, found)
         for name in found:
             if not re.fullmatch(r"\w[\w.+-]*", name):
                 raise ValueError(
                     f"the name of a {kind} becomes a file name: letters, digits and _.+- only, got {name!r}"
                 )
-    together = _pair_recipes(tasks, rows, left_out)
+    together = _choose_recipes_of_tasks(tasks, rows, left_out)
     return [
         Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps_of(size))
         for one in tasks
@@ -90,7 +90,7 @@ def plan(
     ]
 
 
-def _check_controls(recipes: Sequence[Recipe]) -> None:
+def _check_control_recipes(recipes: Sequence[Recipe]) -> None:
     """Refuse other recipes under the names of the reference and its twin, which gaps are measured by."""
     for recipe in recipes:
         if recipe.name not in (REFERENCE, TWIN):
@@ -103,13 +103,13 @@ def _check_controls(recipes: Sequence[Recipe]) -> None:
             )
 
 
-def _pair_recipes(
+def _choose_recipes_of_tasks(
     tasks: Sequence[Task], recipes: Sequence[Recipe], left_out: dict[str, dict[str, str]] | None
 ) -> dict[str, set[str]]:
     """Return the recipes of each task, by name; what does not go together is refused, or put into ``left_out``."""
     found: dict[str, set[str]] = {}
     for task in tasks:
-        barred = {recipe.name: why for recipe in recipes if (why := _find_obstacle(task, recipe))}
+        barred = {recipe.name: why for recipe in recipes if (why := _explain_unfit_recipe(task, recipe))}
         if barred and left_out is None:
             why = next(iter(barred.values()))
             raise ValueError(f"task {task.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
@@ -119,7 +119,7 @@ def _pair_recipes(
     return found
 
 
-def _find_obstacle(task: Task, recipe: Recipe) -> str | None:
+def _explain_unfit_recipe(task: Task, recipe: Recipe) -> str | None:
     """Return why a recipe cannot be compared on a task; None where it can."""
     if why := task.refuses(recipe):
         return why
@@ -143,11 +143,11 @@ def _list_seeds(seeds: int | Sequence[int]) -> list[int]:
         raise TypeError(f"{allowed}, got {seeds!r}") from None
     if not numbers or min(numbers) < 0:
         raise ValueError(f"{allowed}, got {seeds!r}")
-    _check_unique("seed", [str(number) for number in numbers])
+    _check_unique_names("seed", [str(number) for number in numbers])
     return numbers
 
 
-def _check_unique(kind: str, names: list[str]) -> None:
+def _check_unique_names(kind: str, names: list[str]) -> None:
     """Refuse names that are given more than once."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

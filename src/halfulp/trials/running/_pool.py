@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from ..._extensions import load_inherited
+from ..._extensions import load_inherited_extensions
 from ..._messages import first_line
 from ..tasks import Data
 from ._plan import Trial
-from ._progress import measure_cost
-from ._trial import run
+from ._trial import run_trial
 
 
 def describe_exit(code: int | None) -> str:
@@ -40,14 +39,10 @@ def describe_exit(code: int | None) -> str:
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-# "train" or "time", and the trial.
-Job = tuple[str, Trial]
-
-
-def main(connection: Connection, log: str) -> None:
+def serve_trials(connection: Connection, log: str) -> None:
     """Serve trials until the parent hangs up; what is printed meanwhile goes to the file ``log``.
 
-    Messages sent are ("ready", None), ("timed", cost), ("progress", (step, loss)), ("done", result) and ("failed",
+    Messages sent are ("ready", None), ("progress", (step, loss)), ("done", result) and ("failed",
     (line, trace)).
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -55,40 +50,37 @@ def main(connection: Connection, log: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
-    load_inherited()
+    load_inherited_extensions()
     loaded: dict[str, Data] = {}
     try:
         connection.send(("ready", None))
         while True:
-            job = connection.recv()
-            connection.send(_answer(job, loaded, connection))
+            trial = connection.recv()
+            connection.send(_answer_trial(trial, loaded, connection))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
 
 
-def _answer(job: Job, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
-    """Train a trial, or time some of its steps, and return the message that says what came of it."""
-    what, trial = job
+def _answer_trial(trial: Trial, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
+    """Train a trial and return the message that says what came of it."""
     try:
         which = repr(trial.task.settings())
         if which not in loaded:
             loaded[which] = trial.task.load()
-        if what == "time":
-            return "timed", measure_cost(trial, loaded[which])
 
         def report(step: int, loss: float) -> None:
             connection.send(("progress", (step, loss)))
 
-        return "done", run(trial, loaded[which], report)
+        return "done", run_trial(trial, loaded[which], report)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
         return "failed", (f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
 
 
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_THREAD_COUNT_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
-Event = tuple[str, Trial, Any]
+TrialEvent = tuple[str, Trial, Any]
 
 
 class TrialError(RuntimeError):
@@ -100,7 +92,7 @@ class TrialError(RuntimeError):
         self.details = details
 
 
-class _Worker:
+class _WorkerProcess:
     """One process with a pipe to it, and the trial that it is busy with."""
 
     def __init__(self, number: int, logs: str):
@@ -109,25 +101,25 @@ class _Worker:
         self.log = Path(logs) / f"worker{number}.log"
         self.trial: Trial | None = None
         self.process: BaseProcess = context.Process(
-            target=main, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
+            target=serve_trials, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
         )
-        before = {name: os.environ[name] for name in _ONE_THREAD if name in os.environ}
-        os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+        before = {name: os.environ[name] for name in _THREAD_COUNT_VARIABLES if name in os.environ}
+        os.environ.update(dict.fromkeys(_THREAD_COUNT_VARIABLES, "1"))
         try:
             self.process.start()
         finally:
-            for name in _ONE_THREAD:
+            for name in _THREAD_COUNT_VARIABLES:
                 del os.environ[name]
             os.environ.update(before)
         theirs.close()
 
-    def give(self, job: Job) -> None:
-        """Send the next job; a worker that died meanwhile is noticed when its pipe is read."""
-        self.trial = job[1]
+    def send_trial(self, trial: Trial) -> None:
+        """Send the next trial; a worker that died meanwhile is noticed when its pipe is read."""
+        self.trial = trial
         with contextlib.suppress(OSError):
-            self.connection.send(job)
+            self.connection.send(trial)
 
-    def end(self) -> None:
+    def end_process(self) -> None:
         """Stop it, whatever it is doing."""
         self.connection.close()
         self.process.terminate()
@@ -137,57 +129,37 @@ class _Worker:
             self.process.join()
 
 
-def work(
-    trials: Sequence[Trial],
-    workers: int,
-    timed: Sequence[Trial] = (),
-    on: bool = False,
-    tick: float | None = None,
-) -> Generator[Event, None, None]:
+def train_in_workers(trials: Sequence[Trial], workers: int, on: bool = False) -> Generator[TrialEvent, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
     With ``on``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
-    With ``tick``, so many seconds without an event yield ("tick", a trial, None).
-    Before any trial starts, those of ``timed`` yield ("timed", trial, its seconds or None).
     Leaving the loop early, by an exception or otherwise, ends the workers.
     """
-    # From the last to the first.
-    waiting = [("train", trial) for trial in reversed(trials)] + [("time", trial) for trial in reversed(timed)]
-    unfinished, untimed = len(waiting), len(timed)
+    waiting, unfinished = list(reversed(trials)), len(trials)
     with tempfile.TemporaryDirectory(prefix="halfulp-") as logs, contextlib.ExitStack() as stack:
-        crew: dict[Any, _Worker] = {}
-        idle: list[_Worker] = []
+        crew: dict[Any, _WorkerProcess] = {}
         for number in range(min(workers, unfinished)):
-            worker = _Worker(number, logs)
-            stack.callback(worker.end)
+            worker = _WorkerProcess(number, logs)
+            stack.callback(worker.end_process)
             crew[worker.connection] = worker
         while unfinished:
-            ready = wait(list(crew), tick)
-            if not ready:
-                yield "tick", trials[0], None
-            for connection in ready:
+            for connection in wait(list(crew)):
                 worker = crew[connection]
-                kind, content = _receive(worker, on)
+                kind, content = _receive_message(worker, on)
                 if worker.trial is not None:  # what has none yet is ready for its first
                     yield kind, worker.trial, content
-                if kind in ("done", "timed", "failed"):
-                    unfinished -= 1
-                untimed -= kind == "timed"
-                if kind != "progress":
-                    idle.append(worker)
-                while idle and waiting and (waiting[-1][0] == "time" or not untimed):
-                    what, trial = waiting.pop()
-                    idle.pop(0).give((what, trial))
-                    if what == "train":
-                        yield "start", trial, None
+                unfinished -= kind in ("done", "failed")
+                if kind != "progress" and waiting:
+                    worker.send_trial(trial := waiting.pop())
+                    yield "start", trial, None
 
 
-def _receive(worker: _Worker, on: bool) -> tuple[str, Any]:
+def _receive_message(worker: _WorkerProcess, on: bool) -> tuple[str, Any]:
     """Return the next message of a worker; raise where it died, or its trial did unless ``on``."""
     try:
         kind, content = worker.connection.recv()
     except (EOFError, OSError):
-        raise _describe_death(worker) from None
+        raise _make_death_error(worker) from None
     if kind == "failed":
         line, trace = content
         if on:
@@ -196,7 +168,7 @@ def _receive(worker: _Worker, on: bool) -> tuple[str, Any]:
     return kind, content
 
 
-def _describe_death(worker: _Worker) -> TrialError:
+def _make_death_error(worker: _WorkerProcess) -> TrialError:
     """Return the error of a worker that ended early: its exit code and its last output."""
     worker.process.join(10)
     how = describe_exit(worker.process.exitcode)
@@ -207,15 +179,9 @@ def _describe_death(worker: _Worker) -> TrialError:
     return TrialError(f"the worker of trial {worker.trial} {how}", worker.trial, output)
 
 
-def train_all(
-    trials: Sequence[Trial],
-    workers: int,
-    timed: Sequence[Trial] = (),
-    on: bool = False,
-    tick: float | None = None,
-) -> Generator[Event, None, None]:
-    """Train in workers, as `work` does, then in this process what must be; torch's random state stays as it was."""
-    yield from work([trial for trial in trials if not trial.task.in_process], workers, timed, on, tick)
+def train_trials(trials: Sequence[Trial], workers: int, on: bool = False) -> Generator[TrialEvent, None, None]:
+    """Train in workers, then in this process what must be; torch's random state stays as it was."""
+    yield from train_in_workers([trial for trial in trials if not trial.task.in_process], workers, on)
     for trial in trials:
         if not trial.task.in_process:
             continue
@@ -223,7 +189,7 @@ def train_all(
         devices = list(range(torch.cuda.device_count()))
         with torch.random.fork_rng(devices=devices):
             try:
-                result = run(trial, trial.task.load())
+                result = run_trial(trial, trial.task.load())
             except Exception as error:
                 said = f"trial {trial} failed: {type(error).__name__}: {first_line(error)}"
                 raise TrialError(said, trial, traceback.format_exc()) from error

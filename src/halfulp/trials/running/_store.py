@@ -12,11 +12,11 @@ import filelock
 
 from ...pages import write_whole
 from ..evidence._evidence import Evidence
-from ..evidence._row import check_record
+from ..evidence._row import check_trial_record
 from ._plan import Trial
 
 
-class Store:
+class TrialStore:
     """The folder of one comparison: ``trials/<key>.json`` per finished trial, then a page and a JSON file."""
 
     def __init__(self, out: str | os.PathLike[str], stem: str = "compare"):
@@ -35,7 +35,7 @@ class Store:
                 f"cannot write into the output folder {self.root}: {error.strerror or error}; give another with --out"
             ) from None
 
-    def lock(self) -> contextlib.AbstractContextManager[Any]:
+    def lock_folder(self) -> contextlib.AbstractContextManager[Any]:
         """Keep other comparisons, of any process, out of the folder; the lock goes with the process that holds it."""
         try:
             return self._lock.acquire(blocking=False)
@@ -44,7 +44,9 @@ class Store:
                 f"another comparison is writing into {self.root}: wait for it, or give another folder with --out"
             ) from None
 
-    def begin(self, trials: Sequence[Trial], resume: bool, overwrite: bool = False) -> dict[str, dict[str, Any]]:
+    def begin_comparison(
+        self, trials: Sequence[Trial], resume: bool, overwrite: bool = False
+    ) -> dict[str, dict[str, Any]]:
         """Start the comparison, resume or overwrite that of the folder; return the results that are there, by key."""
         if resume and overwrite:
             raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")
@@ -71,46 +73,46 @@ class Store:
         for trial in trials:
             path = self.trials / f"{trial.key}.json"
             if path.exists():
-                results[trial.key] = _read_matching(path, trial)
+                results[trial.key] = _read_matching_result(path, trial)
         return results
 
-    def keep(self, trial: Trial, result: dict[str, Any]) -> None:
+    def write_trial(self, trial: Trial, result: dict[str, Any]) -> None:
         """Write one finished trial."""
         record = {"settings": trial.settings(), "result": result}
         write_whole(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
 
-    def finish(self, evidence: Evidence) -> None:
+    def write_evidence(self, evidence: Evidence) -> None:
         """Write the page, what else the evidence has, and the numbers."""
         evidence.to_html(self.page)
         write_whole(self.report, evidence.to_json())
 
 
-def _read_matching(path: Path, trial: Trial) -> dict[str, Any]:
+def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:
     """Return a finished trial's result; refuse a file that is none, or of other settings."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings, result = record["settings"], record["result"]
         wanted = json.loads(json.dumps(trial.settings()))
         if settings == wanted:
-            check_record(record)
+            check_trial_record(record)
             return result
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a finished trial ({error}); delete it and resume again") from None
-    where, had, has = find_difference(settings, wanted)
+    where, had, has = find_different_setting(settings, wanted)
     raise ValueError(
         f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings or "
         "another folder with --out"
     )
 
 
-def find_difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
+def find_different_setting(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
     """Return the first place where two nested settings differ.
 
-    >>> find_difference({"a": {"b": 1}}, {"a": {"b": 2}})
+    >>> find_different_setting({"a": {"b": 1}}, {"a": {"b": 2}})
     ('a.b', 1, 2)
     """
     if isinstance(left, dict) and isinstance(right, dict):
         for key in [*left, *(key for key in right if key not in left)]:
             if left.get(key) != right.get(key):
-                return find_difference(left.get(key), right.get(key), f"{path}.{key}" if path else key)
+                return find_different_setting(left.get(key), right.get(key), f"{path}.{key}" if path else key)
     return path, left, right

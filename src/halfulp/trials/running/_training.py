@@ -10,76 +10,56 @@ from ...environment import core_count, processor_line
 from ...pages import require
 from ..evidence._evidence import Evidence
 from ._plan import Trial
-from ._pool import train_all
-from ._progress import choose_timed, estimate, name_cost_class
-from ._ranks import Ranks
-from ._store import Store
-from ._trial import READINGS
+from ._pool import train_trials
+from ._store import TrialStore
+from ._trial import OBSERVED_KEY
 
 Listener = Callable[[str, Trial | None, Any], None]
 
 
-class Training:
+class TrainingRun:
     """The trials of a run and their results so far; with a folder, each is kept there as soon as it has finished.
 
     ``workers`` and ``listen`` are as `halfulp.compare` takes them.
 
     Attributes:
         results: of the trials so far, by key.
-        more: what is kept in the evidence beside how it was run.
+        more_run_facts: what is kept in the evidence beside how it was run.
     """
 
     def __init__(
         self,
-        workers: int | Ranks | None,
+        workers: int | None,
         listen: Listener | None,
-        store: Store | None,
+        store: TrialStore | None,
         resume: bool,
         make: type[Evidence] = Evidence,
     ) -> None:
         self._make = make
-        self.more: dict[str, Any] = {}
-        self._ranks = workers if isinstance(workers, Ranks) else None
-        self._workers = workers.size if isinstance(workers, Ranks) else workers or min(core_count(), 8)
+        self.more_run_facts: dict[str, Any] = {}
+        self._workers = workers or min(core_count(), 8)
         self._listen: Listener = listen or (lambda kind, trial, content: None)
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
         self._seconds, self._trained = 0.0, 0
-        self._estimated: float | None = None
         self.results: dict[str, dict[str, Any]] = {}
 
-    def train(
-        self, trials: Sequence[Trial], estimated: bool = False, failed: list[dict[str, Any]] | None = None
-    ) -> None:
-        """Train what has no result yet; if ``estimated``, a few steps are timed before.
+    def train_missing(self, trials: Sequence[Trial], failed: list[dict[str, Any]] | None = None) -> None:
+        """Train what has no result yet.
 
         A trial that raises ends the training, or is noted in ``failed``: its task, recipe, seed and why.
         """
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
             self.results |= self._store.read_finished([trial for trial in trials if trial.key not in self.results])
-        missing = [trial for trial in trials if not self._has(trial)]
+        missing = [trial for trial in trials if not self._has_result(trial)]
         for trial in trials:
             if trial not in missing:
                 self._listen("reused", trial, self.results[trial.key])
         start = time.monotonic()
         workers = min(self._workers, len(missing))
-        timed = choose_timed(missing) if estimated and self._ranks is None else []
-        costs: dict[str, float | None] = {}
-        if timed:
-            self._listen("timing", None, len(timed))
-        on = failed is not None
-        started = self._ranks.train(trials, missing, on) if self._ranks else train_all(missing, workers, timed, on)
-        with contextlib.closing(started) as events:
+        with contextlib.closing(train_trials(missing, workers, failed is not None)) as events:
             for kind, trial, content in events:
-                if kind == "timed":
-                    costs[name_cost_class(trial)] = content
-                    if len(costs) == len(timed):
-                        spent = time.monotonic() - start
-                        found = estimate(missing, costs, workers, core_count(), spent, processor_line())
-                        self._estimated = None if found.untimed else found.seconds
-                        self._listen("estimate", None, found)
-                    continue
                 if kind == "failed" and failed is not None:
                     which = {"task": trial.task.name, "recipe": trial.recipe.name, "seed": trial.seed}
                     failed.append({**which, "why": content})
@@ -87,39 +67,37 @@ class Training:
                     self._trained += 1
                     self.results[trial.key] = content
                     if self._store is not None:
-                        self._store.keep(trial, content)
+                        self._store.write_trial(trial, content)
                 self._listen(kind, trial, content)
         self._seconds += time.monotonic() - start
         self._trials |= {trial.key: trial for trial in trials if trial.key in self.results}
 
-    def evidence(self) -> Evidence:
+    def make_evidence(self) -> Evidence:
         """Return the evidence of all trials so far."""
         records = [
-            {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != READINGS}}
+            {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != OBSERVED_KEY}}
             for key, trial in self._trials.items()
         ]
         run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
         run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
         run |= {"reused": len(records) - self._trained, "processor": processor_line()}
-        if self._estimated is not None:
-            run["estimated_seconds"] = round(self._estimated, 1)
-        return self._make(trials=tuple(records), run=run | self.more)
+        return self._make(trials=tuple(records), run=run | self.more_run_facts)
 
-    def _has(self, trial: Trial) -> bool:
+    def _has_result(self, trial: Trial) -> bool:
         found = self.results.get(trial.key)
-        return found is not None and (not trial.observed or READINGS in found)
+        return found is not None and (not trial.observed or OBSERVED_KEY in found)
 
 
 @contextlib.contextmanager
-def training(
+def open_training_run(
     out: str | os.PathLike[str] | None,
     first: Sequence[Trial],
-    workers: int | Ranks | None,
+    workers: int | None,
     listen: Listener | None,
     resume: bool,
     overwrite: bool,
     make: type[Evidence] = Evidence,
-) -> Generator[Training, None, None]:
+) -> Generator[TrainingRun, None, None]:
     """Yield a Training; at the end of the block its folder, if there is one, gets compare.json and compare.html.
 
     ``first`` are the trials that are known already, and the class of the evidence says what its files are called.
@@ -127,15 +105,15 @@ def training(
     for name, given in (("resume", resume), ("overwrite", overwrite)):
         if given and out is None:
             raise ValueError(f"{name}=True needs the folder of an earlier comparison: give out=")
-    if isinstance(workers, int) and workers < 1:
+    if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     if out is None:
-        yield Training(workers, listen, None, False, make)
+        yield TrainingRun(workers, listen, None, False, make)
         return
     require("matplotlib", instead="give no out folder")
-    store = Store(out, make.stem)
-    with store.lock():
-        run = Training(workers, listen, store, resume, make)
-        run.results |= store.begin(first, resume, overwrite)
+    store = TrialStore(out, make.file_stem)
+    with store.lock_folder():
+        run = TrainingRun(workers, listen, store, resume, make)
+        run.results |= store.begin_comparison(first, resume, overwrite)
         yield run
-        store.finish(run.evidence())
+        store.write_evidence(run.make_evidence())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, Self
@@ -15,23 +14,22 @@ from torch import Tensor, nn
 from ... import recipes
 from ...environment._narrow_products import float32_products_of, widened_dtypes
 from ...gradients import AdaptiveGradScaler
-from ...observation import Observation, Record, observe
-from ...observation._record import ParameterRecord
+from ...observation import Observation, observe
 from ...recipes import Recipe
-from ...recipes._optimizer import Loss, MeasuredOptimizer, emulated
+from ...recipes._optimizer import LossFunction, MeasuredOptimizer, emulate_recipe
 from ..tasks import Batch, Data, Task
-from ..tasks._task import Course, Report, finite_or_none
+from ..tasks._task import LossCourse, ReportLoss, finite_or_none
 from ._plan import Trial
 
 # Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
-INTERVAL = 16
-SAMPLES = 12
+SAMPLE_INTERVAL = 16
+MOST_SAMPLES = 12
 
-LossOn = Callable[[nn.Module, Batch], Tensor]
-Zeros = dict[str, tuple[float, int]]
+LossOfBatch = Callable[[nn.Module, Batch], Tensor]
+ZeroCounts = dict[str, tuple[float, int]]
 
 
-class Scaling:
+class ScaledSteps:
     """The steps of a trial by the recipe's gradient scaler, if it has one, with counts of overflows and underflows.
 
     A step that overflows is skipped and counted. Underflow is counted in sampled steps, against the same step without
@@ -40,7 +38,7 @@ class Scaling:
 
     def __init__(self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self._scaler, self._model, self._optimizer = recipes.scaler(recipe, model), model, optimizer
-        self._sample_interval = INTERVAL * max(1, steps // (INTERVAL * SAMPLES))
+        self._sample_interval = SAMPLE_INTERVAL * max(1, steps // (SAMPLE_INTERVAL * MOST_SAMPLES))
         self._applied, self._skipped = True, 0
         self._lost: dict[str, list[tuple[float, float]]] = {}
         self._copy: nn.Module | None = None
@@ -53,13 +51,13 @@ class Scaling:
         if self._scaler is not None:
             self._scaler.detach()
 
-    def before(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Keep, at a sampled step, the model and the random state that it starts from."""
         self._copy = None
         if self._scaler is not None and step % self._sample_interval == 0:
             self._copy, self._random = copy.deepcopy(self._model), torch.get_rng_state()
 
-    def backward(self, loss: Tensor) -> None:
+    def backpropagate(self, loss: Tensor) -> None:
         """Differentiate the loss, scaled by the scaler."""
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
@@ -74,7 +72,7 @@ class Scaling:
         self._applied = last is not None and last.applied
         self._skipped += not self._applied
 
-    def after(self, step: int, loss_on: LossOn, batch: Batch) -> None:
+    def count_underflow(self, step: int, loss_on: LossOfBatch, batch: Batch) -> None:
         """Count, at a sampled step, what underflowed; skipped steps, which overflowed, show nothing."""
         if self._scaler is None or self._copy is None or not self._applied:
             return
@@ -86,21 +84,21 @@ class Scaling:
                 lost = max(0.0, zeros - wanted[key][0])
                 self._lost.setdefault(key, []).append((lost, elements - wanted[key][0]))
 
-    def readings(self) -> dict[str, Any]:
+    def summarize_scaling(self) -> dict[str, Any]:
         """Return how many steps were skipped, and the share that underflowed, of all sampled gradients and at worst."""
         if self._scaler is None:
             return {}
-        sites = {key: _compute_share(counts) for key, counts in self._lost.items()}
+        sites = {key: _compute_lost_share(counts) for key, counts in self._lost.items()}
         worst = max(sites, key=lambda site: sites[site], default=None)
         counts = [pair for pairs in self._lost.values() for pair in pairs]
-        mean = _compute_share(counts) if counts else None
+        mean = _compute_lost_share(counts) if counts else None
         return {
             "skipped": self._skipped,
             "underflow": {"mean": mean, "worst": None if worst is None else sites[worst], "site": worst},
         }
 
 
-def _count_exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
+def _count_exact_zeros(model: nn.Module, loss_on: LossOfBatch, batch: Batch) -> ZeroCounts:
     """Count zeros of one step's gradients without rounding, by site."""
     # Rounding to float32's own format changes nothing, and lets zeros be counted.
     plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="fp32")
@@ -110,95 +108,43 @@ def _count_exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros
     return _count_zeros(plain)
 
 
-def _count_zeros(scaler: AdaptiveGradScaler) -> Zeros:
+def _count_zeros(scaler: AdaptiveGradScaler) -> ZeroCounts:
     """Count stored zeros of the last measured step's gradients, and the elements, by site."""
     rows = [row for row in scaler.sites() if row.elements]
     return {row.site: (row.zero * row.elements, row.elements) for row in rows if row.zero is not None}
 
 
-def _compute_share(counts: list[tuple[float, float]]) -> float:
+def _compute_lost_share(counts: list[tuple[float, float]]) -> float:
     """Return the share of lost values among those that could be lost."""
     whole = sum(could for _, could in counts)
     return sum(lost for lost, _ in counts) / whole if whole else 0.0
 
 
 # The entry of a trial's result that holds its observation.
-READINGS = "observed"
-# Formats that parameters can have, by the dtype's name in a recipe.
-RANGES = {"bfloat16": "bf16", "float16": "fp16"}
+OBSERVED_KEY = "observed"
 
 
-def readings(seen: Observation, steps: int) -> dict[str, Any]:
-    """Return the observation of a whole trial as plain data.
+def summarize_observation(seen: Observation) -> dict[str, Any]:
+    """Return the observation of a whole trial as plain data: the findings and, by parameter, its dtype and movement.
 
-    That is by parameter the share of wanted movement that was ``realised``, the share of updates ``lost`` and the
-    ``noise`` that stochastic rounding would add, None where unknown; by dtype, the largest ``share`` of a tensor's
-    elements that would leave the format's range; and the findings.
+    Of the wanted movement, the share that was ``realised``; None where unknown.
     """
-    record = seen.record
     return {
-        "parameters": {name: _describe_parameter(record, one, steps) for name, one in record.parameters.items()},
-        "ranges": {dtype: _find_out_of_range(record, format) for dtype, format in RANGES.items()},
+        "parameters": {
+            name: {
+                "dtype": str(one.dtype).removeprefix("torch."),
+                "realised": finite_or_none(one.update.realised_share),
+            }
+            for name, one in seen.record.parameters.items()
+        },
         "findings": [finding.to_dict() for finding in seen.findings],
     }
 
 
-def _describe_parameter(record: Record, one: ParameterRecord, steps: int) -> dict[str, Any]:
-    return {
-        "elements": one.numel,
-        "dtype": str(one.dtype).removeprefix("torch."),
-        "realised": finite_or_none(one.update.realised_share),
-        "lost": one.update.lost_share,
-        "noise": _estimate_noise(record, one, steps),
-    }
+_NO_SCORE = {"loss": None, "accuracy": None}
 
 
-def _estimate_noise(record: Record, one: ParameterRecord, steps: int) -> float | None:
-    """Return the noise of stochastic rounding over the longest drift that the updates could make.
-
-    An update u below the spacing d is rounded with variance u (d - u), one above it with d^2 / 6 on average (Croci et
-    al., Royal Society Open Science 9, 211631, 2022); n of them drift by n u at most.
-    """
-    update, weight = record.tensors.get(("update", one.name)), record.tensors.get(("weight", one.name))
-    if update is None or weight is None or not update.histogram or not weight.histogram:
-        return None
-    # The root mean square of the updates, each taken as its binade's middle.
-    squares = sum(count * 4.0 ** (power + 0.5) for power, count in update.histogram.items())
-    size = math.sqrt(squares / sum(update.histogram.values()))
-    spacing = 2.0 ** _find_median(weight.histogram) * torch.finfo(one.dtype).eps
-    variance = size * (spacing - size) if size < spacing else spacing**2 / 6
-    return math.sqrt(variance * steps) / (size * steps)
-
-
-def _find_median(histogram: dict[int, int]) -> int:
-    """Return the power of two that half of the numbers reach.
-
-    >>> _find_median({-3: 1, 0: 2, 5: 1})
-    0
-    """
-    left = sum(histogram.values()) / 2
-    for power in sorted(histogram):
-        left -= histogram[power]
-        if left <= 0:
-            return power
-    raise AssertionError("a histogram of nothing")
-
-
-def _find_out_of_range(record: Record, format: str) -> dict[str, Any]:
-    worst: dict[str, Any] = {"share": 0.0, "role": None, "name": None}
-    for (role, name), tensor in record.tensors.items():
-        counts = tensor.formats.get(format)
-        out = counts.underflow + counts.overflow if counts is not None else 0
-        share = out / counts.elements if counts is not None and counts.elements else 0.0
-        if role in ("activation", "activation gradient", "weight gradient", "weight") and share > worst["share"]:
-            worst = {"share": share, "role": role, "name": name}
-    return worst
-
-
-_NOTHING = {"loss": None, "accuracy": None}
-
-
-def run(trial: Trial, data: Data, report: Report | None = None) -> dict[str, Any]:
+def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dict[str, Any]:
     """Train and measure one trial; return its result as plain data. A loss that is not finite ends it as "diverged".
 
     The seed decides the start, the order of the data and the recipe's random bits. Observing, whose readings the result
@@ -219,38 +165,38 @@ def run(trial: Trial, data: Data, report: Report | None = None) -> dict[str, Any
     # processors with float16 instructions too, and differ by the order of summation alone.
     is_float16 = recipe.param_dtype == "float16" and recipe.narrow
     products: Any = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
-    with products, emulated(recipe, model) as under:
+    with products, emulate_recipe(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
-        every = max(1, steps // SAMPLES)
+        every = max(1, steps // MOST_SAMPLES)
         watch: Any = observe(model, optimizer, interval=every) if trial.observed else contextlib.nullcontext()
-        with Scaling(recipe, model, optimizer, steps) as scaled, watch as seen:
+        with ScaledSteps(recipe, model, optimizer, steps) as scaled, watch as seen:
             batches = task.batches(data, seed, steps)
-            course = _train(task, model, loss, optimizer, batches, steps, report, scaled)
+            course = _train_model(task, model, loss, optimizer, batches, steps, report, scaled)
         failed = course["diverged_at"] is not None
         if not failed:
             optimizer.eval()
-        own = _NOTHING if failed else evaluate(task, model, judge, data.validation)
-    wide = _score_in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))
+        own = _NO_SCORE if failed else evaluate_model(task, model, judge, data.validation)
+    wide = _score_weights(task, blank, data, None if failed else optimizer.float32_state_dict(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
-    watched = {READINGS: readings(seen, steps)} if seen is not None else {}
-    return {**course, **scaled.readings(), "float32": wide, "own": own, **size, **watched}
+    watched = {OBSERVED_KEY: summarize_observation(seen)} if seen is not None else {}
+    return {**course, **scaled.summarize_scaling(), "float32": wide, "own": own, **size, **watched}
 
 
-def _train(
+def _train_model(
     task: Task,
     model: nn.Module,
-    loss_of: Loss,
+    loss_of: LossFunction,
     optimizer: MeasuredOptimizer,
     batches: Iterator[Batch],
     steps: int,
-    report: Report | None,
-    scaled: Scaling,
+    report: ReportLoss | None,
+    scaled: ScaledSteps,
 ) -> dict[str, Any]:
     """Train a model in place; return the course of the training as plain data."""
     rates = [group["lr"] for group in optimizer.param_groups]
     dtype = next(model.parameters()).dtype
-    course, memory = Course(steps, report), None
+    course, memory = LossCourse(steps, report), None
 
     def loss_on(model: nn.Module, batch: Batch) -> Tensor:
         return loss_of(task.outputs(model, batch[0]), batch[1])
@@ -258,34 +204,36 @@ def _train(
     for step, (inputs, targets) in enumerate(batches):
         for group, rate in zip(optimizer.param_groups, rates):
             group["lr"] = rate * task.rate(step, steps)
-        batch = _cast(inputs, dtype), targets
-        scaled.before(step)
+        batch = _cast_inputs(inputs, dtype), targets
+        scaled.begin_step(step)
         start = time.process_time()
         loss = loss_on(model, batch)
-        scaled.backward(loss)
+        scaled.backpropagate(loss)
         if step == min(2, steps - 1):
             memory = optimizer.bytes_per_parameter()
         scaled.step()
         optimizer.zero_grad()
         course.seconds.append(time.process_time() - start)
-        if not course.add(loss.item()):
+        if not course.add_loss(loss.item()):
             break
-        scaled.after(step, loss_on, batch)
+        scaled.count_underflow(step, loss_on, batch)
     lost = optimizer.report()
-    return course.describe(lost.cancelled, lost.realised, memory)
+    return course.summarize_training(lost.cancelled, lost.realised, memory)
 
 
-def _score_in_float32(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Tensor] | None) -> dict[str, Any]:
+def _score_weights(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Tensor] | None) -> dict[str, Any]:
     """Score the decoded weights in a float32 copy of the model."""
     if decoded is None:
-        return {"validation": _NOTHING, "train": _NOTHING}
+        return {"validation": _NO_SCORE, "train": _NO_SCORE}
     blank.load_state_dict(decoded)
-    train = evaluate(task, blank, task.judge, data.train) if task.judged_by == "train_loss" else _NOTHING
-    return {"validation": evaluate(task, blank, task.judge, data.validation), "train": train}
+    train = evaluate_model(task, blank, task.judge, data.train) if task.judged_by == "train_loss" else _NO_SCORE
+    return {"validation": evaluate_model(task, blank, task.judge, data.validation), "train": train}
 
 
 @torch.no_grad()
-def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 256) -> dict[str, float | None]:
+def evaluate_model(
+    task: Task, model: nn.Module, loss: LossFunction, part: Batch, size: int = 256
+) -> dict[str, float | None]:
     """Return the mean loss in nats and the share of targets that are hits, None where the task has no targets."""
     inputs, targets = part
     dtype = next(model.parameters()).dtype
@@ -293,7 +241,7 @@ def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 
     model.eval()
     for start in range(0, len(inputs), size):
         chunk = targets[start : start + size]
-        logits = task.outputs(model, _cast(inputs[start : start + size], dtype))
+        logits = task.outputs(model, _cast_inputs(inputs[start : start + size], dtype))
         hit = task.hits(logits, chunk)
         total += loss(logits, chunk).item() * hit.numel()
         right += int(hit.sum())
@@ -302,5 +250,5 @@ def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 
     return {"loss": finite_or_none(total / count), "accuracy": right / count if task.target else None}
 
 
-def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_inputs(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return inputs.to(dtype) if inputs.is_floating_point() else inputs

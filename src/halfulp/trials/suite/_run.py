@@ -1,22 +1,17 @@
 """run_suite: train a suite's tasks under its recipes, whatever some pairs refuse."""
 
-import json
 import os
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from ...pages import write_whole
 from ...recipes import Recipe
 from .._defaults import REFERENCE
-from ..running._plan import Trial, plan
-from ..running._ranks import Ranks, serve_other_rank
-from ..running._training import Listener, training
+from ..running._plan import Trial, plan_trials
+from ..running._training import Listener, open_training_run
+from . import _statements as papers
 from ._report import SuiteEvidence
-from ._statements import COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, NOT_AT_SMALL, SLOW, TASKS, TOO_LONG, WIDE
 
-SUITES = ("papers",)
+SUITE_NAMES = ("papers",)
 
 
 def run_suite(
@@ -25,7 +20,7 @@ def run_suite(
     seeds: int | Sequence[int] = 3,
     data: str | None = None,
     out: str | os.PathLike[str] | None = None,
-    workers: int | Ranks | None = None,
+    workers: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
     listen: Listener | None = None,
@@ -41,7 +36,7 @@ def run_suite(
         size: Of every trial: "smoke", "small" or "full".
         seeds: How many (0, 1, ...), or which.
         data, workers, resume, overwrite, listen: As `halfulp.compare` takes them.
-        out: A folder for evidence.json, evidence.html, evidence.md and the figures, and for finished trials.
+        out: A folder for evidence.json, evidence.html and evidence.md, and for finished trials.
         tasks, recipes: Names, to run a part; None is all.
 
     Returns:
@@ -53,40 +48,17 @@ def run_suite(
         TrialError: a worker was killed; what had finished is kept in ``out``.
     """
     trials, left_out = plan_suite(suite, size, seeds, data, tasks, recipes)
-    serve_other_rank(workers, trials, on=True)
     failed: list[dict[str, Any]] = []
-    # The seconds of every run into the folder, each until its last finished trial; the file outlives an interruption.
-    file = None if out is None else Path(out, "seconds.json")
-    before = _read_seconds(file) if file is not None and resume and file.exists() else []
-    pieces, start = list(before), time.monotonic()
-
-    def tell(kind: str, trial: Trial | None, content: Any) -> None:
-        if listen is not None:
-            listen(kind, trial, content)
-        if kind == "done":
-            pieces[:] = [*before, round(time.monotonic() - start, 1)]
-            if file is not None:
-                write_whole(file, json.dumps(pieces))
-
-    with training(out, trials, workers, tell, resume, overwrite, SuiteEvidence) as run:
-        if file is not None and not resume:
-            file.unlink(missing_ok=True)
-        run.more = {"suite": suite, "size": size, "left_out": left_out, "failed": failed, "pieces": pieces}
-        run.train(trials, failed=failed)
-        if not run.evidence().tasks():
+    with open_training_run(out, trials, workers, listen, resume, overwrite, SuiteEvidence) as run:
+        run.more_run_facts = {"suite": suite, "size": size, "left_out": left_out, "failed": failed}
+        run.train_missing(trials, failed=failed)
+        if not run.make_evidence().tasks():
             said = {one["task"]: one["why"] for one in failed if one["recipe"] == REFERENCE}
             told = "; ".join(f"{task}: {why}" for task, why in said.items())
             raise ValueError(f"no trial under {REFERENCE} finished, against which every gap is measured: {told}")
-    evidence = run.evidence()
+    evidence = run.make_evidence()
     assert isinstance(evidence, SuiteEvidence)
     return evidence
-
-
-def _read_seconds(path: Path) -> list[float]:
-    try:
-        return [float(one) for one in json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no list of seconds ({error}): delete it; the earlier runs go untimed") from None
 
 
 def plan_suite(
@@ -98,22 +70,31 @@ def plan_suite(
     recipes: Sequence[str] | None = None,
 ) -> tuple[list[Trial], dict[str, dict[str, str]]]:
     """Return the trials of a suite, and by task and recipe why a pair is none of them."""
-    if suite not in SUITES:
-        raise ValueError(f"no suite {suite!r}; there is {', '.join(SUITES)}")
-    chosen = _choose_names("task", tasks, list(TASKS))
-    everything = {_name_recipe(one): one for one in (*COMMON, *FEW_BITS, *COMPONENTS, *WIDE)}
+    if suite not in SUITE_NAMES:
+        raise ValueError(f"no suite {suite!r}; there is {', '.join(SUITE_NAMES)}")
+    chosen = _choose_names("task", tasks, list(papers.SUITE_TASKS))
+    everything = {
+        _name_recipe(one): one
+        for one in (*papers.COMMON_RECIPES, *papers.FEW_BIT_RECIPES, *papers.COMPONENT_RECIPES, *papers.FLOAT64_RECIPES)
+    }
     allowed = {"fp32", "fp32-twin", *_choose_names("recipe", recipes, list(everything))}
     left_out: dict[str, dict[str, str]] = {}
     trials: list[Trial] = []
     for task in chosen:
-        names = dict.fromkeys(_name_recipe(one) for one in (*COMMON, *TASKS[task], *COMPONENTS))
+        names = dict.fromkeys(
+            _name_recipe(one) for one in (*papers.COMMON_RECIPES, *papers.SUITE_TASKS[task], *papers.COMPONENT_RECIPES)
+        )
         own = [everything[name] for name in names if name in allowed]
-        planned = plan(task, own, seeds, None, data, size, left_out)
+        planned = plan_trials(task, own, seeds, None, data, size, left_out)
         # What cannot be trained at all has said so by now; the rest of what is left out could be.
-        late = NOT_AT_SMALL.get(task, ()) if size == "small" and recipes is None else ()
-        barred, why = LEFT_OUT.get(task, ((), ""))
-        slow = [name for name in COMPONENTS if name not in TASKS[task]]
-        reasons = dict.fromkeys(late, TOO_LONG) | dict.fromkeys(barred, why) | dict.fromkeys(slow, SLOW)
+        late = papers.LEFT_OUT_AT_SMALL.get(task, ()) if size == "small" and recipes is None else ()
+        barred, why = papers.RECIPES_LEFT_OUT.get(task, ((), ""))
+        slow = [name for name in papers.COMPONENT_RECIPES if name not in papers.SUITE_TASKS[task]]
+        reasons = (
+            dict.fromkeys(late, papers.WHY_NOT_AT_SMALL)
+            | dict.fromkeys(barred, why)
+            | dict.fromkeys(slow, papers.WHY_NO_COMPONENTS)
+        )
         could = (trial.recipe.name for trial in planned if trial.recipe.name in reasons)
         left_out.setdefault(task, {}).update({name: reasons[name] for name in could})
         trials += [trial for trial in planned if trial.recipe.name not in reasons]

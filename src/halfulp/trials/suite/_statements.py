@@ -8,19 +8,19 @@ from functools import partial
 
 from ...recipes import Recipe
 from .._defaults import FAILING_VERDICTS, PASSING_VERDICTS, TWIN
-from ..evidence._row import FinishedTrials, Row, half_interval, interval, read_judged_loss
-from ..evidence._table import number, percent
+from ..evidence._row import FinishedTrials, Row, compute_half_interval, compute_interval, read_judged_loss
+from ..evidence._table import format_number, format_percent
 
-_BF16_FIGURES = "arXiv 2010.06192"
-_SCALES_FIGURES = "arXiv 1910.12385 and its repository"
-_SCALIFY_FIGURES = "arXiv 2407.17353, table 3"
-_MCTENSOR_FIGURES = "arXiv 2207.08867 and its notebooks"
-_FLASH = "arXiv 2602.23349"
-_TITAN = "torchtitan's NVFP4 notes, Llama 3 8B, 200M tokens"
+_BF16_PAPER = "arXiv 2010.06192"
+_SCALES_SOURCE = "arXiv 1910.12385 and its repository"
+_SCALIFY_SOURCE = "arXiv 2407.17353, table 3"
+_MCTENSOR_SOURCE = "arXiv 2207.08867 and its notebooks"
+_FLASH_PAPER = "arXiv 2602.23349"
+_TITAN_NOTES = "torchtitan's NVFP4 notes, Llama 3 8B, 200M tokens"
 
 
 @dataclasses.dataclass(frozen=True)
-class Reported:
+class PaperResult:
     """A paper's result for a recipe on its own applications, and the verdict that would match it here."""
 
     says: str
@@ -28,47 +28,49 @@ class Reported:
     expects: str
 
 
-_UPDATE_ONLY = Recipe(
+_RECIPE_UPDATE_ONLY = Recipe(
     name="bf16-update",
     description="float32 arithmetic, weights held to bfloat16 by nearest rounding",
     format="bf16",
     weight_update="nearest",
 )
-_EIGHT_BIT_STATES = Recipe(
+_RECIPE_8BIT_STATES = Recipe(
     name="bf16-split-8bit",
     description="exact float32 weights in 16 + 16 bits, 8-bit moments",
     param_dtype="bfloat16",
     weight_update="split",
     state_dtype="8bit",
 )
-_FEW = ("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stochastic")
+_FEW_BITS = ("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stochastic")
 _OPERANDS = ("mixed-precision", "fp8-training", "mxfp8", "nvfp4")
 # On every task.
-COMMON: tuple[str | Recipe, ...] = (
-    *("fp32", "fp32-twin", "bf16", _UPDATE_ONLY, "bf16-stochastic", "bf16-kahan", "bf16-split", "bf16-split8"),
-    *(_EIGHT_BIT_STATES, "fp16"),
-    *_FEW,
+COMMON_RECIPES: tuple[str | Recipe, ...] = (
+    *("fp32", "fp32-twin", "bf16", _RECIPE_UPDATE_ONLY, "bf16-stochastic", "bf16-kahan", "bf16-split", "bf16-split8"),
+    *(_RECIPE_8BIT_STATES, "fp16"),
+    *_FEW_BITS,
     *("fp16-constant-1", "fp16-constant-128", "fp16-constant-16384", "fp16-dynamic", "fp16-adaptive"),
     *("e5m2-adaptive", *_OPERANDS),
     *("scaled-fp16", "scaled-fp8-state16"),
 )
 # Several components in every operator take ten to forty times as long: on the tasks of their paper alone.
-COMPONENTS: tuple[str, ...] = ("fp16-mc2", "fp16-mc3")
-WIDE: tuple[str, ...] = ("fp64", "fp64-mc2")
-FEW_BITS: tuple[str, ...] = ("e8m5", "e8m3", "e8m1")
+COMPONENT_RECIPES: tuple[str, ...] = ("fp16-mc2", "fp16-mc3")
+FLOAT64_RECIPES: tuple[str, ...] = ("fp64", "fp64-mc2")
+FEW_BIT_RECIPES: tuple[str, ...] = ("e8m5", "e8m3", "e8m1")
 
 # What is left out of a task although it would run, and why.
-LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
+RECIPES_LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
     "two-heads": (
-        _FEW,
+        _FEW_BITS,
         "left out: this task is about gradients far apart, and the emulation would take most of its time",
     ),
 }
-SLOW = "left out: several components in every operator take ten to forty times as long, see the MCTensor tasks"
+WHY_NO_COMPONENTS = (
+    "left out: several components in every operator take ten to forty times as long, see the MCTensor tasks"
+)
 
 # Tasks, and what they are trained under beside the common recipes.
-TASKS: Mapping[str, tuple[str, ...]] = {
-    "digits-fpu": FEW_BITS,
+SUITE_TASKS: Mapping[str, tuple[str, ...]] = {
+    "digits-fpu": FEW_BIT_RECIPES,
     "digits": (),
     "digits-slow": (),
     "cifar10-resnet-half": (),
@@ -78,85 +80,96 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "tinyshakespeare": (),
     "tinyshakespeare-lstm": (),
     "two-heads": (),
-    "mammals": WIDE,
-    "cancer-mlp": (*COMPONENTS, *WIDE),
-    "linear-regression": (*COMPONENTS, *WIDE),
+    "mammals": FLOAT64_RECIPES,
+    "cancer-mlp": (*COMPONENT_RECIPES, *FLOAT64_RECIPES),
+    "linear-regression": (*COMPONENT_RECIPES, *FLOAT64_RECIPES),
 }
 
 # What "small" leaves out of these tasks unless it is named: all that it trains took about an hour of one core.
-NOT_AT_SMALL: Mapping[str, tuple[str, ...]] = {
-    "cifar10-resnet-half": ("fp16", *_FEW, "e5m2-adaptive", *_OPERANDS, "scaled-fp16", "scaled-fp8-state16"),
-    "tinyshakespeare": (*_FEW, "e5m2-adaptive", *_OPERANDS),
-    "tinyshakespeare-lstm": (*_FEW, "e5m2-adaptive", *_OPERANDS),
+LEFT_OUT_AT_SMALL: Mapping[str, tuple[str, ...]] = {
+    "cifar10-resnet-half": (
+        "fp16",
+        *_FEW_BITS,
+        "e5m2-adaptive",
+        *_OPERANDS,
+        "scaled-fp16",
+        "scaled-fp8-state16",
+    ),
+    "tinyshakespeare": (*_FEW_BITS, "e5m2-adaptive", *_OPERANDS),
+    "tinyshakespeare-lstm": (*_FEW_BITS, "e5m2-adaptive", *_OPERANDS),
     "two-heads": ("e5m2-adaptive", *_OPERANDS, "scaled-fp8-state16"),
 }
-TOO_LONG = "left out at small, which is to take an hour of one core: name the recipe, or take --size full"
+WHY_NOT_AT_SMALL = "left out at small, which is to take an hour of one core: name the recipe, or take --size full"
 
-_NONE_CLOSE = "ResNet-18 on ImageNet: 71.48 adaptive, 71.24 without a scale, 71.39 constant or dynamic"
-REPORTED: Mapping[str, Reported] = {
-    "bf16": Reported(
+_RESNET18_ACCURACIES = "ResNet-18 on ImageNet: 71.48 adaptive, 71.24 without a scale, 71.39 constant or dynamic"
+REPORTED_RESULTS: Mapping[str, PaperResult] = {
+    "bf16": PaperResult(
         "up to 7% less validation accuracy than with stochastic rounding or Kahan; BERT loses 16% training accuracy",
-        _BF16_FIGURES,
+        _BF16_PAPER,
         "worse",
     ),
-    "bf16-update": Reported("nearest rounding of the update alone is what hurts", _BF16_FIGURES, "worse"),
-    "bf16-stochastic": Reported(
-        "matches 32 bits in 5 of 7 applications, −0.1% to +0.2% over all 7", _BF16_FIGURES, "no difference"
+    "bf16-update": PaperResult("nearest rounding of the update alone is what hurts", _BF16_PAPER, "worse"),
+    "bf16-stochastic": PaperResult(
+        "matches 32 bits in 5 of 7 applications, −0.1% to +0.2% over all 7", _BF16_PAPER, "no difference"
     ),
-    "bf16-kahan": Reported("closes the remaining gap on all 7 applications", _BF16_FIGURES, "no difference"),
-    "bf16-split": Reported("with 32-bit weights the gap of 16-bit arithmetic closes", _BF16_FIGURES, "no difference"),
-    "bf16-split8": Reported(
-        "no measurable loss with 8 more bits and 8-bit moments, SGD, AdamW, Lion", _FLASH, "no difference"
+    "bf16-kahan": PaperResult("closes the remaining gap on all 7 applications", _BF16_PAPER, "no difference"),
+    "bf16-split": PaperResult("with 32-bit weights the gap of 16-bit arithmetic closes", _BF16_PAPER, "no difference"),
+    "bf16-split8": PaperResult(
+        "no measurable loss with 8 more bits and 8-bit moments, SGD, AdamW, Lion",
+        _FLASH_PAPER,
+        "no difference",
     ),
-    "fp16": Reported("float16 fails for its range", _BF16_FIGURES, "worse"),
-    "fp16-constant-1": Reported(f"{_NONE_CLOSE}; SSD512 without a scale diverged", _SCALES_FIGURES, "worse"),
-    "fp16-constant-128": Reported(
-        "SSD512, batch 8: 78.71 (float32 78.94); ResNet-18: 71.39", _SCALES_FIGURES, "no difference"
+    "fp16": PaperResult("float16 fails for its range", _BF16_PAPER, "worse"),
+    "fp16-constant-1": PaperResult(f"{_RESNET18_ACCURACIES}; SSD512 without a scale diverged", _SCALES_SOURCE, "worse"),
+    "fp16-constant-128": PaperResult(
+        "SSD512, batch 8: 78.71 (float32 78.94); ResNet-18: 71.39", _SCALES_SOURCE, "no difference"
     ),
-    "fp16-constant-16384": Reported(
-        "SSD300: constants from 8 to 8192 give 75.7 to 76.3, adaptive 76.35", _SCALES_FIGURES, "no difference"
+    "fp16-constant-16384": PaperResult(
+        "SSD300: constants from 8 to 8192 give 75.7 to 76.3, adaptive 76.35", _SCALES_SOURCE, "no difference"
     ),
-    "fp16-dynamic": Reported("SSD512, batch 8: 75.04 (float32 78.94); ResNet-18: 71.39", _SCALES_FIGURES, "worse"),
-    "fp16-adaptive": Reported(
-        "SSD512, batch 8: 79.27 (float32 78.94); ResNet-18: 71.48", _SCALES_FIGURES, "no difference"
+    "fp16-dynamic": PaperResult("SSD512, batch 8: 75.04 (float32 78.94); ResNet-18: 71.39", _SCALES_SOURCE, "worse"),
+    "fp16-adaptive": PaperResult(
+        "SSD512, batch 8: 79.27 (float32 78.94); ResNet-18: 71.48", _SCALES_SOURCE, "no difference"
     ),
-    "mixed-precision": Reported(
+    "mixed-precision": PaperResult(
         "ResNet-50: 76.04 (float32 75.92); SSD: 77.1 with a scale, diverges without (float32 76.9)",
         "arXiv 1710.03740",
         "no difference",
     ),
-    "fp8-training": Reported(
+    "fp8-training": PaperResult(
         "“slightly higher validation accuracy compared to full precision baseline”, from its abstract",
         "arXiv 1905.12334",
         "no difference",
     ),
-    "mxfp8": Reported("loss 1.2671 against 1.2738 of bfloat16", _TITAN, "no difference"),
-    "nvfp4": Reported("loss 1.2715 against 1.2738 of bfloat16", _TITAN, "no difference"),
-    "scaled-fp16": Reported("training loss 2.92 ± 0.12 against 2.87 ± 0.12", _SCALIFY_FIGURES, "no difference"),
-    "scaled-fp8-state16": Reported("training loss 2.93 ± 0.12 against 2.87 ± 0.12", _SCALIFY_FIGURES, "no difference"),
-    "fp16-mc2": Reported(
+    "mxfp8": PaperResult("loss 1.2671 against 1.2738 of bfloat16", _TITAN_NOTES, "no difference"),
+    "nvfp4": PaperResult("loss 1.2715 against 1.2738 of bfloat16", _TITAN_NOTES, "no difference"),
+    "scaled-fp16": PaperResult("training loss 2.92 ± 0.12 against 2.87 ± 0.12", _SCALIFY_SOURCE, "no difference"),
+    "scaled-fp8-state16": PaperResult(
+        "training loss 2.93 ± 0.12 against 2.87 ± 0.12", _SCALIFY_SOURCE, "no difference"
+    ),
+    "fp16-mc2": PaperResult(
         "MLP 0.1232869 against 0.1232752 of float32; regression 1.97e-6 against 8.3e-12",
-        _MCTENSOR_FIGURES,
+        _MCTENSOR_SOURCE,
         "no difference",
     ),
-    "fp16-mc3": Reported(
+    "fp16-mc3": PaperResult(
         "MLP 0.1232873 against 0.1232752 of float32; regression 1.97e-6 against 8.3e-12",
-        _MCTENSOR_FIGURES,
+        _MCTENSOR_SOURCE,
         "no difference",
     ),
-    "fp64-mc2": Reported(
-        "mammals: mean average precision 0.9148 against 0.9106 of float64", _MCTENSOR_FIGURES, "no difference"
+    "fp64-mc2": PaperResult(
+        "mammals: mean average precision 0.9148 against 0.9106 of float64", _MCTENSOR_SOURCE, "no difference"
     ),
 }
 
 
 CONFIRMED, REFUTED, OPEN = "confirmed", "refuted", "not decidable at this size"
 # A verdict on a finding, and the numbers behind it.
-Judged = tuple[str, str]
+Judgement = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Statement:
+class JudgedStatement:
     """A paper's finding, our verdict on it, and the numbers behind the verdict."""
 
     claim: str
@@ -165,28 +178,28 @@ class Statement:
     numbers: str
 
 
-def statements(evidence: FinishedTrials) -> list[Statement]:
+def judge_statements(evidence: FinishedTrials) -> list[JudgedStatement]:
     """Return every statement, in the order of the papers."""
-    judged = [(claim, source, *judge(evidence)) for claim, source, judge in _FINDINGS]
+    judged = [(claim, source, *judge(evidence)) for claim, source, judge in _JUDGED_FINDINGS]
     return [
-        Statement(claim, source, verdict, numbers or "no task of this run tells")
+        JudgedStatement(claim, source, verdict, numbers or "no task of this run tells")
         for claim, source, verdict, numbers in judged
     ]
 
 
-def _nearest_loses(evidence: FinishedTrials) -> Judged:
+def _judge_nearest_rounding(evidence: FinishedTrials) -> Judgement:
     rows = _find_rows(evidence, "bf16")
     said = []
     for row in rows:
         points = ""
-        if _is_classification(evidence, row.task) and not row.diverged:
+        if _has_accuracy(evidence, row.task) and not row.diverged:
             points = f", {_format_points(evidence, row)}"
         said.append(f"{row.task} {_format_gap(row)}{points} ({row.verdict or 'too few seeds'})")
     lost, kept = (sum(row.verdict in verdicts for row in rows) for verdicts in (FAILING_VERDICTS, PASSING_VERDICTS))
     return _decide_by_counts(lost, kept), "; ".join(said)
 
 
-def _more_at_low_rates(evidence: FinishedTrials) -> Judged:
+def _judge_loss_at_low_rates(evidence: FinishedTrials) -> Judgement:
     shares: list[list[float]] = []
     said = []
     for task in ("digits-fpu", "digits", "digits-slow"):
@@ -195,7 +208,7 @@ def _more_at_low_rates(evidence: FinishedTrials) -> Judged:
             return OPEN, ""
         shares.append([1 - one for one in kept])
         rate = evidence.of_task(task)[0]["settings"]["task"]["hyper"]["lr"]
-        lost, gap = percent(statistics.fmean(shares[-1])), _format_gap(evidence.row(task, "bf16"))
+        lost, gap = format_percent(statistics.fmean(shares[-1])), _format_gap(evidence.row(task, "bf16"))
         said.append(f"{lost} at {rate:g} (training loss {gap})")
     rising = all(max(one) < min(other) for one, other in itertools.pairwise(shares))
     falling = all(min(one) > max(other) for one, other in itertools.pairwise(shares))
@@ -203,7 +216,7 @@ def _more_at_low_rates(evidence: FinishedTrials) -> Judged:
     return verdict, f"share of the wanted movement that rounding undid on the digits: {', '.join(said)}"
 
 
-def _update_not_arithmetic(evidence: FinishedTrials) -> Judged:
+def _judge_weight_update(evidence: FinishedTrials) -> Judgement:
     update, arithmetic = _find_rows(evidence, "bf16-update"), _find_rows(evidence, "bf16-split")
     pairs = [(one, other) for one in update for other in arithmetic if one.task == other.task]
     told = [
@@ -215,22 +228,23 @@ def _update_not_arithmetic(evidence: FinishedTrials) -> Judged:
     return _decide_by_counts(for_it, against), said
 
 
-def _ten_bits(evidence: FinishedTrials) -> Judged:
+def _judge_ten_bit_accuracy(evidence: FinishedTrials) -> Judgement:
     found = [row for row in _find_rows(evidence, "e8m1-kahan-stochastic") if row.task == "digits-fpu"]
     if not found or found[0].accuracy is None:
         return OPEN, "" if not found else "diverged"
     accuracy, spread = found[0].accuracy, found[0].accuracy_spread or 0.0
     clear = abs(accuracy - 0.9) > spread and found[0].seeds > 2
-    said = f"{percent(accuracy)} ± {100 * spread:.1f}, float32 {percent(evidence.row('digits-fpu', 'fp32').accuracy)}"
+    of_float32 = format_percent(evidence.row("digits-fpu", "fp32").accuracy)
+    said = f"{format_percent(accuracy)} ± {100 * spread:.1f}, float32 {of_float32}"
     return (CONFIRMED if accuracy >= 0.9 else REFUTED) if clear else OPEN, said
 
 
-def _regression(evidence: FinishedTrials) -> Judged:
+def _judge_linear_regression(evidence: FinishedTrials) -> Judgement:
     names = ("fp32", "fp64", "fp16-mc2", "fp16-mc3")
     found = {row.recipe: row for row in evidence.rows("linear-regression") if row.recipe in names}
     if set(names) - set(found):
         return OPEN, ""
-    said = ", ".join(f"{name} {_format_short(found[name].loss)}" for name in names)
+    said = ", ".join(f"{name} {_format_two_digits(found[name].loss)}" for name in names)
     wide = _list_losses(evidence, "linear-regression", "fp64")
     for name in ("fp16-mc2", "fp16-mc3"):
         own = _list_losses(evidence, "linear-regression", name)
@@ -242,28 +256,28 @@ def _regression(evidence: FinishedTrials) -> Judged:
     return CONFIRMED, f"mean square of the residuals: {said}"
 
 
-def _no_loss_scale(evidence: FinishedTrials) -> Judged:
-    plain, scaled = _find_rows(evidence, "fp16"), {row.task: row for row in _find_rows(evidence, "scaled-fp16")}
-    plain = [row for row in plain if row.task in scaled]
+def _judge_need_of_loss_scale(evidence: FinishedTrials) -> Judgement:
+    scaled = {row.task: row for row in _find_rows(evidence, "scaled-fp16")}
+    plain = [row for row in _find_rows(evidence, "fp16") if row.task in scaled]
     without = {row.task: row.verdict for row in _find_rows(evidence, "fp16-constant-1")}
     # Float16 weights lose to rounding too, which no scale repairs; float32 weights lose by the gradients' range alone.
     told = [row for row in plain if row.verdict in FAILING_VERDICTS and without.get(row.task) in FAILING_VERDICTS]
     if plain and not told:
         tasks = ", ".join(row.task for row in plain)
         return OPEN, f"float16 gradients without a scale are sure to lose on none of {tasks}"
-    helped = sum(_is_repaired(row, scaled[row.task]) for row in told)
+    helped = sum(_is_repaired_by_scales(row, scaled[row.task]) for row in told)
     said = (f"{row.task}: float16 {_format_gap(row)}, with scales {_format_gap(scaled[row.task])}" for row in told)
     return _decide_by_counts(helped, len(told) - helped), "; ".join(said)
 
 
-def _is_repaired(plain: Row, scaled: Row) -> bool:
+def _is_repaired_by_scales(plain: Row, scaled: Row) -> bool:
     """Return whether scales take away most of what plain float16 loses."""
     if scaled.diverged or scaled.gap is None:
         return False
     return bool(plain.diverged) or plain.gap is None or scaled.gap < plain.gap / 2
 
 
-def _compare_with_best_constant(evidence: FinishedTrials, tasks: Sequence[str] | None, better: bool) -> Judged:
+def _judge_adaptive_scales(evidence: FinishedTrials, tasks: Sequence[str] | None, better: bool) -> Judgement:
     """Judge the adaptive scales against the best constant one, by losses paired by seed."""
     good, bad, told = 0, 0, []
     unclear: list[str] = []
@@ -279,9 +293,9 @@ def _compare_with_best_constant(evidence: FinishedTrials, tasks: Sequence[str] |
             told.append(f"{task}: {'every constant' if best is None else 'adaptive'} diverged")
             continue
         gaps = evidence.gaps(task, "fp16-adaptive", best.recipe)
-        limit = interval(gaps, evidence.gaps(task, TWIN), rows["fp32"].loss or 0.0)
+        limit = compute_interval(gaps, evidence.gaps(task, TWIN), rows["fp32"].loss or 0.0)
         mean = statistics.fmean(gaps) if gaps else 0.0
-        told.append(f"{task}: {mean:+.3g} ± {_format_short(limit)} beside {best.recipe.removeprefix('fp16-')}")
+        told.append(f"{task}: {mean:+.3g} ± {_format_two_digits(limit)} beside {best.recipe.removeprefix('fp16-')}")
         if limit is None:
             continue
         bad += mean > limit
@@ -299,16 +313,16 @@ def _compare_with_best_constant(evidence: FinishedTrials, tasks: Sequence[str] |
 
 
 # Its loss goes to zero, of which no share means anything; it has a statement of its own.
-_TO_ZERO = "linear-regression"
+_TASK_WITH_ZERO_LOSS = "linear-regression"
 
 
-def _judge_limit(
+def _judge_loss_limit(
     evidence: FinishedTrials,
     recipes: Sequence[str],
     loss: float,
     accuracy: float | None = None,
     or_spread: bool = False,
-) -> Judged:
+) -> Judgement:
     """Judge whether recipes lose no more than a limit on every task, by the measure of the paper's claim.
 
     That is accuracy, a difference, where it is given and the task's paper reports one; else a share of float32's loss.
@@ -317,20 +331,20 @@ def _judge_limit(
     their whole interval.
     """
     sure, inside, unclear, outside, said = 0, 0, [], [], []
-    for row in (row for recipe in recipes for row in _find_rows(evidence, recipe) if row.task != _TO_ZERO):
+    for row in (row for recipe in recipes for row in _find_rows(evidence, recipe) if row.task != _TASK_WITH_ZERO_LOSS):
         if row.diverged:
             outside.append(row.task)
             said.append(f"{row.task} {row.recipe} diverged")
             continue
-        if accuracy is not None and _is_classification(evidence, row.task):
+        if accuracy is not None and _has_accuracy(evidence, row.task):
             lost, reference = _pair_accuracies(evidence, row)
             limit, told = accuracy, _format_points(evidence, row)
         else:
             lost, reference = evidence.gaps(row.task, row.recipe), _list_losses(evidence, row.task, "fp32")
             limit = loss * statistics.fmean(reference) if reference else 0.0
-            told = f"{_format_gap(row)} ± {number(half_interval(lost), 4)}"
+            told = f"{_format_gap(row)} ± {format_number(compute_half_interval(lost), 4)}"
         said.append(f"{row.task} {row.recipe} {told}")
-        reach = half_interval(lost)
+        reach = compute_half_interval(lost)
         if reach is None:
             unclear.append(row.task)
             continue
@@ -351,7 +365,7 @@ def _judge_limit(
     return CONFIRMED if 2 * sure > inside else OPEN, f"{counts}; {'; '.join(said)}"
 
 
-def _is_classification(evidence: FinishedTrials, task: str) -> bool:
+def _has_accuracy(evidence: FinishedTrials, task: str) -> bool:
     """Return whether papers report such a task by accuracy: not a text's next character, nor equations or edges."""
     target = evidence.of_task(task)[0]["settings"]["task"].get("target", "example")
     return target not in ("", "character", "equation", "edge")
@@ -380,8 +394,9 @@ def _format_points(evidence: FinishedTrials, row: Row) -> str:
     lost, _ = _pair_accuracies(evidence, row)
     if not lost:
         return "–"
-    reach = half_interval(lost)
-    return f"{number(-100 * statistics.fmean(lost), 1, sign=True)} ± {number(reach and 100 * reach, 1)} points"
+    reach = compute_half_interval(lost)
+    gained = format_number(-100 * statistics.fmean(lost), 1, sign=True)
+    return f"{gained} ± {format_number(reach and 100 * reach, 1)} points"
 
 
 def explain_loss(row: Row) -> str:
@@ -406,53 +421,55 @@ def _find_rows(evidence: FinishedTrials, recipe: str) -> list[Row]:
 
 
 def _format_gap(row: Row) -> str:
-    return "diverged" if row.diverged else number(row.gap, 4, sign=True)
+    return "diverged" if row.diverged else format_number(row.gap, 4, sign=True)
 
 
-def _format_short(value: float | None) -> str:
+def _format_two_digits(value: float | None) -> str:
     return "–" if value is None else f"{value:.2g}"
 
 
-_BF16, _SCALES, _SCALIFY, _MCTENSOR = "arXiv 2010.06192", "arXiv 1910.12385", "arXiv 2407.17353", "arXiv 2207.08867"
+_SCALES_PAPER, _SCALIFY_PAPER, _MCTENSOR_PAPER = "arXiv 1910.12385", "arXiv 2407.17353", "arXiv 2207.08867"
 # The papers' findings: what they say, where, and how a comparison judges it.
-_FINDINGS: tuple[tuple[str, str, Callable[[FinishedTrials], Judged]], ...] = (
-    ("bfloat16 with nearest rounding everywhere loses against float32", _BF16, _nearest_loses),
-    ("what nearest rounding loses grows as the learning rate falls", _BF16, _more_at_low_rates),
+_JUDGED_FINDINGS: tuple[tuple[str, str, Callable[[FinishedTrials], Judgement]], ...] = (
+    ("bfloat16 with nearest rounding everywhere loses against float32", _BF16_PAPER, _judge_nearest_rounding),
+    ("what nearest rounding loses grows as the learning rate falls", _BF16_PAPER, _judge_loss_at_low_rates),
     (
         "rounding the weight update to nearest is what hurts, rounding forward and backward is not",
-        _BF16,
-        _update_not_arithmetic,
+        _BF16_PAPER,
+        _judge_weight_update,
     ),
     (
         "stochastic rounding and Kahan stay within 0.1% accuracy or 0.2% loss of float32, or inside the seeds' spread",
-        _BF16,
-        partial(_judge_limit, recipes=("bf16-stochastic", "bf16-kahan"), loss=0.002, accuracy=0.001, or_spread=True),
+        _BF16_PAPER,
+        partial(
+            _judge_loss_limit, recipes=("bf16-stochastic", "bf16-kahan"), loss=0.002, accuracy=0.001, or_spread=True
+        ),
     ),
     (
         "ten bits with Kahan and stochastic rounding reach 90% on digits",
         "our measure of arXiv 2010.06192's idea",
-        _ten_bits,
+        _judge_ten_bit_accuracy,
     ),
     (
         "float16 MCTensor weights of two and three components equal float32",
-        _MCTENSOR,
-        partial(_judge_limit, recipes=COMPONENTS, loss=0.002),
+        _MCTENSOR_PAPER,
+        partial(_judge_loss_limit, recipes=COMPONENT_RECIPES, loss=0.002),
     ),
-    ("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR, _regression),
+    ("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR_PAPER, _judge_linear_regression),
     (
         "adaptive scales are nowhere worse than the best constant scale, without tuning",
-        _SCALES,
-        partial(_compare_with_best_constant, tasks=None, better=False),
+        _SCALES_PAPER,
+        partial(_judge_adaptive_scales, tasks=None, better=False),
     ),
     (
         "adaptive scales are better than any constant scale where two losses are far apart",
-        _SCALES,
-        partial(_compare_with_best_constant, tasks=("two-heads",), better=True),
+        _SCALES_PAPER,
+        partial(_judge_adaptive_scales, tasks=("two-heads",), better=True),
     ),
     (
         "scaled FP8 products with float16 state stay within 0.3% of float32",
-        _SCALIFY,
-        partial(_judge_limit, recipes=("scaled-fp8-state16",), loss=0.003),
+        _SCALIFY_PAPER,
+        partial(_judge_loss_limit, recipes=("scaled-fp8-state16",), loss=0.003),
     ),
-    ("with scales that propagate, float16 needs no loss scale", _SCALIFY, _no_loss_scale),
+    ("with scales that propagate, float16 needs no loss scale", _SCALIFY_PAPER, _judge_need_of_loss_scale),
 )

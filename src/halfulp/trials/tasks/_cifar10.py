@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import FileTask, decode, read_columns
+from ._files import FileTask, decode_file, read_parquet
 from ._task import Batch, Data, warm_cosine_rate
 
-_HOW = (
+_DATA_SOURCE = (
     "They are the Parquet files (columns img.bytes and label) of the data set uoft-cs/cifar10 on the Hugging Face "
     "hub, plain_text/train-*.parquet and test-*.parquet, renamed"
 )
@@ -30,12 +30,12 @@ class Cifar10(FileTask):
     rate = warm_cosine_rate
     folder: ClassVar[str] = "cifar10"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
-    how: ClassVar[str] = _HOW
+    how: ClassVar[str] = _DATA_SOURCE
 
     def load(self) -> Data:
         """Load all training images, and the first 2,000 test images."""
-        train = _read(f"{self.data}/train.parquet")
-        validation = _read(f"{self.data}/test.parquet", 2000)
+        train = _read_images(f"{self.data}/train.parquet")
+        validation = _read_images(f"{self.data}/test.parquet", 2000)
         note = f"CIFAR-10: {len(train[1]):,} images to train on, {len(validation[1]):,} test images"
         return Data(train=train, validation=(_scale_pixels(validation[0]), validation[1]), note=note)
 
@@ -43,9 +43,9 @@ class Cifar10(FileTask):
         """Build three stages of two convolutions, with group norms: no running averages."""
         torch.manual_seed(seed)
         return nn.Sequential(
-            *_make_stage(3, 16),
-            *_make_stage(16, 32),
-            *_make_stage(32, 64),
+            *_make_conv_stage(3, 16),
+            *_make_conv_stage(16, 32),
+            *_make_conv_stage(32, 64),
             nn.AdaptiveAvgPool2d(1),
             nn.Flatten(),
             nn.Linear(64, 10),
@@ -60,7 +60,7 @@ class Cifar10(FileTask):
             yield _scale_pixels(images), labels
 
 
-def _make_stage(inputs: int, outputs: int) -> Iterator[nn.Module]:
+def _make_conv_stage(inputs: int, outputs: int) -> Iterator[nn.Module]:
     for channels in (inputs, outputs):
         yield nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
         yield nn.GroupNorm(4, outputs)
@@ -73,7 +73,7 @@ def _scale_pixels(images: Tensor) -> Tensor:
     return (images.float() - 121.0) / 64.0
 
 
-def _read(path: str, rows: int | None = None) -> Batch:
+def _read_images(path: str, rows: int | None = None) -> Batch:
     try:
         import numpy as np
         from PIL import Image
@@ -83,14 +83,14 @@ def _read(path: str, rows: int | None = None) -> Batch:
     def pixels(image: dict[str, bytes]) -> Any:
         return np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("RGB"))
 
-    images, labels = read_columns(path, ["img", "label"], rows)
-    whole = np.stack([decode(f"row {row} of {path}", pixels, image) for row, image in enumerate(images)])
+    images, labels = read_parquet(path, ["img", "label"], rows)
+    whole = np.stack([decode_file(f"row {row} of {path}", pixels, image) for row, image in enumerate(images)])
     return torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous(), torch.tensor(
         labels, dtype=torch.long, device="cpu"
     )
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block with group norms, as running averages have no place in a recipe."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
@@ -120,7 +120,7 @@ class Cifar10ResNet(Cifar10):
         """Build three stages of one block, 16 to 64 channels."""
         torch.manual_seed(seed)
         stem = nn.Conv2d(3, 16, 3, self.stride, 1, bias=False), nn.GroupNorm(4, 16), nn.ReLU()
-        blocks = Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2)
+        blocks = ResidualBlock(16, 16, 1), ResidualBlock(16, 32, 2), ResidualBlock(32, 64, 2)
         return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 

@@ -35,7 +35,7 @@ class Digits(Task):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Train six epochs of float32 SGD from a random start."""
         torch.manual_seed(seed)
-        model = make_network()
+        model = make_digits_network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         for inputs, targets in self.batches(data, seed + 1_000_003, 6 * 45):
             self.loss(model(inputs), targets).backward()
@@ -44,7 +44,7 @@ class Digits(Task):
         return model
 
 
-def make_network() -> nn.Module:
+def make_digits_network() -> nn.Module:
     """Build a network of 64 pixels, 128 hidden units and 10 classes."""
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
@@ -92,16 +92,16 @@ class DigitsFPU(Digits):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Return the network with random initial weights."""
         torch.manual_seed(seed)
-        return make_network()
+        return make_digits_network()
 
 
 # Cells of the image along each side, and pixels of the page along a cell.
-SIDE, STRIDE = 24, 4
+PAGE_CELLS, CELL_PIXELS = 24, 4
 CLASSES = 1 + 10
-WEIGHT = 0.001
-_COPIES = 4
+CLASS_WEIGHT = 0.001
+_COPIES_PER_DIGIT = 4
 
-Found = tuple[Tensor, Tensor]
+BoxesAndClasses = tuple[Tensor, Tensor]
 
 
 class TwoHeads(Task):
@@ -135,27 +135,27 @@ class TwoHeads(Task):
         """Place every digit at four positions; validate on digits that are not trained on."""
         digits = load_digits()
         generator = torch.Generator().manual_seed(0)
-        train, validation = (place_digits(*part, generator) for part in (digits.train, digits.validation))
+        train, validation = (place_digits_on_pages(*part, generator) for part in (digits.train, digits.validation))
         note = f"scikit-learn's digits on pages: {len(train[0]):,} to train on, {len(validation[0]):,} to validate"
         return Data(train=train, validation=validation, note=note)
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Return a random start; boxes start in the middle of the page."""
         torch.manual_seed(seed)
-        return Detector()
+        return DigitDetector()
 
-    def loss(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
+    def loss(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
         """Return the weighted sum of both heads' losses."""
         boxes, classes = logits
-        return (boxes - targets[:, 1:]).square().sum() + WEIGHT * F.cross_entropy(classes, cells(targets))
+        return (boxes - targets[:, 1:]).square().sum() + CLASS_WEIGHT * F.cross_entropy(classes, label_cells(targets))
 
-    def judge(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
+    def judge(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
         """Return both heads' loss in nats."""
         boxes, classes = logits
-        distance = (boxes - targets[:, 1:]).abs().mean() / STRIDE
+        distance = (boxes - targets[:, 1:]).abs().mean() / CELL_PIXELS
         return F.nll_loss(classify_images(classes), targets[:, 0]) + distance
 
-    def hits(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
+    def hits(self, logits: Tensor | BoxesAndClasses, targets: Tensor) -> Tensor:
         """Return whether the image's class is right."""
         return classify_images(logits[1]).argmax(1) == targets[:, 0]
 
@@ -164,7 +164,7 @@ class TwoHeads(Task):
         return len(targets)
 
 
-class Detector(nn.Module):
+class DigitDetector(nn.Module):
     """A network from images (batch, 1, 24, 24) to boxes (batch, 4) and class logits (batch, 11, 24, 24)."""
 
     def __init__(self, width: int = 16) -> None:
@@ -174,18 +174,24 @@ class Detector(nn.Module):
         down = nn.MaxPool2d(2)
         self.box = nn.Sequential(
             *(*_make_layer(width, twice), down, *_make_layer(twice, twice), down, nn.Flatten()),
-            *(nn.Linear(twice * (SIDE // 4) ** 2, 32), nn.ReLU(), (last := nn.Linear(32, 4))),
+            *(nn.Linear(twice * (PAGE_CELLS // 4) ** 2, 32), nn.ReLU(), (last := nn.Linear(32, 4))),
         )
-        nn.init.constant_(last.bias, SIDE / 2)
+        nn.init.constant_(last.bias, PAGE_CELLS / 2)
         self.classes = nn.Sequential(
-            *(*_make_layer(width, twice), down, *_make_layer(twice, twice), down, *_make_layer(twice, twice)),
+            *(
+                *_make_layer(width, twice),
+                down,
+                *_make_layer(twice, twice),
+                down,
+                *_make_layer(twice, twice),
+            ),
             nn.ConvTranspose2d(twice, CLASSES, 4, stride=4),
         )
 
-    def forward(self, images: Tensor) -> Found:
+    def forward(self, images: Tensor) -> BoxesAndClasses:
         """Return the boxes of images, in pixels of the page, and the class logits of their cells."""
         found = self.trunk(images)
-        return (STRIDE * self.box(found)).float(), self.classes(found).float()
+        return (CELL_PIXELS * self.box(found)).float(), self.classes(found).float()
 
 
 def _make_layer(inputs: int, outputs: int) -> Iterator[nn.Module]:
@@ -199,35 +205,37 @@ def classify_images(classes: Tensor) -> Tensor:
     return classes.log_softmax(1).flatten(2)[:, 1:].logsumexp(2).log_softmax(1)
 
 
-def cells(targets: Tensor) -> Tensor:
+def label_cells(targets: Tensor) -> Tensor:
     """Return the class of every cell, (batch, 24, 24): 1 + the digit where its middle is in the box, else 0.
 
-    >>> cells(torch.tensor([[7, 48, 48, 8, 16]]))[0, 9:13, 10:14]
+    >>> label_cells(torch.tensor([[7, 48, 48, 8, 16]]))[0, 9:13, 10:14]
     tensor([[0, 0, 0, 0],
             [0, 8, 8, 0],
             [0, 8, 8, 0],
             [0, 8, 8, 0]])
     """
-    middle = torch.arange(SIDE, dtype=torch.float32, device="cpu") * STRIDE + STRIDE / 2
+    middle = torch.arange(PAGE_CELLS, dtype=torch.float32, device="cpu") * CELL_PIXELS + CELL_PIXELS / 2
     across, down, width, height = targets[:, 1:, None].unbind(1)
     columns, rows = (middle - across).abs() < width / 2, (middle - down).abs() < height / 2
     return torch.where(rows[:, :, None] & columns[:, None, :], 1 + targets[:, :1, None], 0)
 
 
-def place_digits(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
+def place_digits_on_pages(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
     """Place digits of 8x8 pixels (n, 64) on pages: images (4 n, 1, 24, 24), targets (4 n, 5) in page pixels.
 
     A target is the digit and its box: middle across, middle down, width and height, from 8 to 16 cells.
     """
-    images, labels = images.repeat(_COPIES, 1), labels.repeat(_COPIES)
-    count, page = len(images), SIDE * STRIDE
+    images, labels = images.repeat(_COPIES_PER_DIGIT, 1), labels.repeat(_COPIES_PER_DIGIT)
+    count, page = len(images), PAGE_CELLS * CELL_PIXELS
     shape = (count, 2)
-    sizes = torch.randint(8 * STRIDE, 16 * STRIDE + 1, shape, generator=generator, dtype=torch.int64, device="cpu")
+    sizes = torch.randint(
+        8 * CELL_PIXELS, 16 * CELL_PIXELS + 1, shape, generator=generator, dtype=torch.int64, device="cpu"
+    )
     places = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
     middles = (sizes.float() / 2 + places * (page - sizes)).round().long()
     # From places on the page to places in the digit, both in [-1, 1].
     zoom = page / sizes.float()
     maps = torch.cat([torch.diag_embed(zoom), (zoom * (1 - 2 * middles / page))[:, :, None]], 2)
-    grid = F.affine_grid(maps, [count, 1, SIDE, SIDE], align_corners=False)
+    grid = F.affine_grid(maps, [count, 1, PAGE_CELLS, PAGE_CELLS], align_corners=False)
     pages = F.grid_sample(images.view(count, 1, 8, 8), grid, align_corners=False)
     return pages, torch.cat([labels[:, None], middles, sizes], 1)

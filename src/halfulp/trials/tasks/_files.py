@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from ..._messages import first_line
 from ._task import Task
 
-Read = TypeVar("Read")
+ReadContent = TypeVar("Read")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,34 +29,30 @@ class FileTask(Task):
     how: ClassVar[str]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "data", str(find(self.folder, self.data, self.files, self.how, self.name)))
-
-
-def find(folder: str, data: str | None, names: tuple[str, ...], how: str, task: str | None = None) -> Path:
-    """Return the folder that holds all of ``names``: ``data`` itself or its subfolder called ``folder``.
-
-    Without it, the error says which task needs the files, and how to get them.
-    """
-    need = f"task {task or folder!r} reads {' and '.join(names)}"
-    if data is None:
+        need = f"task {self.name!r} reads {' and '.join(self.files)}"
+        if self.data is None:
+            raise ValueError(
+                f"{need}; give their folder with --data DIR (data= in Python). {self.how}. "
+                f"{_list_tasks_without_files()}"
+            )
+        root = Path(self.data)
+        for place in (root / self.folder, root):
+            if all((place / name).is_file() for name in self.files):
+                object.__setattr__(self, "data", str(place))
+                return
         raise ValueError(
-            f"{need}; give their folder with --data DIR (data= in Python). {how}. {_list_tasks_without_files()}"
+            f"{need}, but neither {root / self.folder} nor {root} holds them. {self.how}. {_list_tasks_without_files()}"
         )
-    root = Path(data)
-    for place in (root / folder, root):
-        if all((place / name).is_file() for name in names):
-            return place
-    raise ValueError(f"{need}, but neither {root / folder} nor {root} holds them. {how}. {_list_tasks_without_files()}")
 
 
 def _list_tasks_without_files() -> str:
-    from ._registry import kind_of, names, needs_data
+    from ._registry import kind_of, names, needs_data_folder
 
-    free = [name for name in names() if not needs_data(kind_of(name))]
+    free = [name for name in names() if not needs_data_folder(kind_of(name))]
     return f"Tasks that need no files: {', '.join(free)}"
 
 
-def read_columns(path: str | Path, columns: list[str], rows: int | None = None) -> list[list[Any]]:
+def read_parquet(path: str | Path, columns: list[str], rows: int | None = None) -> list[list[Any]]:
     """Return columns of a Parquet file as lists, of the first ``rows`` or of all."""
     try:
         import pyarrow.parquet as parquet
@@ -69,12 +65,12 @@ def read_columns(path: str | Path, columns: list[str], rows: int | None = None) 
             raise ValueError(f"it has no column {', '.join(lacking)}")
         return parquet.read_table(path, columns=columns)
 
-    table = decode(str(path), read, columns)
+    table = decode_file(str(path), read, columns)
     table = table.slice(0, rows) if rows else table
     return [table[column].to_pylist() for column in columns]
 
 
-def decode(name: str, read: Callable[[Any], Read], content: Any) -> Read:
+def decode_file(name: str, read: Callable[[Any], ReadContent], content: Any) -> ReadContent:
     """Return ``read(content)``; an error names the file, and the row of it."""
     try:
         return read(content)

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import FileTask, decode, read_columns
+from ._files import FileTask, decode_file, read_parquet
 from ._task import Batch, Data, warm_cosine_rate
 from ._text import LSTM
 
-_HOW = (
+_DATA_SOURCE = (
     "They are the recordings of the Free Spoken Digit Dataset, https://github.com/Jakobovski/free-spoken-digit-dataset "
     "(test: numbers 0 to 4 of each speaker and digit), as Parquet with columns audio.bytes (WAV) and label"
 )
@@ -36,11 +36,13 @@ class SpokenDigits(FileTask):
     rate = warm_cosine_rate
     folder: ClassVar[str] = "fsdd"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
-    how: ClassVar[str] = _HOW
+    how: ClassVar[str] = _DATA_SOURCE
 
     def load(self) -> Data:
         """Load logarithms of spectra, normalized by the training part."""
-        (train, labels), (validation, others) = (_read(f"{self.data}/{name}.parquet") for name in ("train", "test"))
+        (train, labels), (validation, others) = (
+            _read_recordings(f"{self.data}/{name}.parquet") for name in ("train", "test")
+        )
         mean, deviation = train.mean(), train.std()
         note = f"Free Spoken Digits: {len(train):,} recordings to train on, {len(validation):,} to validate"
         parts = ((part - mean) / deviation for part in (train, validation))
@@ -49,10 +51,10 @@ class SpokenDigits(FileTask):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build two convolutions of 16 and 32 channels and a recurrent layer of 64."""
         torch.manual_seed(seed)
-        return Listener()
+        return SpokenDigitNetwork()
 
 
-class Listener(nn.Module):
+class SpokenDigitNetwork(nn.Module):
     """A convolutional-recurrent network from spectra (batch, 1, FRAMES, BANDS) to logits (batch, 10)."""
 
     def __init__(self, channels: int = 16, width: int = 64):
@@ -71,14 +73,14 @@ class Listener(nn.Module):
         return self.head(self.recurrent(found).mean(1))
 
 
-def _read(path: str) -> Batch:
+def _read_recordings(path: str) -> Batch:
     """Read the spectra (n, 1, FRAMES, BANDS) and labels of a file."""
-    recordings, labels = read_columns(path, ["audio", "label"])
-    samples = [decode(f"row {row} of {path}", _decode_samples, recording) for row, recording in enumerate(recordings)]
-    return _compute_spectra(torch.stack(samples)), torch.tensor(labels, dtype=torch.int64, device="cpu")
+    recordings, labels = read_parquet(path, ["audio", "label"])
+    samples = [decode_file(f"row {row} of {path}", _decode_wav, recording) for row, recording in enumerate(recordings)]
+    return _compute_log_spectra(torch.stack(samples)), torch.tensor(labels, dtype=torch.int64, device="cpu")
 
 
-def _decode_samples(recording: dict[str, bytes]) -> Tensor:
+def _decode_wav(recording: dict[str, bytes]) -> Tensor:
     """Return the first samples of a WAV file of 16 bits in [-1, 1], with zeros behind."""
     with wave.open(io.BytesIO(recording["bytes"])) as file:
         if (file.getframerate(), file.getsampwidth(), file.getnchannels()) != (RATE, 2, 1):
@@ -89,15 +91,15 @@ def _decode_samples(recording: dict[str, bytes]) -> Tensor:
     return whole
 
 
-def _compute_spectra(samples: Tensor) -> Tensor:
+def _compute_log_spectra(samples: Tensor) -> Tensor:
     """Return logarithms of energies (n, 1, FRAMES, BANDS) of samples (n, FRAMES * HOP)."""
     window = torch.hann_window(WINDOW, dtype=torch.float32, device="cpu")
     found = torch.stft(samples, WINDOW, HOP, window=window, return_complex=True)
     energies = found.abs().square()[:, :, :FRAMES].transpose(1, 2)
-    return (energies @ _make_bands() + 1e-6).log().unsqueeze(1)
+    return (energies @ _make_mel_filters() + 1e-6).log().unsqueeze(1)
 
 
-def _make_bands() -> Tensor:
+def _make_mel_filters() -> Tensor:
     """Return triangular filters on O'Shaughnessy's mel scale, 2595 log10(1 + f / 700): (1 + WINDOW / 2, BANDS)."""
     top = 2595 * torch.log10(torch.tensor(1 + RATE / 2 / 700, dtype=torch.float64, device="cpu"))
     mels = torch.linspace(0, 1, BANDS + 2, dtype=torch.float64, device="cpu") * top

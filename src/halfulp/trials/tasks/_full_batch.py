@@ -16,10 +16,10 @@ from ... import recipes
 from ...mctensor import MCTensor
 from ...recipes import Recipe
 from ...recipes._optimizer import MeasuredOptimizer
-from ._task import Batch, Course, Data, Report, Task
+from ._task import Batch, Data, LossCourse, ReportLoss, Task
 
 
-class FullBatch(Task):
+class FullBatchTask(Task):
     """Plain gradient descent on all the data at once, as in "MCTensor" (Yu et al., arXiv 2207.08867).
 
     Data are made in float64 and held as the recipe holds weights: rounded to its type, or as so many components. So
@@ -32,12 +32,12 @@ class FullBatch(Task):
     note: ClassVar[str]
 
     @abc.abstractmethod
-    def whole(self) -> tuple[Batch, Batch]:
+    def load_float64(self) -> tuple[Batch, Batch]:
         """Return the float64 data to train on and to validate on."""
 
     def load(self) -> Data:
         """Return the data in float32."""
-        train, validation = ((inputs.float(), targets.float()) for inputs, targets in self.whole())
+        train, validation = ((inputs.float(), targets.float()) for inputs, targets in self.load_float64())
         return Data(train=train, validation=validation, note=self.note)
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
@@ -49,7 +49,7 @@ class FullBatch(Task):
         """Return the mean cross-entropy of a yes-or-no question, in nats, in the type of the logits."""
         return F.binary_cross_entropy_with_logits(logits.squeeze(-1), targets)
 
-    def right(self, logits: Tensor, targets: Tensor) -> float | None:
+    def compute_accuracy(self, logits: Tensor, targets: Tensor) -> float | None:
         """Return the share of questions that are answered right."""
         return float(((logits.squeeze(-1) > 0) == (targets > 0.5)).double().mean())
 
@@ -59,7 +59,7 @@ class FullBatch(Task):
         seed: int,
         steps: int,
         data: Data,
-        report: Report | None = None,
+        report: ReportLoss | None = None,
     ) -> dict[str, Any]:
         """Run one trial; return a trial's results."""
         torch.manual_seed(seed)
@@ -67,9 +67,9 @@ class FullBatch(Task):
         report_interval = max(1, min(50, steps // 12))
         model = recipes.convert(copy.deepcopy(start), recipe, seed=seed)
         optimizer = recipes.optimizer(model, self.rule, seed=seed, report_interval=report_interval, **self.hyper)
-        train, validation = self.whole()
-        inputs, targets = (encode(recipe, x) for x in train)
-        course, memory = Course(steps, report), None
+        train, validation = self.load_float64()
+        inputs, targets = (encode_as_weights(recipe, x) for x in train)
+        course, memory = LossCourse(steps, report), None
         for step in range(steps):
             begun = time.process_time()
             loss = self.loss(model(inputs), targets)
@@ -78,7 +78,7 @@ class FullBatch(Task):
             optimizer.step()
             optimizer.zero_grad()
             course.seconds.append(time.process_time() - begun)
-            if not course.add(loss.item()):
+            if not course.add_loss(loss.item()):
                 break
         lost = optimizer.report()
         failed = course.diverged_at is not None
@@ -87,22 +87,22 @@ class FullBatch(Task):
             optimizer.eval()
             wide.load_state_dict(decode_weights(model, optimizer))
         scores = {
-            name: self._score(wide, part, failed) for name, part in (("validation", validation), ("train", train))
+            name: self._score_model(wide, part, failed) for name, part in (("validation", validation), ("train", train))
         }
-        own = self._score(model, [encode(recipe, x) for x in validation], failed)
+        own = self._score_model(model, [encode_as_weights(recipe, x) for x in validation], failed)
         size = {"parameters": sum(p.numel() for p in model.parameters()), "targets": len(validation[1])}
-        described = course.describe(lost.cancelled, lost.realised, memory)
+        described = course.summarize_training(lost.cancelled, lost.realised, memory)
         return {**described, "float32": scores, "own": own, **size, "data": self.note}
 
     @torch.no_grad()
-    def _score(self, model: nn.Module, part: Batch | list[Tensor], failed: bool) -> dict[str, float | None]:
+    def _score_model(self, model: nn.Module, part: Batch | list[Tensor], failed: bool) -> dict[str, float | None]:
         if failed:
             return {"loss": None, "accuracy": None}
         logits, targets = (decode_float64(x) for x in (model(part[0]), part[1]))
-        return {"loss": float(self.loss(logits, targets)), "accuracy": self.right(logits, targets)}
+        return {"loss": float(self.loss(logits, targets)), "accuracy": self.compute_accuracy(logits, targets)}
 
 
-def encode(recipe: Recipe, x: Tensor) -> Tensor:
+def encode_as_weights(recipe: Recipe, x: Tensor) -> Tensor:
     """Return float64 data in the format in which a recipe holds weights."""
     dtype = getattr(torch, recipe.param_dtype or "float32")
     return MCTensor.encode(x, recipe.components, dtype) if recipe.components else x.to(dtype)
@@ -120,7 +120,7 @@ def decode_weights(model: nn.Module, optimizer: MeasuredOptimizer) -> dict[str, 
     return {name: value.double() for name, value in optimizer.float32_state_dict(model).items()}
 
 
-class LinearRegression(FullBatch):
+class LinearRegression(FullBatchTask):
     """Five weights from ten equations that have a solution: the loss goes to zero as far as digits reach."""
 
     name: ClassVar[str] = "linear-regression"
@@ -132,7 +132,7 @@ class LinearRegression(FullBatch):
     target: ClassVar[str] = "equation"
     note: ClassVar[str] = "10 equations in 5 unknowns, all drawn from N(-1, 1.5)"
 
-    def whole(self) -> tuple[Batch, Batch]:
+    def load_float64(self) -> tuple[Batch, Batch]:
         """Draw the data from NumPy's generator of seed 1234; the same data validate."""
         import numpy as np
 
@@ -152,12 +152,12 @@ class LinearRegression(FullBatch):
         """Return the mean square of the residuals, in the type of the logits."""
         return (logits.squeeze(-1) - targets).square().mean()
 
-    def right(self, logits: Tensor, targets: Tensor) -> float | None:
+    def compute_accuracy(self, logits: Tensor, targets: Tensor) -> float | None:
         """Return None: a regression has no right answers."""
         return None
 
 
-class Logistic(FullBatch):
+class Logistic(FullBatchTask):
     """Logistic regression of a thousand synthetic points in the plane, which a line separates."""
 
     name: ClassVar[str] = "logistic"
@@ -169,7 +169,7 @@ class Logistic(FullBatch):
     target: ClassVar[str] = "point"
     note: ClassVar[str] = "1,000 points of scikit-learn's make_classification, 670 to train on"
 
-    def whole(self) -> tuple[Batch, Batch]:
+    def load_float64(self) -> tuple[Batch, Batch]:
         """Return the first draw that one coordinate separates, split once and for all."""
         return _make_separable()
 
@@ -193,7 +193,7 @@ class CancerLogistic(Logistic):
     target: ClassVar[str] = "patient"
     note: ClassVar[str] = "scikit-learn's breast cancer data: 455 patients to train on, 114 to validate"
 
-    def whole(self) -> tuple[Batch, Batch]:
+    def load_float64(self) -> tuple[Batch, Batch]:
         """Return thirty features of mean 0 and deviation 1 over the training part."""
         return _load_cancer()
 

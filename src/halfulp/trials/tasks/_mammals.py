@@ -10,18 +10,18 @@ from torch import Tensor, nn
 from ...hyperbolic import HalfSpace, RankingSets, RiemannianSGD, ranking_gradient, reconstruction
 from ...mctensor import MCTensor
 from ...recipes import Recipe
-from ._files import FileTask, read_columns
-from ._task import Batch, Course, Data, Report
+from ._files import FileTask, read_parquet
+from ._task import Batch, Data, LossCourse, ReportLoss
 
-_HOW = (
+_DATA_SOURCE = (
     "It is the transitive closure of WordNet's mammals (columns id1, id2, weight; 6,540 edges), "
     "https://raw.githubusercontent.com/ydtydr/MCTensor/main/applications/poincare_embedding/wordnet/mammal_closure.csv "
     "as Parquet"
 )
-OTHERS = 50
-SCALE = 0.3
-BURN_IN = 0.02  # of all steps, at a hundredth of the learning rate
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+NEGATIVES = 50
+DISTANCE_SCALE = 0.3
+BURN_IN_PART = 0.02  # of all steps, at a hundredth of the learning rate
+_POINT_DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 class Mammals(FileTask):
@@ -32,68 +32,68 @@ class Mammals(FileTask):
     nodes; accuracy is the mean average precision. Points are float32 or float64, with components or without, so the
     recipes are "fp32" and those that name components.
 
-    Each trial is one run of `embed`, not of the common training loop.
+    Each trial is one run of `train_points`, not of the common training loop.
     """
 
     name: ClassVar[str] = "mammals"
     title: ClassVar[str] = "WordNet's mammals in the hyperbolic plane"
     rule: ClassVar[str] = "RiemannianSGD"
-    hyper: ClassVar[dict[str, Any]] = {"lr": 1.7, "others": OTHERS, "scale": SCALE, "burn_in": BURN_IN}
+    hyper: ClassVar[dict[str, Any]] = {"lr": 1.7, "others": NEGATIVES, "scale": DISTANCE_SCALE, "burn_in": BURN_IN_PART}
     batch: ClassVar[int] = 32
     steps: ClassVar[int] = 1000 * 205
     sizes: ClassVar[dict[str, int]] = {"smoke": 60, "small": 10 * 205}
     target: ClassVar[str] = "edge"
     folder: ClassVar[str] = "wordnet_mammals"
     files: ClassVar[tuple[str, ...]] = ("closure.parquet",)
-    how: ClassVar[str] = _HOW
+    how: ClassVar[str] = _DATA_SOURCE
 
     def load(self) -> Data:
         """Return the edges, and of every edge a fixed set of negatives to validate on."""
-        edges, names = self.edges()
-        sets = RankingSets(edges, len(names), OTHERS, self.batch)
+        edges, names = self.read_edges()
+        sets = RankingSets(edges, len(names), NEGATIVES, self.batch)
         fixed = sets.draw(edges, torch.Generator().manual_seed(0))
         targets = torch.zeros(len(edges), dtype=torch.long, device="cpu")
         note = f"the closure of WordNet's mammals: {len(edges):,} edges between {len(names):,} synsets"
         return Data(train=(fixed, targets), validation=(fixed, targets), note=note)
 
-    def edges(self) -> tuple[Tensor, list[str]]:
+    def read_edges(self) -> tuple[Tensor, list[str]]:
         """Return every edge from a synset to one that it is a kind of, int64 (E, 2), and the synsets' names."""
-        columns = read_columns(f"{self.data}/closure.parquet", ["id1", "id2"])
+        columns = read_parquet(f"{self.data}/closure.parquet", ["id1", "id2"])
         numbers: dict[str, int] = {}
         edges = [[numbers.setdefault(name, len(numbers)) for name in pair] for pair in zip(*columns)]
         return torch.tensor(edges, dtype=torch.int64, device="cpu"), list(numbers)
 
-    def model(self, data: Data, seed: int) -> "Points":
+    def model(self, data: Data, seed: int) -> "PointTable":
         """Draw points within 1e-4 of (0, 1)."""
         generator = torch.Generator().manual_seed(seed)
         count = 1 + int(data.train[0][:, :2].max())
         around = torch.rand(count, 2, generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
-        return Points(1e-4 * around + torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu"))
+        return PointTable(1e-4 * around + torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu"))
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
         """Yield shuffled epochs, each with negatives of its own; in the burn-in popular ones."""
-        for sets in self.sets(data.train[0][:, :2], seed, steps):
+        for sets in self.draw_ranking_sets(data.train[0][:, :2], seed, steps):
             yield sets, torch.zeros(len(sets), dtype=torch.long, device="cpu")
 
-    def sets(self, edges: Tensor, seed: int, steps: int) -> Iterator[Tensor]:
+    def draw_ranking_sets(self, edges: Tensor, seed: int, steps: int) -> Iterator[Tensor]:
         """Yield batches of ranking sets: an edge and its negatives a row."""
-        drawn = RankingSets(edges, 1 + int(edges.max()), OTHERS, self.batch)
+        drawn = RankingSets(edges, 1 + int(edges.max()), NEGATIVES, self.batch)
         generator = torch.Generator().manual_seed(seed)
         done = 0
         while done < steps:
-            for sets in drawn.epoch(generator, popular=done < BURN_IN * steps):
+            for sets in drawn.epoch(generator, popular=done < BURN_IN_PART * steps):
                 if done < steps:
                     yield sets
                 done += 1
 
     def rate(self, step: int, steps: int) -> float:
         """Return a hundredth during the first fiftieth of the steps (20 epochs of 1,000)."""
-        return 0.01 if step < BURN_IN * steps else 1.0
+        return 0.01 if step < BURN_IN_PART * steps else 1.0
 
     def refuses(self, recipe: Recipe) -> str | None:
         """Return why a recipe cannot train points; None where it can."""
         others = (recipe.weight_update, recipe.format, recipe.emulate, recipe.payload, recipe.operand_format)
-        if recipe.param_dtype not in (None, *_DTYPES) or recipe.gradient_format or any(others):
+        if recipe.param_dtype not in (None, *_POINT_DTYPES) or recipe.gradient_format or any(others):
             return "moves float32 or float64 points, plain or with components, along geodesics"
         return None
 
@@ -103,43 +103,43 @@ class Mammals(FileTask):
         seed: int,
         steps: int,
         data: Data,
-        report: Report | None = None,
+        report: ReportLoss | None = None,
     ) -> dict[str, Any]:
         """Run one trial; return a trial's results with `map` and `mean_rank`."""
         if why := self.refuses(recipe):
             raise ValueError(f"task 'mammals' {why}; {recipe.name!r} does not: choose 'fp32', 'fp64' or 'fp64-mc2'")
-        points = start(recipe, self.model(data, seed).points.detach(), seed)
+        points = make_points(recipe, self.model(data, seed).points.detach(), seed)
         edges = data.train[0][:, :2]
-        course = self.embed(points, edges, seed, steps, report)
+        course = self.train_points(points, edges, seed, steps, report)
         scores = score_points(points.detach(), edges) if course["diverged_at"] is None else {}
         score = {"loss": scores.get("loss"), "accuracy": scores.get("map")}
         size = {"parameters": points.numel(), "targets": len(edges), "data": data.note}
         found = {"map": scores.get("map"), "mean_rank": scores.get("mean_rank")}
         return {**course, "float32": {"validation": score, "train": score}, "own": score, **size, **found}
 
-    def embed(
+    def train_points(
         self,
         points: nn.Parameter,
         edges: Tensor,
         seed: int,
         steps: int,
-        report: Report | None = None,
+        report: ReportLoss | None = None,
     ) -> dict[str, Any]:
         """Train points in place; return the course of the training as plain data."""
-        optimizer, course = RiemannianSGD([points], lr=self.hyper["lr"]), Course(steps, report)
-        for step, sets in enumerate(self.sets(edges, seed, steps)):
+        optimizer, course = RiemannianSGD([points], lr=self.hyper["lr"]), LossCourse(steps, report)
+        for step, sets in enumerate(self.draw_ranking_sets(edges, seed, steps)):
             optimizer.param_groups[0]["lr"] = self.hyper["lr"] * self.rate(step, steps)
             begun = time.process_time()
-            loss, points.grad = ranking_gradient(points.detach(), sets, SCALE)
-            if not course.add(float(loss)):
+            loss, points.grad = ranking_gradient(points.detach(), sets, DISTANCE_SCALE)
+            if not course.add_loss(float(loss)):
                 break
             optimizer.step()
             course.seconds.append(time.process_time() - begun)
         size = points.element_size() * (1.0 + len(getattr(points, "components", (0,))))
-        return course.describe(bytes_per_parameter=size)
+        return course.summarize_training(bytes_per_parameter=size)
 
 
-class Points(nn.Module):
+class PointTable(nn.Module):
     """A table of points whose logits for a set are minus the scaled distances from its first."""
 
     def __init__(self, start: Tensor):
@@ -149,12 +149,12 @@ class Points(nn.Module):
     def forward(self, sets: Tensor) -> Tensor:
         """Return the logits (B, 1 + K) of sets (B, 2 + K) of numbers of points."""
         chosen = self.points[sets]
-        return -SCALE * HalfSpace().distance(chosen[:, :1], chosen[:, 1:], dtype=chosen.dtype)
+        return -DISTANCE_SCALE * HalfSpace().distance(chosen[:, :1], chosen[:, 1:], dtype=chosen.dtype)
 
 
-def start(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
+def make_points(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
     """Return the float32 start in a recipe's format."""
-    dtype = _DTYPES[recipe.param_dtype or "float32"]
+    dtype = _POINT_DTYPES[recipe.param_dtype or "float32"]
     noise = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     points = (points * (1 + recipe.perturb * noise)).to(dtype)
     components = getattr(recipe, "components", None) or 1
@@ -179,7 +179,7 @@ def compute_whole_loss(points: Tensor, edges: Tensor) -> float:
     total = 0.0
     for rows in edges.split(256):
         distance = HalfSpace().distance(points[rows[:, 0]].unsqueeze(1), points.unsqueeze(0), dtype=torch.float64)
-        logits = -SCALE * distance
+        logits = -DISTANCE_SCALE * distance
         mine = logits.gather(1, rows[:, 1:])
         others = logits.masked_fill(barred[rows[:, 0]], -torch.inf).logsumexp(1, keepdim=True)
         total += float((torch.logaddexp(mine, others) - mine).sum())

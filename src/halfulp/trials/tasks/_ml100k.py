@@ -6,15 +6,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import FileTask, decode, read_columns
+from ._files import FileTask, decode_file, read_parquet
 from ._task import Data, warm_cosine_rate
 
-_HOW = (
+_DATA_SOURCE = (
     "They are the tables u.data, u.user and u.item of MovieLens 100K, https://grouplens.org/datasets/movielens/100k/, "
     "as Parquet (user_id, item_id, rating; user_id, age, gender, occupation; item_id, title, genres)"
 )
-_GENRES = 19
-LIKED = 4  # of five stars
+_GENRE_COUNT = 19
+LEAST_LIKED_STARS = 4  # of five stars
 
 
 class MovieLens(FileTask):
@@ -36,13 +36,13 @@ class MovieLens(FileTask):
     rate = warm_cosine_rate
     folder: ClassVar[str] = "ml100k"
     files: ClassVar[tuple[str, ...]] = ("ratings.parquet", "users.parquet", "items.parquet")
-    how: ClassVar[str] = _HOW
+    how: ClassVar[str] = _DATA_SOURCE
 
     def load(self) -> Data:
         """Load rows of integers: user, film, occupation, gender, age, year and genres, in a fixed split."""
-        users, people = _read_table(f"{self.data}/users.parquet", ["user_id", "occupation", "gender", "age"])
-        items, films = _read_table(f"{self.data}/items.parquet", ["item_id", "title", "genres"])
-        columns = read_columns(f"{self.data}/ratings.parquet", ["user_id", "item_id", "rating"])
+        users, people = _read_numbered_rows(f"{self.data}/users.parquet", ["user_id", "occupation", "gender", "age"])
+        items, films = _read_numbered_rows(f"{self.data}/items.parquet", ["item_id", "title", "genres"])
+        columns = read_parquet(f"{self.data}/ratings.parquet", ["user_id", "item_id", "rating"])
         names = [sorted({person[place] for person in people}) for place in (1, 2)]
 
         def row(rating: tuple[int, int, int]) -> list[int]:
@@ -50,10 +50,10 @@ class MovieLens(FileTask):
             _, occupation, gender, age = people[users[user]]
             _, title, genres = films[items[item]]
             sorts = [names[0].index(occupation), names[1].index(gender)]
-            return [users[user], items[item], *sorts, age, _find_year(title), *genres, int(stars >= LIKED)]
+            return [users[user], items[item], *sorts, age, _parse_year(title), *genres, int(stars >= LEAST_LIKED_STARS)]
 
         path = f"{self.data}/ratings.parquet"
-        rows = [decode(f"row {number} of {path}", row, rating) for number, rating in enumerate(zip(*columns))]
+        rows = [decode_file(f"row {number} of {path}", row, rating) for number, rating in enumerate(zip(*columns))]
         whole = torch.tensor(rows, dtype=torch.int64, device="cpu")
         generator = torch.Generator().manual_seed(0)
         whole = whole[torch.randperm(len(whole), generator=generator, dtype=torch.int64, device="cpu")]
@@ -78,7 +78,7 @@ class RankingNetwork(nn.Module):
         for table in vectors:
             nn.init.normal_(table.weight, std=0.1)
         self.tables = nn.ModuleList(vectors)
-        self.below = nn.Sequential(nn.Linear(2 + _GENRES, 32), nn.ReLU(), nn.Linear(32, width), nn.ReLU())
+        self.below = nn.Sequential(nn.Linear(2 + _GENRE_COUNT, 32), nn.ReLU(), nn.Linear(32, width), nn.ReLU())
         pairs = (1 + len(tables)) * len(tables) // 2
         self.above = nn.Sequential(nn.Linear(width + pairs, 64), nn.ReLU(), nn.Linear(64, 2))
 
@@ -92,16 +92,16 @@ class RankingNetwork(nn.Module):
         return self.above(torch.cat([known, products[:, first, second]], 1))
 
 
-def _read_table(path: str, columns: list[str]) -> tuple[dict[int, int], list[tuple[Any, ...]]]:
+def _read_numbered_rows(path: str, columns: list[str]) -> tuple[dict[int, int], list[tuple[Any, ...]]]:
     """Return the rows of a table, and the place of each by the number in its first column."""
-    rows = list(zip(*read_columns(path, columns)))
+    rows = list(zip(*read_parquet(path, columns)))
     return {row[0]: place for place, row in enumerate(rows)}, rows
 
 
-def _find_year(title: str) -> int:
+def _parse_year(title: str) -> int:
     """Return the year at the end of a film's title, 1980 where there is none.
 
-    >>> _find_year("Toy Story (1995)"), _find_year("unknown")
+    >>> _parse_year("Toy Story (1995)"), _parse_year("unknown")
     (1995, 1980)
     """
     found = re.search(r"\((\d{4})\)\s*$", title or "")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 TaskClass = TypeVar("TaskClass", bound="type[Task]")
 # Name: file and class, or the class of a task that somebody registered.
-_TASKS: dict[str, str | type[Task]] = {
+_TASK_REGISTRY: dict[str, str | type[Task]] = {
     "digits": "_digits.Digits",
     "digits-slow": "_digits.DigitsSlow",
     "digits-fpu": "_digits.DigitsFPU",
@@ -42,7 +42,7 @@ def names() -> list[str]:
     >>> names()[-4:]
     ['linear-regression', 'logistic', 'cancer-logistic', 'cancer-mlp']
     """
-    return list(_TASKS)
+    return list(_TASK_REGISTRY)
 
 
 def get(task: str | Task, data: str | None = None) -> Task:
@@ -59,13 +59,13 @@ def get(task: str | Task, data: str | None = None) -> Task:
 
     if isinstance(task, Task):
         return task
-    if task not in _TASKS:
-        raise ValueError(unknown("task", task, _TASKS))
-    kind: Callable[..., Task] = _find_class(task)
-    return kind(data=data) if needs_data(kind) else kind()
+    if task not in _TASK_REGISTRY:
+        raise ValueError(unknown("task", task, _TASK_REGISTRY))
+    kind: Callable[..., Task] = _import_task_class(task)
+    return kind(data=data) if needs_data_folder(kind) else kind()
 
 
-def needs_data(kind: object) -> bool:
+def needs_data_folder(kind: object) -> bool:
     """Return whether tasks of a class read files: it is a dataclass with a field ``data``, their folder."""
     return "data" in getattr(kind, "__dataclass_fields__", {})
 
@@ -74,7 +74,7 @@ def kind_of(name: str) -> type[Task]:
     """Return the class of the task of that name; of a task that is not one of these, their base."""
     from ._task import Task
 
-    return _find_class(name) if name in _TASKS else Task
+    return _import_task_class(name) if name in _TASK_REGISTRY else Task
 
 
 def register(kind: TaskClass) -> TaskClass:
@@ -97,12 +97,12 @@ def register(kind: TaskClass) -> TaskClass:
     lacking = [name for name in ("name", "title", "rule", "hyper", "steps", "batch") if not hasattr(kind, name)]
     if lacking or kind.__abstractmethods__:
         raise TypeError(f"{kind.__name__} lacks {', '.join([*lacking, *sorted(kind.__abstractmethods__)])}")
-    enter("task", _TASKS, kind.name, kind, kind.title)
+    enter("task", _TASK_REGISTRY, kind.name, kind, kind.title)
     return kind
 
 
-def _find_class(name: str) -> type[Task]:
-    entry = _TASKS[name]
+def _import_task_class(name: str) -> type[Task]:
+    entry = _TASK_REGISTRY[name]
     if isinstance(entry, type):
         return entry
     file, kind = entry.split(".")

@@ -6,17 +6,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import FileTask, read_columns
+from ._files import FileTask, read_parquet
 from ._task import Batch, Data, warm_cosine_rate
-from ._text import Block, start
+from ._text import TransformerBlock, init_weights
 
-_HOW = (
+_DATA_SOURCE = (
     "They are the Parquet files (columns sentence and label) of the data set SetFit/sst2 on the Hugging Face hub, "
     "named so"
 )
-TIME = 32
+SENTENCE_LENGTH = 32
 # The first numbers of the vocabulary: padding, the token that is classified, and every rare word.
-_PAD, _CLASS, _RARE = 0, 1, 2
+_PAD_TOKEN, _CLASS_TOKEN, _RARE_TOKEN = 0, 1, 2
 
 
 class SST2(FileTask):
@@ -37,15 +37,15 @@ class SST2(FileTask):
     rate = warm_cosine_rate
     folder: ClassVar[str] = "sst2"
     files: ClassVar[tuple[str, ...]] = ("train.parquet", "validation.parquet")
-    how: ClassVar[str] = _HOW
+    how: ClassVar[str] = _DATA_SOURCE
 
     def load(self) -> Data:
         """Load sentences, with the words that occur twice or more in training as the vocabulary."""
-        parts = [read_columns(f"{self.data}/{name}.parquet", ["sentence", "label"]) for name in ("train", "validation")]
+        parts = [read_parquet(f"{self.data}/{name}.parquet", ["sentence", "label"]) for name in ("train", "validation")]
         counts = collections.Counter(word for sentence in parts[0][0] for word in sentence.split())
         words = sorted(word for word, count in counts.items() if count > 1)
-        vocabulary = {word: number for number, word in enumerate(words, 1 + _RARE)}
-        train, validation = (_encode(sentences, labels, vocabulary) for sentences, labels in parts)
+        vocabulary = {word: number for number, word in enumerate(words, 1 + _RARE_TOKEN)}
+        train, validation = (_encode_sentences(sentences, labels, vocabulary) for sentences, labels in parts)
         note = (
             f"SST-2: {len(train[0]):,} sentences to train on, {len(validation[0]):,} to validate, {len(words):,} words"
         )
@@ -54,38 +54,38 @@ class SST2(FileTask):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build a transformer of width 64, two layers, four heads."""
         torch.manual_seed(seed)
-        return Encoder(1 + int(data.train[0].max()))
+        return SentenceClassifier(1 + int(data.train[0].max()))
 
 
-class Encoder(nn.Module):
+class SentenceClassifier(nn.Module):
     """A transformer from word numbers (batch, time), 0 where a sentence has ended, to logits (batch, 2)."""
 
     def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(TIME, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.positions = nn.Embedding(SENTENCE_LENGTH, width)
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 2)
-        self.apply(start)
+        self.apply(init_weights)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits of word numbers (batch, time)."""
         x = self.tokens(ids) + self.positions.weight
-        barred = (ids == _PAD)[:, None, None, :]
+        barred = (ids == _PAD_TOKEN)[:, None, None, :]
         for block in self.blocks:
             x = block(x, barred)
         return self.head(self.norm(x[:, 0]))
 
 
-def _encode(sentences: list[str], labels: list[int], vocabulary: dict[str, int]) -> Batch:
+def _encode_sentences(sentences: list[str], labels: list[int], vocabulary: dict[str, int]) -> Batch:
     """Encode sentences as numbers (n, TIME), cut or padded, and their labels.
 
-    >>> _encode(["a film , a film"], [1], {"a": 3, "film": 4})[0][0, :8]
+    >>> _encode_sentences(["a film , a film"], [1], {"a": 3, "film": 4})[0][0, :8]
     tensor([1, 3, 4, 2, 3, 4, 0, 0])
     """
     rows = []
     for sentence in sentences:
-        row = [_CLASS, *(vocabulary.get(word, _RARE) for word in sentence.split())][:TIME]
-        rows.append(row + [_PAD] * (TIME - len(row)))
+        row = [_CLASS_TOKEN, *(vocabulary.get(word, _RARE_TOKEN) for word in sentence.split())][:SENTENCE_LENGTH]
+        rows.append(row + [_PAD_TOKEN] * (SENTENCE_LENGTH - len(row)))
     return torch.tensor(rows, dtype=torch.int64, device="cpu"), torch.tensor(labels, dtype=torch.int64, device="cpu")

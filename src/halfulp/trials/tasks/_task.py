@@ -18,11 +18,11 @@ from ...recipes import Recipe
 
 Batch = tuple[Tensor, Tensor]
 # How long trials are: seconds, minutes for a whole comparison on two cores, and what the task deserves.
-SIZES = ("smoke", "small", "full")
+TRIAL_SIZES = ("smoke", "small", "full")
 # Called with the number of steps done and the loss of late.
-Report = Callable[[int, float], None]
+ReportLoss = Callable[[int, float], None]
 # Points of a loss curve.
-_POINTS = 60
+_CURVE_POINTS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Data:
     note: str
 
 
-class Course:
+class LossCourse:
     """The loss curve of one training, whose points are reported, the CPU time of its steps, and where it diverged.
 
     Attributes:
@@ -45,7 +45,7 @@ class Course:
         diverged_at: the first step whose loss is not finite; None without one.
     """
 
-    def __init__(self, steps: int, report: Report | None = None) -> None:
+    def __init__(self, steps: int, report: ReportLoss | None = None) -> None:
         self._steps, self._report = steps, report
         self._curve: list[list[float]] = []
         self._window: list[float] = []
@@ -53,21 +53,21 @@ class Course:
         self.seconds: list[float] = []
         self.diverged_at: int | None = None
 
-    def add(self, loss: float) -> bool:
+    def add_loss(self, loss: float) -> bool:
         """Add the loss of the next step; return whether it is finite."""
         if not math.isfinite(loss):
             self.diverged_at = self._done
             return False
         self._done += 1
         self._window.append(loss)
-        if len(self._window) == max(1, self._steps // _POINTS) or self._done == self._steps:
+        if len(self._window) == max(1, self._steps // _CURVE_POINTS) or self._done == self._steps:
             self._curve.append([self._done, statistics.fmean(self._window)])
             self._window = []
             if self._report is not None:
                 self._report(self._done, self._curve[-1][1])
         return True
 
-    def describe(
+    def summarize_training(
         self, cancelled: float | None = None, realised: float | None = None, bytes_per_parameter: float | None = None
     ) -> dict[str, Any]:
         """Return the course as plain data, with what the optimizer says of its updates and its memory."""
@@ -109,8 +109,6 @@ class Task(abc.ABC):
         target: What one target is called when accuracy is shown: "image", "character"; empty where none is shown.
         in_process: Whether its trials run in the process that asks for them, one after the other, as what cannot be
             pickled for a worker must.
-        paper_gaps: The gaps to float32 that a paper reports, by recipe, for the table's last column.
-        paper_note: What paper, and of what they are gaps; a sentence for reports.
     """
 
     name: ClassVar[str]
@@ -123,8 +121,6 @@ class Task(abc.ABC):
     judged_by: ClassVar[str] = "validation_loss"
     target: ClassVar[str] = "example"
     in_process: ClassVar[bool] = False
-    paper_gaps: ClassVar[dict[str, float]] = {}
-    paper_note: ClassVar[str] = ""
 
     @abc.abstractmethod
     def load(self) -> Data:
@@ -180,8 +176,8 @@ class Task(abc.ABC):
         Raises:
             ValueError: there is no such size.
         """
-        if size is not None and size not in SIZES:
-            raise ValueError(unknown("size", size, SIZES))
+        if size is not None and size not in TRIAL_SIZES:
+            raise ValueError(unknown("size", size, TRIAL_SIZES))
         whole = self.steps
         return self.sizes.get(size or "", min(whole, 12) if size == "smoke" else whole)
 

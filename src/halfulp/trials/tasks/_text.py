@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import FileTask, decode
+from ._files import FileTask, decode_file
 from ._task import Batch, Data, Task, warm_cosine_rate
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """A transformer block: pre-norm attention and feed-forward.
 
     Attention is spelled out, operator by operator: on the CPU the backward of the fused bfloat16 operator takes as long
@@ -55,7 +55,7 @@ class GPT(nn.Module):
         layers: int = 2,
         heads: int = 4,
         time: int = 64,
-        block: type[Block] = Block,
+        block: type[TransformerBlock] = TransformerBlock,
     ):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
@@ -68,7 +68,7 @@ class GPT(nn.Module):
             torch.ones(time, time, dtype=torch.bool, device=self.tokens.weight.device).triu(1),
             persistent=False,
         )
-        self.apply(start)
+        self.apply(init_weights)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the logits of token ids (batch, time), time at most the model's."""
@@ -79,7 +79,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def start(module: nn.Module) -> None:
+def init_weights(module: nn.Module) -> None:
     """Draw the weights of a layer from N(0, 0.02), its bias zero; for `nn.Module.apply`."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
@@ -129,8 +129,8 @@ class CharacterLSTM(nn.Module):
         return self.head(self.recurrent(self.tokens(ids)))
 
 
-TIME = 64
-_HOW = (
+TEXT_WINDOW = 64
+_DATA_SOURCE = (
     "input.txt is the 1.1 MB file of karpathy/char-rnn: "
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
@@ -146,12 +146,12 @@ class CharacterGPT(Task):
     batch: ClassVar[int] = 16
     target: ClassVar[str] = "character"
     rate = warm_cosine_rate
-    time: ClassVar[int] = TIME
+    time: ClassVar[int] = TEXT_WINDOW
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build a GPT of width 96, two layers, four heads: a quarter of a million parameters."""
         torch.manual_seed(seed)
-        return GPT(int(max(data.train[0].max(), data.validation[0].max())) + 1, time=TIME)
+        return GPT(int(max(data.train[0].max(), data.validation[0].max())) + 1, time=TEXT_WINDOW)
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
         """Yield windows of characters at random places of the training text."""
@@ -180,7 +180,7 @@ class Text(CharacterGPT):
         return encode_characters("\n".join(topics.topics.values()), "pydoc_data.topics of this Python")
 
 
-def encode_characters(text: str, source: str, time: int = TIME, most: int | None = None) -> Data:
+def encode_characters(text: str, source: str, time: int = TEXT_WINDOW, most: int | None = None) -> Data:
     """Convert text to character ids: a training stream, and at most so many disjoint validation windows."""
     alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
     ids = torch.tensor([alphabet[character] for character in text], dtype=torch.int64, device="cpu")
@@ -205,12 +205,14 @@ class TinyShakespeare(FileTask, CharacterGPT):
     title: ClassVar[str] = "character-level GPT on Shakespeare"
     folder: ClassVar[str] = "tinyshakespeare"
     files: ClassVar[tuple[str, ...]] = ("input.txt",)
-    how: ClassVar[str] = _HOW
+    how: ClassVar[str] = _DATA_SOURCE
 
     def load(self) -> Data:
         """Load text: the first nine tenths train; of the last tenth, 256 windows validate."""
         path = Path(self.data or "", "input.txt")
-        return encode_characters(decode(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 256)
+        return encode_characters(
+            decode_file(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 256
+        )
 
 
 class TinyShakespeareLSTM(TinyShakespeare):
@@ -228,7 +230,7 @@ class TinyShakespeareLSTM(TinyShakespeare):
         return CharacterLSTM(int(max(data.train[0].max(), data.validation[0].max())) + 1)
 
 
-class FusedBlock(Block):
+class FusedAttentionBlock(TransformerBlock):
     """A transformer block with torch's own attention operator."""
 
     def _attend(self, x: Tensor, future: Tensor) -> Tensor:
@@ -251,18 +253,9 @@ class ScaledGPT(Text):
     hyper: ClassVar[dict[str, Any]] = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
     steps: ClassVar[int] = 500
     sizes: ClassVar[dict[str, int]] = {"smoke": 3, "small": 100, "full": 20_000}
-    paper_gaps: ClassVar[dict[str, float]] = {
-        "scaled-fp16-master": 0.0,
-        "scaled-fp16": 0.05,
-        "scaled-fp8": 0.05,
-        "scaled-fp8-state16": 0.06,
-    }
-    paper_note: ClassVar[str] = (
-        "The paper's gaps are those of its table 3 (arXiv 2407.17353): training loss, 168 million parameters."
-    )
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build a GPT of width 128, three layers, four heads."""
         torch.manual_seed(seed)
         vocabulary = int(max(data.train[0].max(), data.validation[0].max())) + 1
-        return GPT(vocabulary, width=128, layers=3, heads=4, time=TIME, block=FusedBlock)
+        return GPT(vocabulary, width=128, layers=3, heads=4, time=TEXT_WINDOW, block=FusedAttentionBlock)
