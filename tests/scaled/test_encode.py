@@ -11,7 +11,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.rounding import quantize
 from halfulp.scaled import ScaledTensor, cast, scalify
-from halfulp.scaled._payloads import rms_scale, rms_scale_float32
+from halfulp.scaled._payloads import rms_scale
 
 STORAGES = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
 
@@ -142,5 +142,5 @@ def test_float64_is_rounded_once(storage, seed):
 
 
 def _unscaled_once(x, storage, once):
-    scale = rms_scale_float32(x.to(torch.float32), storage).double()
+    scale = rms_scale(x.to(torch.float32), storage).double()
     return once(x / scale) * scale

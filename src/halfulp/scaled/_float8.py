@@ -11,12 +11,10 @@ from torch.nn import functional
 
 from ..kernels import define_operator, untraced
 from ..subclass._in_backward import differentiable
-from . import _fused as fused
-from . import _powers_of_two as _powers
-from ._operands import make_scaled
-from ._payloads import rms_scale_float32, to_float32, to_storage
+from ._operands import make_levelled
+from ._payloads import rms_scale, to_storage
 from ._registry import check_storage, implements
-from ._scaled_tensor import ScaledTensor, wrap
+from ._scaled_tensor import ScaledTensor
 
 
 def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype | None = None) -> Tensor:
@@ -85,7 +83,7 @@ def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | 
     if forward is None:
         return x.clone()
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
-    scale = rms_scale_float32(x.to(torch.float32), forward)
+    scale = rms_scale(x.to(torch.float32), forward)
     return (to_storage(wide / scale, forward).to(wide.dtype) * scale).to(x.dtype)
 
 
@@ -101,13 +99,7 @@ def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dt
     """Bring a payload to a root mean square of about 1 and round it; the scale takes the factor."""
     if forward is None:
         return x.clone()
-    if fused.engaged(x._payload) and x.numel():
-        measured = rms_scale_float32(x._payload, forward)
-        return wrap(*fused.finish(x._payload, (x._scale, measured), forward, "levelled"), x.dtype)
-    payload = to_float32(x)
-    measured = rms_scale_float32(payload, forward)
-    scale, rest = _powers.product(x._scale, measured)
-    return make_scaled(_powers.times(payload / measured, rest), scale, forward, x.dtype)
+    return make_levelled(x._payload, x._scale, rms_scale(x._payload, forward), forward, x.dtype)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

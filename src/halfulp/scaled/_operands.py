@@ -24,11 +24,8 @@ from ..subclass._rule_table import in_quotient_formula, stand_ins
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._payloads import (
-    ORDINARY,
     common_storage,
-    quick_rms_scale,
     rms_scale,
-    rms_scale_float32,
     smallest,
     to_float32,
     to_storage,
@@ -67,6 +64,16 @@ def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtyp
         power = _powers.round_to_power(amax)
     total, rest = _powers.product(scale, power)
     return make_scaled(_powers.times(values / power, rest), total, storage, dtype)
+
+
+def make_levelled(
+    payload: Tensor, scale: Tensor, level: Tensor, storage: torch.dtype, dtype: torch.dtype
+) -> ScaledTensor:
+    """Make a scaled tensor of a payload under a scale: a power of two, its level, goes from payload to scale."""
+    if fused.engaged(payload):
+        return wrap(*fused.finish(payload, (scale, level), storage, "levelled"), dtype)
+    total, rest = _powers.product(scale, level)
+    return make_scaled_to_fit(_powers.times(payload.to(torch.float32) / level, rest), total, storage, dtype)
 
 
 def payload_under(x: ScaledTensor, scale: Tensor) -> Tensor:
@@ -159,13 +166,10 @@ def scale_beside_stand_ins(
     """
     if not x.dim() or not x.numel() or is_stand_in_free(x, size, is_negative):
         return rms_scale(x, torch.float32)
-    if _powers.is_concrete(x) or x.dtype == torch.float64:
-        large = x <= -size if is_negative else stand_ins(x, size, among_zeros)
-        scale = rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
-        amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
-    else:
-        x = x.detach().to(torch.float32)
-        scale, amax = _measured_at_once(x, x > -size if is_negative else ~stand_ins(x, size, among_zeros))
+    x = x.detach()
+    large = x <= -size if is_negative else stand_ins(x, size, among_zeros)
+    scale = rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
+    amax = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().amax().double()
     # Wide payloads leave room for products of the largest; narrow ones let it saturate.
     top = _powers.HUGE if is_wide else torch.finfo(torch.float32).max
     lowest = (amax / top).to(torch.float32)
@@ -173,29 +177,11 @@ def scale_beside_stand_ins(
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 
 
-def _measured_at_once(x: Tensor, is_other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale of some elements and the largest finite magnitude of all, in one pass that compilers can fuse.
-
-    Squares that leave float32's range leave the largest magnitude to go by; so do tensors of nothing but stand-ins.
-    """
-    size = torch.nan_to_num(x.abs(), 0.0, 0.0, 0.0)
-    others = torch.where(is_other, size, 0.0)
-    amax, top = size.amax(), others.amax()
-    squares, count = others.square().sum(), others.count_nonzero().clamp(min=1)
-    has_range = (squares > ORDINARY[0] ** 2) & squares.isfinite()
-    level = torch.where(has_range, (squares / count).sqrt(), top)
-    level = torch.where(is_other.any(), level, amax)
-    return _powers.round_to_power(level, "nearest"), amax
-
-
 def multiplicand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return an operand of a product as a scaled tensor; all finite values of a plain one set its scale."""
-    if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+    if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point():
         return operand(x, like)
-    if _powers.is_concrete(x) or x.dtype == torch.float64:
-        return encode_values(x, torch.float32, rms_scale(x, torch.float32))
-    wide = x.detach().to(torch.float32)
-    return encode_values(x, torch.float32, _measured_at_once(wide, wide > -torch.inf)[0])
+    return encode_values(x, torch.float32)
 
 
 def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:
@@ -326,18 +312,10 @@ def check_wide(wide: object) -> None:
 
 def round_to_home(x: ScaledTensor) -> ScaledTensor:
     """Round the values to the home storage, under a measured scale."""
-    payload = to_float32(x)
     home: Any = x._home  # a dtype: of a tensor without one nothing is rounded
-    quick = quick_rms_scale(payload)
-    level = (
-        rms_scale_float32(payload, home) if quick is None else torch.tensor(quick, dtype=torch.float32, device="cpu")
-    )
-    if fused.engaged(payload):
-        made, scale = fused.finish(payload, (x._scale, level), home, "levelled")
-        return wrap(made, scale, x.dtype, home)
-    scale, rest = _powers.product(x._scale, level)
-    payload = _powers.times(_powers.times(payload, _powers.ratio(torch.ones_like(level), level)), rest)
-    return wrap(to_storage(payload, home), scale, x.dtype, home)
+    made = make_levelled(x._payload, x._scale, rms_scale(x._payload, home), home, x.dtype)
+    made._home = home
+    return made
 
 
 def is_above_home(x: Any) -> bool:

@@ -120,23 +120,28 @@ def decode_values(x: Scaled, dtype: torch.dtype | None = None) -> Tensor:
 def rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
     """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
 
-    Without such values `ZERO_SCALE`.
+    Without such values `ZERO_SCALE`. Of values times a power of two it is that times it.
     """
     if not values.numel():
         return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    quick = None if storage in EIGHT_BITS else quick_rms_scale(values, rounding)
+    quick = None if storage in EIGHT_BITS or values.dtype in EIGHT_BITS else _quick_rms_scale(values, rounding)
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
-    finite = torch.nan_to_num(values.detach().to(torch.float64), 0.0, 0.0, 0.0)
-    count = finite.count_nonzero().clamp(min=1)
-    rms = (finite.square().sum() / count).sqrt()
+    if rounding == "nearest" and values.dtype in fused.CODECS and fused.engaged(values):
+        return fused.level(values, storage, _powers.ZERO_SCALE)
+    wide = values.detach().to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    finite = torch.nan_to_num(wide, 0.0, 0.0, 0.0)
     amax = finite.abs().amax()
-    lowest = amax / torch.finfo(storage).max
-    scale = _powers.round_to_power(rms.to(torch.float32), rounding)
-    return torch.maximum(scale, _powers.round_to_power(lowest.to(torch.float32), "up"))
+    # Divided by a power of two next to amax, so that no square that matters leaves float32's range.
+    near = _powers.round_to_power(amax)
+    finite = finite / near
+    rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
+    scale = _powers.round_to_power(near * rms, rounding)
+    least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
+    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
 
 
-def quick_rms_scale(values: Tensor, rounding: PowerRounding = "nearest") -> float | None:
+def _quick_rms_scale(values: Tensor, rounding: PowerRounding) -> float | None:
     """Return the scale of `rms_scale` for ordinary concrete values, in two passes, not eight; else None.
 
     No element of so few is beyond float16's range under it.
@@ -149,23 +154,3 @@ def quick_rms_scale(values: Tensor, rounding: PowerRounding = "nearest") -> floa
     if not ORDINARY[0] < norm < ORDINARY[1]:  # squares that leave float32's range, infinities, NaN, zeros
         return None
     return _powers.power_of(norm / max(int(values.count_nonzero()), 1) ** 0.5, rounding)
-
-
-def rms_scale_float32(values: Tensor, storage: torch.dtype) -> Tensor:
-    """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
-
-    Without such values the scale of zeros. Two float32 passes; the same for values times a power of two, times it.
-    """
-    if not values.numel():
-        return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    if fused.engaged(values):
-        return fused.level(values, storage, _powers.ZERO_SCALE)
-    finite = torch.nan_to_num(values.to(torch.float32), 0.0, 0.0, 0.0)
-    amax = finite.abs().amax()
-    # Divided by a power of two next to amax, so that no square that matters leaves float32's range.
-    near = _powers.round_to_power(amax)
-    finite = finite / near
-    rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
-    scale = _powers.round_to_power(near * rms, "nearest")
-    least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
-    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)

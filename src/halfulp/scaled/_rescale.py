@@ -13,10 +13,9 @@ from ..kernels import define_operator, under_transform, untraced
 from ..subclass.models._conversion import matcher, remove_hooks
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._operands import make_scaled
-from ._payloads import to_float32
+from ._operands import make_levelled
 from ._registry import implements
-from ._scaled_tensor import ScaledTensor, wrap
+from ._scaled_tensor import ScaledTensor
 
 Statistic = Literal["rms", "max", "mean"]
 Side = Literal["forward", "gradient", "both"]
@@ -73,16 +72,13 @@ def rescaled(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
     """Return the values under the scale that brings the payload's statistic next to 1."""
     if not x.numel():
         return x.clone()
-    if by == "rms" and fused.engaged(x._payload):
-        power = fused.level(x._payload, x._payload.dtype, 1.0)
-        return wrap(*fused.finish(x._payload, (x._scale, power), x._payload.dtype, "levelled"), x.dtype)
-    power = power_of_payload(x._payload, by)
-    scale, rest = _powers.product(x._scale, power)
-    return make_scaled(_powers.times(to_float32(x) / power, rest), scale, x._payload.dtype, x.dtype)
+    return make_levelled(x._payload, x._scale, power_of_payload(x._payload, by), x._payload.dtype, x.dtype)
 
 
 def power_of_payload(payload: Tensor, by: Statistic) -> Tensor:
     """Return the power of two next to a statistic of the finite non-zero elements, or what the largest needs."""
+    if by == "rms" and fused.engaged(payload):
+        return fused.level(payload, payload.dtype, 1.0)
     wide = payload.detach().to(torch.float32 if payload.dtype in _SHORT else torch.float64)
     magnitudes = torch.nan_to_num(wide, 0.0, 0.0, 0.0).abs()
     amax = value = magnitudes.amax()

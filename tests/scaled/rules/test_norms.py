@@ -169,7 +169,7 @@ def test_every_batch_normalisation_gives_torchs_results(name, training, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("size", [0.0, 1e-30, 1e25])
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e15])
 def test_extremes_stay_finite_with_gradients(size, dtype, seed):
     x = torch.randn(4, 6)
     x[:, :2] = torch.tensor([-1.0, 1.0])  # in a row whose elements are alike, float16 leaves nothing of their spread

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels import torch_operators
 from ...subclass._rule_table import arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
-from .._operands import first_scaled, logical_of, make_scaled, operand, storage_of
-from .._payloads import decode_values, rms_scale_float32, to_float32, to_storage
+from .._operands import first_scaled, logical_of, make_levelled, make_scaled, operand, storage_of
+from .._payloads import to_float32, to_storage
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, wrap
 from .._write import write
@@ -31,63 +30,25 @@ from ._vocabulary import (
     measured_scale,
     payloads_under,
     power_of_scale,
-    scale_one,
     sqrt_of_count,
     value_of,
+    values_under,
     values_under_one,
 )
 
 aten = torch_operators("aten")
 
 
-# From here on eps / s^2 plus squares may leave float32's range.
-_LARGEST_EPS = 2.0**100
+def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviation: Tensor) -> tuple[Any, ScaledTensor]:
+    """Return a mean under x's scale s, and a reciprocal deviation under 1 / s, or under the root of 1 / eps if smaller.
 
-
-class NormInput:
-    """The data of a normalisation: payloads where the scale is known and eps small beside it, else decoded values."""
-
-    def __init__(self, x: ScaledTensor, eps: float) -> None:
-        scale = _powers.concrete_value(x._scale)
-        self.x, self.given_eps = x, eps
-        own_eps = math.inf if scale is None else eps / scale**2
-        self.exact = own_eps < _LARGEST_EPS
-        self.data = to_float32(x) if self.exact else decode_values(x, torch.float32)
-        self.eps = own_eps if self.exact else eps
-
-    def mean(self, mean: Tensor) -> ScaledTensor:
-        """Return a mean of the data under x's scale."""
-        if not self.exact and fused.engaged(mean):
-            return wrap(*fused.finish(mean, (self.x._scale,), torch.float32, "values"), torch.float32)
-        own = self.x._scale.clone()
-        return wrap(mean if self.exact else _powers.times(mean, _powers.ratio(scale_one(own), own)), own, torch.float32)
-
-    def deviation(self, deviation: Tensor) -> ScaledTensor:
-        """Return a reciprocal standard deviation of the data, under 1 / x's scale, or under eps' root if smaller."""
-        if not self.exact and fused.engaged(deviation):
-            largest = largest_deviation(self.given_eps)
-            return wrap(*fused.finish(deviation, (self.x._scale,), torch.float32, "deviation", largest), torch.float32)
-        held = scale_one(deviation) if not self.exact else reciprocal(self.x._scale)
-        limit = deviation_scale(self.x, self.given_eps)
-        return wrap(_powers.times(deviation, _powers.ratio(held, limit)), limit.clone(), torch.float32)
-
-
-def reciprocal(scale: Tensor) -> Tensor:
-    """Return 1 / s, for the largest scale the smallest one."""
-    return power_of_scale(scale, -1)[0]
-
-
-def deviation_scale(x: ScaledTensor, eps: float) -> Tensor:
-    """Return a scale for 1 / sqrt(var + eps)."""
-    inverse = reciprocal(x._scale)
-    if not eps > 0:
-        return inverse
-    return torch.minimum(inverse, torch.full_like(inverse, largest_deviation(eps)))
-
-
-def largest_deviation(eps: float) -> float:
-    """Return the largest scale of 1 / sqrt(var + eps)."""
-    return _powers.power_of(eps**-0.5, "down") if eps > 0 else math.inf
+    The gradient of x takes the deviation's scale.
+    """
+    scale, _ = power_of_scale(x._scale, -1)
+    if eps > 0:
+        scale = torch.minimum(scale, torch.full_like(scale, _powers.power_of(eps**-0.5, "down")))
+    held = None if mean is None else values_under(mean, x._scale, torch.float32, torch.float32)
+    return held, values_under(deviation, scale, torch.float32, torch.float32)
 
 
 def _make_normalised(y: Tensor, *operands: Any) -> ScaledTensor:
@@ -101,65 +62,40 @@ def _operand_values(*tensors: Any) -> list[Any]:
 
 @implements(aten.native_layer_norm.default, family="norm")
 def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1."""
-    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
-    y, mean, deviation = aten.native_layer_norm.default(given.data, shape, *_operand_values(weight, bias), given.eps)
-    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
+    """(x - mean) / sqrt(var + eps) weight + bias under the scale 1."""
+    p = operand(x, first_scaled((x, weight, bias)))
+    y, *statistics = aten.native_layer_norm.default(*_operand_values(p), shape, *_operand_values(weight, bias), eps)
+    return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)
 
 
 @implements(aten.native_group_norm.default, family="norm")
 def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: int, eps: float) -> tuple:
-    """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1, over groups of channels."""
-    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
-    sizes = (n, c, hw, group)
-    y, mean, deviation = aten.native_group_norm.default(given.data, *_operand_values(weight, bias), *sizes, given.eps)
-    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
+    """(x - mean) / sqrt(var + eps) weight + bias under the scale 1, over groups of channels."""
+    p = operand(x, first_scaled((x, weight, bias)))
+    y, *statistics = aten.native_group_norm.default(*_operand_values(p, weight, bias), n, c, hw, group, eps)
+    return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)
 
 
 @implements(aten._fused_rms_norm.default, family="norm")
 def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:
-    """p / sqrt(mean(p^2) + eps / s^2) weight under the scale 1."""
+    """x / sqrt(mean(x^2) + eps) weight under the scale 1."""
     # torch's default is that of the type in which it computes.
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
-    given = NormInput(operand(x, first_scaled((x, weight))), eps)
-    dims = list(range(-len(shape), 0))
-    deviation = (given.data.square().mean(dims, keepdim=True) + given.eps).rsqrt()
-    y = given.data * deviation
+    p = operand(x, first_scaled((x, weight)))
+    values = value_of(p)
+    deviation = (values.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
+    y = values * deviation
     y = y if weight is None else y * value_of(weight)
-    return _make_normalised(y, x, weight), given.deviation(deviation)
+    return _make_normalised(y, x, weight), _scale_statistics(p, eps, None, deviation)[1]
 
 
-def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
-    """Return saved statistics in the space of x's payload."""
-    found = []
-    if fused.engaged(x._payload):
-        for saved, mode in ((mean, "ratio"), (deviation, "factor")):
-            if saved is not None:
-                saved = operand(saved, x)
-                found.append(fused.finish(saved._payload, (saved._scale, x._scale), torch.float32, mode)[0])
-        return found
-    for saved, scale in ((mean, x._scale), (deviation, reciprocal(x._scale))):
-        if saved is not None:
-            saved = operand(saved, x)
-            found.append(_powers.times(to_float32(saved), _powers.ratio(saved._scale, scale)))
-    return found
-
-
-def _gradients(g: ScaledTensor, x: ScaledTensor, results: Any, rows: int, deviation: Tensor, holder: Any) -> tuple:
+def _norm_gradients(g: ScaledTensor, results: Any, rows: int, level: Tensor, holder: Any) -> tuple:
     """Put x's gradient under gs times the deviation's scale, and the summed gradients of weight and bias under gs c."""
     to_x, *others = results
-    if to_x is not None and fused.engaged(to_x):
-        storage, dtype = storage_of([holder]), logical_of([holder])
-        to_x = wrap(*fused.finish(to_x, (g._scale, deviation, x._scale), storage, "paired"), dtype)
-    elif to_x is not None:
-        to_x = _powers.times(to_x, _powers.ratio(reciprocal(x._scale), deviation))
-        to_x = payloads_under(to_x, [g._scale, deviation], [holder])
+    if to_x is not None:
+        to_x = make_levelled(to_x, g._scale, level, storage_of([holder]), logical_of([holder]))
     sum_scale = sqrt_of_count(rows)
     return to_x, *(y if y is None else payloads_under(y, [g._scale], [holder], sum_scale) for y in others)
-
-
-def _scale_of(deviation: Any, x: ScaledTensor) -> Tensor:
-    return deviation._scale if isinstance(deviation, ScaledTensor) else reciprocal(x._scale)
 
 
 def _keep_requested(results: Any, mask: Any) -> list[Any]:
@@ -170,20 +106,15 @@ def _keep_requested(results: Any, mask: Any) -> list[Any]:
 def layer_norm_backward(
     gradient: Any, x: Any, shape: Any, mean: Any, deviation: Any, weight: Any, bias: Any, mask: Any
 ) -> tuple:
-    """Return the gradient in payloads: to x under gs / xs."""
+    """Return the gradients: to x under gs / xs."""
     like = first_scaled((gradient, x, weight))
-    g, p = operand(gradient, like), operand(x, like)
-    saved = _statistics(p, mean, deviation)
-    arguments = (to_float32(g), to_float32(p), shape, *saved, *_operand_values(weight, bias), mask)
-    results = _keep_requested(aten.native_layer_norm_backward.default(*arguments), mask)
-    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), first_scaled((gradient, like)))
-
-
-def _rows(x: Tensor, shape: Any) -> int:
-    rows = 1
-    for size in x.shape[: x.dim() - len(shape)]:
-        rows *= size
-    return rows
+    g, holder = operand(gradient, like), first_scaled((gradient, like))
+    values, *saved = _operand_values(x, mean, deviation)
+    results = aten.native_layer_norm_backward.default(
+        to_float32(g), values, shape, *saved, *_operand_values(weight, bias), mask
+    )
+    rows = math.prod(x.shape[: x.dim() - len(shape)])
+    return _norm_gradients(g, _keep_requested(results, mask), rows, operand(deviation, like)._scale, holder)
 
 
 @implements(aten.native_group_norm_backward.default, family="norm")
@@ -192,52 +123,46 @@ def group_norm_backward(
 ) -> tuple:
     """Return the gradients of group normalisation with respect to its input, weight and bias."""
     like = first_scaled((gradient, x, weight))
-    g, p = operand(gradient, like), operand(x, like)
-    saved = _statistics(p, mean, deviation)
-    arguments = (to_float32(g), to_float32(p), *saved, value_of(weight), n, c, hw, group, mask)
-    results = _keep_requested(aten.native_group_norm_backward.default(*arguments), mask)
-    return _gradients(g, p, results, n * hw, _scale_of(deviation, p), first_scaled((gradient, like)))
+    g, holder = operand(gradient, like), first_scaled((gradient, like))
+    values = _operand_values(x, mean, deviation, weight)
+    results = aten.native_group_norm_backward.default(to_float32(g), *values, n, c, hw, group, mask)
+    return _norm_gradients(g, _keep_requested(results, mask), n * hw, operand(deviation, like)._scale, holder)
 
 
 @implements(aten._fused_rms_norm_backward.default, family="norm")
 def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight: Any, mask: Any) -> tuple:
-    """d (g w - xhat mean(g w xhat)) with xhat = p d: to x under gs / xs."""
+    """d (g w - xhat mean(g w xhat)) with xhat = x d: to x under gs / xs."""
     like = first_scaled((gradient, x, weight))
-    g, p = operand(gradient, like), operand(x, like)
-    (inverse,) = _statistics(p, None, deviation)
-    dims = list(range(-len(shape), 0))
-    xhat = to_float32(p) * inverse
+    g, holder = operand(gradient, like), first_scaled((gradient, like))
+    values, inverse = _operand_values(x, deviation)
+    xhat = values * inverse
     weighted = to_float32(g) if weight is None else to_float32(g) * value_of(weight)
-    to_x = inverse * (weighted - xhat * (weighted * xhat).mean(dims, keepdim=True))
+    to_x = inverse * (weighted - xhat * (weighted * xhat).mean(list(range(-len(shape), 0)), keepdim=True))
     outer = list(range(x.dim() - len(shape)))
     to_weight = None
     if mask[1] and weight is not None:
         to_weight = to_float32(g) * xhat
         to_weight = to_weight.sum(outer) if outer else to_weight
-    results = (to_x if mask[0] else None, to_weight)
-    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), first_scaled((gradient, like)))
+    results, rows = (to_x if mask[0] else None, to_weight), math.prod(x.shape[: len(outer)])
+    return _norm_gradients(g, results, rows, operand(deviation, like)._scale, holder)
 
 
-def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
-    """Normalised over the batch; the saved statistics; the mean and the unbiased variance of the batch as values."""
-    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
-    channels = x.shape[1]
-    zeros = torch.zeros(channels, dtype=torch.float32, device=given.data.device)
-    y, mean, deviation, average, variance = aten._native_batch_norm_legit_functional.default(
-        given.data, *_operand_values(weight, bias), zeros, zeros.clone(), True, 1.0, given.eps
+def _normalise_batch(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
+    """Normalise over the batch; return the saved statistics too, and the mean and unbiased variance as values."""
+    p = operand(x, first_scaled((x, weight, bias)))
+    zeros = torch.zeros(x.shape[1], dtype=torch.float32, device=p.device)
+    y, *statistics, mean, variance = aten._native_batch_norm_legit_functional.default(
+        *_operand_values(p, weight, bias), zeros, zeros.clone(), True, 1.0, eps
     )
-    scale = given.x._scale.clone() if given.exact else scale_one(y)
-    square, rest = _powers.product(scale, scale)
-    batch = (wrap(average, scale, torch.float32), wrap(_powers.times(variance, rest), square, torch.float32))
-    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation), batch
+    return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics), (mean, variance)
 
 
-def _step_average(running: Any, batch: ScaledTensor, momentum: float) -> Any:
+def _step_average(running: Any, batch: Tensor, momentum: float) -> Any:
     """Return a moving average after one step: scaled if the average is."""
     if not isinstance(running, ScaledTensor):
-        return running * (1 - momentum) + decode_values(batch, running.dtype) * momentum
+        return running * (1 - momentum) + batch.to(running.dtype) * momentum
     wide = wrap(to_float32(running), running._scale, running.dtype)
-    mean: Any = batch * momentum + wide * (1 - momentum)
+    mean: Any = wide * (1 - momentum) + batch * momentum
     return make_scaled(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
 
 
@@ -255,7 +180,7 @@ def batch_norm(
     """Normalised over the batch in training, the running statistics moved in place; else by those."""
     if not training:
         return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
-    y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
+    y, saved, deviation, batch = _normalise_batch(x, weight, bias, eps)
     for running, new in zip((mean, variance), batch):
         if running is not None:
             write(running, _step_average(running, new, momentum))
@@ -275,7 +200,7 @@ def batch_norm_functional(
     """Normalise like `native_batch_norm`, returning the moved running statistics as results."""
     if not training:
         return *_normalise_in_evaluation(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
-    y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
+    y, saved, deviation, batch = _normalise_batch(x, weight, bias, eps)
     return y, saved, deviation, _step_average(mean, batch[0], momentum), _step_average(variance, batch[1], momentum)
 
 
@@ -326,19 +251,14 @@ def batch_norm_backward(
     eps: float,
     mask: Any,
 ) -> tuple:
-    """Return the gradient in payloads: to x under gs / xs, to weight and bias under gs c."""
+    """Return the gradients: to x under gs / xs, to weight and bias under gs c."""
     like = first_scaled((gradient, x, weight, mean, variance))
-    g, p = operand(gradient, like), operand(x, like)
-    rows, holder = x.numel() // max(x.shape[1], 1), first_scaled((gradient, like))
-    if train:
-        statistics = (None, None, *_statistics(p, saved, deviation), True, 0.0, mask)
-        results = aten.native_batch_norm_backward.default(to_float32(g), to_float32(p), value_of(weight), *statistics)
-        return _gradients(g, p, _keep_requested(results, mask), rows, _scale_of(deviation, p), holder)
-    statistics = (*_operand_values(x, weight, mean, variance), None, None, False, eps, mask)
-    to_x, *others = _keep_requested(aten.native_batch_norm_backward.default(to_float32(g), *statistics), mask)
-    scale = deviation_scale(p, eps)
-    to_x = to_x if to_x is None else _powers.times(to_x, _powers.ratio(scale_one(to_x), reciprocal(p._scale)))
-    return _gradients(g, p, (to_x, *others), rows, scale, holder)
+    g, holder = operand(gradient, like), first_scaled((gradient, like))
+    values = _operand_values(x, weight, mean, variance, saved, deviation)
+    results = aten.native_batch_norm_backward.default(to_float32(g), *values, train, eps, mask)
+    level = deviation if train else (values[3] + eps).rsqrt()
+    rows = x.numel() // max(x.shape[1], 1)
+    return _norm_gradients(g, _keep_requested(results, mask), rows, operand(level, like)._scale, holder)
 
 
 # The arguments of other backends' operators: with a reserve at the end, or with the input first and no mask.
@@ -349,22 +269,7 @@ implements(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backwa
 )
 
 
-@implements(aten._weight_norm_interface_backward.default, family="norm")
-def weight_norm_backward(gradient: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Tensor, Tensor]:
-    """Return gradients to v: g / |v| (gradient - v <gradient, v> / |v|^2), and to g: <gradient, v> / |v|."""
-    given = (gradient, v, g, norms)
-    like = first_scaled(given)
-    to_w, x, size, length = (operand(y, like) for y in given)
-    # The norms are brought under v's scale, so that v / |v| needs none.
-    n = _powers.times(to_float32(length), _powers.ratio(length._scale, x._scale))
-    dims = [i for i in range(v.dim()) if i != dim % v.dim()]
-    unit = to_float32(x) / n
-    along = (to_float32(to_w) * unit).sum(dims, keepdim=True)
-    to_v = to_float32(size) / n * (to_float32(to_w) - unit * along)
-    storage, dtype = storage_of(given), logical_of(given)
-    inverse, _ = power_of_scale(x._scale, -1)
-    scale, rest = _powers.product(to_w._scale, size._scale, inverse)
-    return make_result(to_v, scale, rest, storage, dtype), make_result(along, to_w._scale.clone(), 1.0, storage, dtype)
+measured_scale(aten._weight_norm_interface_backward.default, family="norm")
 
 
 _INPUTS = ("query", "key", "value")
@@ -564,55 +469,15 @@ def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, *arguments: Any,
     return aten._fused_sdp_choice.default(*map(plain, (query, key, value, *arguments)), **options)
 
 
-def _layer(operator: OpOverload, states: int) -> None:
-    """Register a fused layer computed on values; results after the states are for its backward, and stay plain."""
-
-    def run(*arguments: Any, **options: Any) -> tuple:
-        leaves = tree_leaves((arguments, options))
-        storage, dtype = storage_of(leaves), logical_of(leaves)
-        arguments, options = tree_map(value_of, (arguments, options))
-        results = operator(*arguments, **options)
-        one = torch.ones((), dtype=torch.float32, device=results[0].device)
-        return *(_encode_measured(y, one, storage, dtype) for y in results[:states]), *results[states:]
-
-    implements(operator, family="recurrent")(run)
-
-
-def _layer_backward(operator: OpOverload) -> None:
-    """Register a backward: linear in the gradients of its results, which are aligned to their largest scale."""
-
-    def run_backward(*arguments: Any, **options: Any) -> Any:
-        leaves = tree_leaves((arguments, options))
-        storage, dtype = storage_of(leaves), logical_of(leaves)
-        given = arguments_by_name(operator, arguments, options)
-        names = [name for name, x in given.items() if name.startswith("grad_") and isinstance(x, Tensor)]
-        like = next(x for x in leaves if isinstance(x, ScaledTensor))
-        gradients = [operand(given[name], like) for name in names]
-        scale = _powers.maximum_scale(*(x._scale for x in gradients))
-        payloads = [_powers.times(to_float32(x), _powers.ratio(x._scale, scale)) for x in gradients]
-        given = tree_map(value_of, given) | dict(zip(names, payloads))
-        return tree_map(lambda y: _encode_measured(y, scale, storage, dtype), call_by_name(operator, given))
-
-    implements(operator, family="recurrent")(run_backward)
-
-
-def _encode_measured(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
-    """Encode float32 values, divided by a known scale, under a measured one."""
-    if not isinstance(y, Tensor) or not y.is_floating_point():
-        return y
-    level = rms_scale_float32(y, storage)
-    scale, rest = _powers.product(scale, level)
-    return make_scaled(_powers.times(y / level, rest), scale, storage, dtype)
-
-
-_layer(aten.mkldnn_rnn_layer.default, 3)
-_layer(aten._cudnn_rnn.default, 3)
-_layer(aten._thnn_fused_lstm_cell.default, 2)
-_layer(aten._thnn_fused_gru_cell.default, 1)
-_layer_backward(aten.mkldnn_rnn_layer_backward.default)
-_layer_backward(aten._cudnn_rnn_backward.default)
-_layer_backward(aten._thnn_fused_lstm_cell_backward_impl.default)
-_layer_backward(aten._thnn_fused_gru_cell_backward.default)
+# Results after the states are for the backward pass, and stay plain.
+measured_scale(aten.mkldnn_rnn_layer.default, aten._cudnn_rnn.default, family="recurrent", scaled=3)
+measured_scale(aten._thnn_fused_lstm_cell.default, family="recurrent", scaled=2)
+measured_scale(aten._thnn_fused_gru_cell.default, family="recurrent", scaled=1)
+measured_scale(
+    *(aten.mkldnn_rnn_layer_backward.default, aten._cudnn_rnn_backward.default),
+    *(aten._thnn_fused_lstm_cell_backward_impl.default, aten._thnn_fused_gru_cell_backward.default),
+    family="recurrent",
+)
 data_movement(aten._pack_padded_sequence_backward.default, family="pass-through")
 
 

@@ -457,25 +457,28 @@ def unit_scale(*operators: OpOverload, family: str = "own") -> None:
     sigmoid, softmax, cos: computed on values; a larger scale where the largest finite result needs it.
     """
     for operator in present(operators):
-        implements(operator, family=family)(_rule_on_values(operator, is_unit=True))
+        implements(operator, family=family)(_rule_on_values(operator, True))
 
 
-def measured_scale(*operators: OpOverload, family: str = "own") -> None:
+def measured_scale(*operators: OpOverload, family: str = "own", scaled: int = 0) -> None:
     """Register operators that no power law describes: op(p s) under a scale r next to the results' root mean square.
 
-    lgamma, histc, linear solvers: computed on values; r is a power of two.
+    lgamma, histc, linear solvers: computed on values; r is a power of two. Results beyond the first `scaled` ones stay
+    plain, such as what a layer saves for its backward pass.
     """
     for operator in present(operators):
-        implements(operator, family=family)(_rule_on_values(operator, is_unit=False))
+        implements(operator, family=family)(_rule_on_values(operator, False, scaled))
 
 
-def _rule_on_values(operator: OpOverload, is_unit: bool) -> Callable[..., Any]:
+def _rule_on_values(operator: OpOverload, is_unit: bool, scaled: int = 0) -> Callable[..., Any]:
     def compute(*arguments: Any, **options: Any) -> Any:
         flat = [*arguments, *options.values()]
         flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
         storage, dtype = storage_of(flat), logical_of(flat)
         arguments, options = mapped(value_of, (arguments, options))
-        return mapped(lambda y: _encode_result(y, storage, dtype, is_unit), operator(*arguments, **options))
+        results = operator(*arguments, **options)
+        encoded = mapped(lambda y: _encode_result(y, storage, dtype, is_unit), results[:scaled] if scaled else results)
+        return (*encoded, *results[scaled:]) if scaled else encoded
 
     return compute
 
