@@ -50,7 +50,7 @@ SCALED_STEPS = [
 ]
 FORMS = [
     *(("product", count) for count in (1, 2, 3)),
-    *(("values", 1), ("ratio", 2), ("brought", 2), ("factor", 2), ("deviation", 1), ("paired", 4), ("levelled", 2)),
+    *(("values", 1), ("brought", 2), ("factor", 2), ("levelled", 2)),
     ("held", 1),
 ]
 

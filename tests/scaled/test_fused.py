@@ -12,8 +12,8 @@ from halfulp.scaled import _fused as fused
 
 KINDS = list(fused.CODECS)
 POINTERS = dict(zip(KINDS, ("*fp32", "*bf16", "*fp16", "*u8", "*u8")))
-FORMS = [("product", count) for count in range(4)] + [("values", 1), ("ratio", 2), ("factor", 2), ("deviation", 1)]
-FORMS += [("paired", 3), ("paired", 4), ("levelled", 2), ("brought", 2), ("held", 1)]
+FORMS = [("product", count) for count in range(4)]
+FORMS += [("values", 1), ("factor", 2), ("levelled", 2), ("brought", 2)]
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from ..rounding._device_functions import E4M3FN, E5M2, bfloat16_code, bfloat16_w
 from . import _powers_of_two as _powers
 
 SMALLEST, LARGEST, HUGE = _powers.SMALLEST, _powers.LARGEST, _powers.HUGE
-INFINITE, BFLOAT16_LARGEST = float("inf"), torch.finfo(torch.bfloat16).max
+INFINITE = float("inf")
 # Where rounding to a power of two goes up, as a mantissa in float32: next to sqrt(2).
 TURN = float(np.uint32(0x3F800000 | _powers.HALF_POWER).view(np.float32))
 BLOCK = 1024
@@ -92,29 +92,18 @@ def scale_and_rest(scales, number):
     return clamp_scale(total), total / clamp_scale(total)
 
 
-def under(scale: Any, other: Any, top: float = INFINITE) -> Any:
-    """Device function: the factor of a payload that is brought from one scale under another."""
-    factor = larger_of(scale / other, SMALLEST)
-    return factor if top == INFINITE else least(factor, top)
-
-
-def reciprocal_deviation_scale(scales, number):
-    """Device function: the scale min(1 / scale, number) of a reciprocal deviation, and its payload's factor."""
-    scale = least(clamp_scale(1.0 / scales[0]), number)
-    return scale, larger_of(1.0 / scale, SMALLEST)
+def under(scale: Any, other: Any) -> Any:
+    """Device function: the factor of a payload that is brought from one scale under another, at most 2^100."""
+    return least(larger_of(scale / other, SMALLEST), HUGE)
 
 
 # By mode: the scale, if there is one, and the factors of the payload.
 MODES: dict[str, Callable[..., tuple[Any, ...]]] = {
     "product": lambda s, number, factor: scale_and_rest(s, number),
     "values": lambda s, number, factor: (s[0], larger_of(1.0 / s[0], SMALLEST)),
-    "ratio": lambda s, number, factor: (s[1], under(*s)),
     "factor": lambda s, number, factor: (clamp_scale(product(s, number)),),
-    "deviation": lambda s, number, factor: reciprocal_deviation_scale(s, number),
-    "paired": lambda s, number, factor: (*scale_and_rest(s[:-1], number), 1.0 / clamp_scale(s[-2] * s[-1])),
     "levelled": lambda s, number, factor: (*scale_and_rest(s, number), 1.0 / s[1]),
-    "brought": lambda s, number, factor: (s[1], under(s[0], s[1], HUGE)),
-    "held": lambda s, number, factor: (least(BFLOAT16_LARGEST / s[0], BFLOAT16_LARGEST),),
+    "brought": lambda s, number, factor: (s[1], under(*s)),
 }
 
 
@@ -123,7 +112,7 @@ def larger_scale(scales, sign):
     a, b = scales
     usual = larger_of(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
     scale = select(usual == SMALLEST, larger_of(a, b), usual)
-    return scale, under(a, scale, HUGE), under(b, scale, HUGE)
+    return scale, under(a, scale), under(b, scale)
 
 
 def affine_scale(scales, beta, beta_power, alpha, power):
@@ -153,11 +142,6 @@ def finish_element(values, factors, number, factor):
     for one in reversed(factors):
         made = made * one
     return made
-
-
-def hold_element(values, factors, number, factor):
-    """Device function: an element, finite ones within a range."""
-    return hold(values[0], factors[0])
 
 
 def add_elements(values, factors, sign):
@@ -383,14 +367,11 @@ def finish(
 
     Args:
         y: a payload of any storage, or values in float32.
-        scales: at most three, and for "paired" four.
+        scales: at most three.
         storage: of the result.
         mode: "product": the scale is that of all scales and the number, within the range of scales, and the factor what
-            is beyond; "values": one scale, of values; "ratio": the second of two, of a payload under the first;
-            "factor": no scale, the factor is the product; "deviation": the smaller of the number and 1 / scale;
-            "paired": "product" without the last scale, divided by the product of the last two; "levelled": "product",
-            divided by the second scale; "brought": "ratio" with a factor of at most 2^100; "held": no scale and
-            no factors, finite elements stay within bfloat16's range under the scale, and as values.
+            is beyond; "values": one scale, of values; "factor": no scale, the factor is the product; "levelled":
+            "product", divided by the second scale; "brought": the second of two scales, of a payload under the first.
         number: a power of two.
         factor: of the payload.
     """
@@ -401,9 +382,8 @@ def finish(
 
 @functools.cache
 def _finish_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> Kernel:
-    kept = int(mode not in ("factor", "held"))
-    element = hold_element if mode == "held" else finish_element
-    return Kernel("finish", MODES[mode], element, (scales, 2, kept), (stored,), written)
+    kept = int(mode != "factor")
+    return Kernel("finish", MODES[mode], finish_element, (scales, 2, kept), (stored,), written)
 
 
 def add(

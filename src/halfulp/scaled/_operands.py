@@ -76,11 +76,11 @@ def make_levelled(
     return make_scaled_to_fit(_powers.times(payload.to(torch.float32) / level, rest), total, storage, dtype)
 
 
-def payload_under(x: ScaledTensor, scale: Tensor) -> Tensor:
-    """Return the float32 payload under a deciding scale: see `brought_under`."""
+def payload_under(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
+    """Return the payload under a deciding scale, rounded to a storage: see `brought_under`."""
     if fused.engaged(x._payload):
-        return fused.finish(x._payload, (x._scale, scale), torch.float32, "brought")[0]
-    return _powers.brought_under(to_float32(x), x._scale, scale)
+        return fused.finish(x._payload, (x._scale, scale), storage, "brought")[0]
+    return to_storage(_powers.brought_under(to_float32(x), x._scale, scale), storage)
 
 
 def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
@@ -171,7 +171,7 @@ def scale_beside_stand_ins(
     scale = rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
     amax = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().amax().double()
     # Wide payloads leave room for products of the largest; narrow ones let it saturate.
-    top = _powers.HUGE if is_wide else torch.finfo(torch.float32).max
+    top = _powers.HUGE if is_wide else _powers.FLOAT32_MAX
     lowest = (amax / top).to(torch.float32)
     lowest = torch.where(amax >= size, lowest.clamp(min=least / torch.finfo(storage).max), lowest)
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
@@ -197,6 +197,12 @@ def storage_of(arguments: Iterable[Any]) -> torch.dtype:
     return common_storage([x._payload.dtype for x in arguments if type(x) is ScaledTensor])
 
 
+def product_storage(operands: Iterable[Any]) -> torch.dtype:
+    """Return the storage of a product: float16 for eight-bit operands, the widest storage for others."""
+    storage = storage_of(operands)
+    return torch.float16 if storage in EIGHT_BITS else storage
+
+
 def logical_of(arguments: Iterable[Any]) -> torch.dtype:
     """Return the dtype to which torch would promote these arguments."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
@@ -214,7 +220,6 @@ def logical_of(arguments: Iterable[Any]) -> torch.dtype:
 _STAND_IN = {torch.float8_e4m3fn: 2.0**12}
 # So many times beyond its range a payload takes a larger scale, as others keep their digits under it.
 _ROOM = {torch.float16: 2.0**6, torch.float8_e5m2: 2.0**6}
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def stand_in_size(storage: torch.dtype) -> float:
@@ -243,8 +248,7 @@ def addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = Tr
     if is_wide or is_stand_in_free(x, _powers.HUGE, is_negative=False):
         return made
     # Products of what saturates stay finite.
-    held = made._payload.clamp(-_powers.HUGE, _powers.HUGE)
-    return wrap(torch.where(made._payload.isfinite(), held, made._payload), made._scale, made.dtype)
+    return wrap(_powers.clamp_finite(made._payload, _powers.HUGE), made._scale, made.dtype)
 
 
 def large_elements(
@@ -270,7 +274,7 @@ def large_elements(
 
 def _size_of(storage: torch.dtype, factor: Any) -> float:
     number = abs(float(factor)) if isinstance(factor, (int, float)) else 1.0
-    return min(stand_in_size(storage) / number, _FLOAT32_MAX) if number else _FLOAT32_MAX
+    return min(stand_in_size(storage) / number, _powers.FLOAT32_MAX) if number else _powers.FLOAT32_MAX
 
 
 def saturated(values: Tensor, scale: Tensor, storage: torch.dtype, *large: Tensor | None) -> Tensor:
@@ -281,14 +285,14 @@ def saturated(values: Tensor, scale: Tensor, storage: torch.dtype, *large: Tenso
     limits = torch.finfo(storage)
     if _powers.is_concrete(values):
         top = values.abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if values.numel() else 0.0
-        if top * scale.item() <= _FLOAT32_MAX / 2 and top <= limits.max * _ROOM.get(storage, 1.0):
+        if top * scale.item() <= _powers.FLOAT32_MAX / 2 and top <= limits.max * _ROOM.get(storage, 1.0):
             return values
     # A number that is rounded up to the payload's next must not decode to infinity.
-    held = (_FLOAT32_MAX * (1 - limits.eps) / scale).clamp(max=limits.max)
+    held = (_powers.FLOAT32_MAX * (1 - limits.eps) / scale).clamp(max=limits.max)
     is_large = places[0]
     for place in places[1:]:
         is_large = is_large | place
-    return torch.where(is_large & values.isfinite(), torch.minimum(torch.maximum(values, -held), held), values)
+    return torch.where(is_large, _powers.clamp_finite(values, held), values)
 
 
 WideMode = Literal["autocast", "none"]

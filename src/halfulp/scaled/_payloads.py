@@ -112,8 +112,7 @@ def decode_values(x: Scaled, dtype: torch.dtype | None = None) -> Tensor:
         scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
     if value is not None and value >= _powers.HUGE and wide == torch.float32:
         # A payload may have been rounded up to 2: float32's largest number then decodes to itself, not to infinity.
-        largest = torch.finfo(wide).max
-        scaled = torch.where(x._payload.to(wide).isinf(), scaled, scaled.clamp(-largest, largest))
+        scaled = _powers.clamp_finite(scaled, _powers.FLOAT32_MAX, x._payload.to(wide))
     return scaled if dtype == wide else scaled.to(dtype)
 
 

@@ -13,6 +13,7 @@ PowerRounding = Literal["down", "up", "nearest"]
 POWER_ROUNDINGS = ("down", "up", "nearest")
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**127
+FLOAT32_MAX = torch.finfo(torch.float32).max
 # Scales from here on belong to numbers that stand for infinity, such as a mask's 1e38.
 HUGE = 2.0**100
 # The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
@@ -176,8 +177,12 @@ def brought_under(payload: Tensor, scale: Tensor, other: Tensor) -> Tensor:
 def times_at_most(payload: Tensor, factor: float) -> Tensor:
     """Return a float32 payload times a power of two, where products of finite elements stay finite."""
     moved = times(payload, factor)
-    largest = torch.finfo(torch.float32).max
-    return moved if factor <= HUGE else torch.where(payload.isfinite(), moved.clamp(-largest, largest), payload)
+    return moved if factor <= HUGE else clamp_finite(moved, FLOAT32_MAX, payload)
+
+
+def clamp_finite(values: Tensor, largest: Tensor | float, origin: Tensor | None = None) -> Tensor:
+    """Return values within a range, but for infinities, of these or of the numbers that they are made of."""
+    return torch.where((values if origin is None else origin).isinf(), values, values.clamp(-largest, largest))
 
 
 def times(payload: Tensor, factor: Tensor | float) -> Tensor:

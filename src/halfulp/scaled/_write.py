@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..kernels import note_and_warn_once, torch_operators
-from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._operands import operand
 from ._payloads import decode_values, smallest, to_float32, to_storage
@@ -80,14 +79,11 @@ def write(x: Tensor, value: Any) -> Tensor:
 
 def _held_in_bfloat16(payload: Tensor, scale: Tensor) -> Tensor:
     """Keep finite numbers that bfloat16 would round to infinity, as float32's largest: they saturate."""
-    if fused.engaged(payload):
-        return fused.finish(payload, (scale,), torch.bfloat16, "held")[0]
     largest = torch.finfo(torch.bfloat16).max
     held = (largest / scale).clamp(max=largest)
     if _powers.is_concrete(payload) and (not payload.numel() or payload.abs().amax().item() <= held.item()):
         return payload
-    clamped = torch.minimum(torch.maximum(payload, -held), held)
-    return torch.where(payload.isfinite(), clamped, payload)
+    return _powers.clamp_finite(payload, held)
 
 
 def covers_memory(x: ScaledTensor) -> bool:

@@ -18,18 +18,26 @@ from ...kernels import torch_operators
 from ...subclass._rule_table import arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
-from .._operands import first_scaled, logical_of, make_levelled, make_scaled, operand, storage_of
+from .._operands import (
+    first_scaled,
+    logical_of,
+    make_levelled,
+    make_scaled,
+    operand,
+    payload_under,
+    product_storage,
+    storage_of,
+)
 from .._payloads import to_float32, to_storage
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, wrap
 from .._write import write
-from ._products import product_over, product_storage
+from ._products import product_over
 from ._vocabulary import (
     data_movement,
-    make_result,
     measured_scale,
     payloads_under,
-    power_of_scale,
+    result_under,
     sqrt_of_count,
     value_of,
     values_under,
@@ -44,9 +52,8 @@ def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviatio
 
     The gradient of x takes the deviation's scale.
     """
-    scale, _ = power_of_scale(x._scale, -1)
-    if eps > 0:
-        scale = torch.minimum(scale, torch.full_like(scale, _powers.power_of(eps**-0.5, "down")))
+    largest = _powers.power_of(eps**-0.5, "down") if eps > 0 else _powers.LARGEST
+    scale = x._scale.reciprocal().clamp(_powers.SMALLEST, largest)
     held = None if mean is None else values_under(mean, x._scale, torch.float32, torch.float32)
     return held, values_under(deviation, scale, torch.float32, torch.float32)
 
@@ -318,9 +325,7 @@ def _attention(operator: OpOverload) -> None:
         output, *others = call_by_name(
             operator, given | _payloads(query, key, value, kernel) | _bias_values(given, kernel)
         )
-        if fused.engaged(output):
-            return _fused_output(output, value._scale, storage, dtype), *others
-        return make_result(output.to(torch.float32), value._scale.clone(), 1.0, storage, dtype), *others
+        return result_under(output, (value._scale,), storage, dtype), *others
 
     implements(operator, family="attention")(attend)
 
@@ -342,28 +347,24 @@ def _attention_backward(operator: OpOverload) -> None:
         bias = _bias_values(given, kernel)
         payloads = _payloads(query, key, value, kernel) | {
             of_output: _narrow_payload(gradient, kernel),
-            "out": _output_under(output, value._scale, kernel),
+            "out": payload_under(output, value._scale, kernel),
             "logsumexp": value_of(given["logsumexp"]),
         }
         results = call_by_name(operator, given | payloads | bias)
         sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
+        to_query, to_key, to_value, *others = results
         sum_scale = sqrt_of_count(key.shape[-2])
-        if fused.engaged(results[0]) and not bias:
-            one = 1.0 / sum_scale
-            to_query, to_key, to_value, *others = results
-            return (
-                wrap(*fused.finish(to_query, (sg, sv, sk), storage, "product", one, sum_scale), query.dtype),
-                wrap(*fused.finish(to_key, (sg, sv, sq, sk), storage, "paired", one, sum_scale), key.dtype),
-                _fused_output(to_value, sg, storage, value.dtype),
-                *others,
-            )
-        parts = [
-            ((sg, sv, sk, 1.0 / sum_scale), (sum_scale,), query.dtype),
-            ((sg, sv, sq, 1.0 / sum_scale), (sum_scale, 1.0 / product_over(sq, sk)), key.dtype),
-            ((sg,), (), value.dtype),
-            ((sg, sv, 1.0 / sum_scale), (sum_scale,), next((given[name].dtype for name in bias), None)),
-        ]
-        return tuple(_gradient(y, *part, storage) for y, part in zip(results, parts))
+        factors = {"number": 1.0 / sum_scale, "factor": sum_scale}
+        to_key = _powers.times(to_key.to(torch.float32), 1.0 / product_over(sq, sk))
+        if bias and others and isinstance(others[0], Tensor):
+            dtype = next(given[name].dtype for name in bias)
+            others[0] = result_under(others[0], (sg, sv), storage, dtype, **factors)
+        return (
+            result_under(to_query, (sg, sv, sk), storage, query.dtype, **factors),
+            result_under(to_key, (sg, sv, sq), storage, key.dtype, **factors),
+            result_under(to_value, (sg,), storage, value.dtype),
+            *others,
+        )
 
     implements(operator, family="attention")(attend_backward)
 
@@ -394,42 +395,20 @@ def _kernel_dtype(
 def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype) -> dict[str, Tensor]:
     others = {"key": _narrow_payload(key, kernel), "value": _narrow_payload(value, kernel)}
     if fused.engaged(query._payload):
-        return {"query": fused.finish(query._payload, (query._scale, key._scale), kernel, "factor")[0], **others}
-    payload = _powers.times(to_float32(query), product_over(query._scale, key._scale))
-    return {"query": to_storage(payload, kernel), **others}
+        own = fused.finish(query._payload, (query._scale, key._scale), kernel, "factor")[0]
+    else:
+        own = to_storage(_powers.times(to_float32(query), product_over(query._scale, key._scale)), kernel)
+    return {"query": own, **others}
 
 
 def _narrow_payload(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
     return x._payload if x._payload.dtype == kernel else to_storage(to_float32(x), kernel)
 
 
-def _output_under(output: ScaledTensor, scale: Tensor, kernel: torch.dtype) -> Tensor:
-    """Return the output's payload under the scale of values."""
-    if fused.engaged(output._payload):
-        return fused.finish(output._payload, (output._scale, scale), kernel, "ratio")[0]
-    return to_storage(_powers.times(to_float32(output), product_over(output._scale, scale=scale)), kernel)
-
-
-def _fused_output(y: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    if y.dtype == storage:
-        return wrap(y, scale.clone(), dtype)
-    return wrap(*fused.finish(y, (scale,), storage), dtype)
-
-
 def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
     """Return the logits' bias as values; boolean masks stay."""
     found = {name: given[name] for name in _BIAS if isinstance(given.get(name), Tensor)}
     return {name: value_of(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
-
-
-def _gradient(y: Any, scales: tuple, factors: tuple, dtype: torch.dtype | None, storage: torch.dtype) -> Any:
-    if not isinstance(y, Tensor):
-        return y
-    scale, rest = _powers.product(*scales)
-    values = y.to(torch.float32)
-    for factor in factors:
-        values = _powers.times(values, factor)
-    return make_result(values, scale, rest, storage, dtype or y.dtype)
 
 
 for _operator in (

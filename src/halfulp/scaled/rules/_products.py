@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...environment._narrow_products import widened_dtypes
-from ...kernels import define_operator, present, torch_operators
+from ...kernels import define_operator, torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
@@ -32,6 +32,7 @@ from .._operands import (
     make_scaled_to_fit,
     multiplicand,
     operand,
+    product_storage,
     saturated,
     storage_of,
 )
@@ -40,25 +41,33 @@ from .._powers_of_two import power_of
 from .._registry import EIGHT_BITS, LATER_RULES, implements
 from .._scaled_tensor import ScaledTensor, wrap
 from ._aligned import add
-from ._vocabulary import align, is_fused, make_result, measured_like, measured_scale, overloads, sqrt_of_count, value_of
+from ._vocabulary import (
+    align,
+    make_result,
+    measured_like,
+    measured_scale,
+    overloads,
+    result_under,
+    sqrt_of_count,
+    value_of,
+)
 
 aten = torch_operators("aten")
 SIDE = 16  # torch._scaled_mm takes multiples of this
-_WIDE = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 
 
-def wide_product(operator: OpOverload, a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of two matrices, or batches of some, of float16: exact products, summed in float32."""
-    if present([_WIDE[operator]]) and has_wide_products(a.device):
-        return _WIDE[operator](a, b, torch.float32)
-    return operator(a.to(torch.float32), b.to(torch.float32))
+def _compute_wide_product(a: Tensor, b: Tensor) -> Tensor:
+    packet = aten.mm if a.dim() == 2 else aten.bmm
+    if hasattr(packet, "dtype") and has_wide_products(a.device):
+        return packet.dtype(a, b, torch.float32)
+    return packet.default(a.to(torch.float32), b.to(torch.float32))
 
 
-# `wide_product` as one operator of a graph: compilers cannot ask the device while they trace, and not all of them know
-# torch's products with another dtype.
-traced_wide_product = define_operator(
+# The product of two matrices, or batches of some, of float16: exact products, summed in float32. An operator, as
+# compilers cannot ask the device while they trace, and not all of them know torch's products with another dtype.
+wide_product = define_operator(
     "wide_product(Tensor a, Tensor b) -> Tensor",
-    lambda a, b: wide_product(aten.mm.default if a.dim() == 2 else aten.bmm.default, a, b),
+    _compute_wide_product,
     lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32),
 )
 
@@ -75,12 +84,6 @@ def has_wide_products(device: torch.device) -> bool:
     except (NotImplementedError, RuntimeError):  # of other versions, and of ROCm
         return False
     return True
-
-
-def product_storage(operands: tuple) -> torch.dtype:
-    """Return the storage of a product: float16 for eight-bit operands, the widest storage for others."""
-    storage = storage_of(operands)
-    return torch.float16 if storage in EIGHT_BITS else storage
 
 
 def reciprocal_of_scale(scale: Tensor) -> Tensor | float:
@@ -146,42 +149,29 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
     like = first_scaled((a, b))
     x, y = (product_operand(t, like) for t in (a, b))
     sum_scale = sqrt_of_count(terms)
-    if fused.engaged(x._payload):
-        values, factor = _fused_product(operator, x, y, 1.0 / sum_scale)
-        storage, dtype = product_storage((a, b)), dtype or logical_of((a, b))
-        return wrap(*fused.finish(values, (x._scale, y._scale), storage, number=sum_scale, factor=factor), dtype)
-    scale, rest = _powers.product(x._scale, y._scale, sum_scale)
-    if operator is aten.mm.default and is_eight_bit_product(x._payload, y._payload):
-        values = eight_bit_product(x._payload, y._payload, 1.0 / sum_scale)
-    elif operator in _WITH_FACTOR and _is_traced_wide_product(x._payload, y._payload):
-        values = traced_wide_product(x._payload, y._payload) * (1.0 / sum_scale)
-    else:
-        left, right = _product_payloads(x, y) if operator in _WITH_FACTOR else (to_float32(x), to_float32(y))
-        factor = 1.0 / sum_scale
-        if isinstance(rest, Tensor) and _is_transposed(left):
-            # A weight's gradient ends a graph: the transposed operand was just written, and the factor fuses there.
-            left, factor, rest = (left.mT * (rest * factor)).mT, 1.0, 1.0
-        values = _divided_product(operator, left, right, factor)
-    return make_result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
+    values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
+    storage, dtype = product_storage((a, b)), dtype or logical_of((a, b))
+    return result_under(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
 
 
-def _is_traced_wide_product(a: Tensor, b: Tensor) -> bool:
-    """Return whether payloads are float16 in a graph for CUDA, where products in float32 take several times longer."""
-    is_float16 = a.dtype == b.dtype == torch.float16
-    return is_float16 and a.device.type == "cuda" and not _powers.is_concrete(a)
+def _is_wide_product(a: Tensor, b: Tensor) -> bool:
+    """Return whether payloads are float16 on CUDA, where products in float32 take several times longer."""
+    return a.dtype == b.dtype == torch.float16 and (a.device.type == "cuda" or fused.engaged(a))
 
 
-def _fused_product(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, factor: float) -> tuple[Tensor, float]:
-    """Return a product of payloads, and the factor that it still lacks."""
+def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, factor: float) -> tuple[Tensor, float]:
+    """Return a product of payloads, and the part of the factor that it still lacks."""
     left, right = x._payload, y._payload
     if operator is aten.mm.default and is_eight_bit_product(left, right):
         return eight_bit_product(left, right, factor), 1.0
-    if operator in _WITH_FACTOR and left.dtype == right.dtype == torch.bfloat16:
-        left, right = _product_payloads(x, y)
-        return _divided_product(operator, left, right, factor), 1.0
-    if operator in _WITH_FACTOR and left.dtype == right.dtype == torch.float16:
-        return wide_product(operator, left, right), factor
-    return operator(to_float32(x), to_float32(y)), factor
+    if operator not in _WITH_FACTOR:
+        return operator(to_float32(x), to_float32(y)), factor
+    if _is_wide_product(left, right):
+        return wide_product(left, right), factor
+    left, right = _product_payloads(x, y)
+    if type(left) is not Tensor or factor == 1.0:
+        return operator(left, right), factor
+    return _WITH_FACTOR[operator](left.new_empty(()), left, right, beta=0, alpha=factor), 1.0
 
 
 def product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
@@ -206,18 +196,6 @@ def _product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
     if native and all(payload.dtype == torch.bfloat16 for payload in payloads):
         return payloads
     return [to_float32(x) for x in tensors]
-
-
-def _is_transposed(matrix: Tensor) -> bool:
-    return matrix.dim() == 2 and matrix.mT.is_contiguous() and not matrix.is_contiguous()
-
-
-def _divided_product(operator: OpOverload, left: Tensor, right: Tensor, factor: float) -> Tensor:
-    if factor == 1.0:
-        return operator(left, right)
-    if type(left) is Tensor and operator in _WITH_FACTOR:
-        return _WITH_FACTOR[operator](left.new_empty(()), left, right, beta=0, alpha=factor)
-    return operator(left, right) * factor
 
 
 def _product_of(operator: OpOverload) -> None:
@@ -248,9 +226,8 @@ def mul(a: Any, b: Any) -> Tensor:
     dtype = logical_of((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = split_number(b)
-        if is_fused(a._payload, (a._scale,), a._payload.dtype, 0.0) and power > _powers.SMALLEST and not is_symbolic(b):
-            made = fused.finish(a._payload, (a._scale,), a._payload.dtype, number=power, factor=mantissa)
-            return wrap(*made, dtype)
+        if fused.engaged(a._payload) and power > _powers.SMALLEST and not is_symbolic(b):
+            return result_under(a._payload, (a._scale,), a._payload.dtype, dtype, power, mantissa)
         scale, rest = (zero_scale_like(a), 1.0) if power == _powers.ZERO_SCALE else _powers.product(a._scale, power)
         if type(mantissa) is float and mantissa == 1.0 and type(rest) is float and rest == 1.0:
             return wrap(a._payload.clone(), scale, dtype)
@@ -258,7 +235,7 @@ def mul(a: Any, b: Any) -> Tensor:
     like = first_scaled((a, b))
     if type(a) is type(b) is ScaledTensor and fused.engaged(a._payload) and fused.engaged(b._payload):
         storage = torch.float32 if a is b else storage_of((a, b))
-        return wrap(*fused.finish(to_float32(a) * to_float32(b), (a._scale, b._scale), storage), dtype)
+        return result_under(to_float32(a) * to_float32(b), (a._scale, b._scale), storage, dtype)
     x, y = addend(a, like, among_zeros=False), addend(b, like, among_zeros=False)
     scale, rest = _powers.product(x._scale, y._scale)
     # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
@@ -366,8 +343,8 @@ def add_scaled_product(
         return make_result(saturated(y, scale, storage, *large), scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product fuse with what follows; before it they would cost a pass over a matrix.
-        is_wide = _is_traced_wide_product(x._payload, y._payload)
-        product = traced_wide_product(x._payload, y._payload) if is_wide else separate(left, right)
+        is_wide = _is_wide_product(x._payload, y._payload)
+        product = wide_product(x._payload, y._payload) if is_wide else separate(left, right)
         y = product * (alpha * of_product) + start * (beta * of_base)
         return make_scaled_to_fit(saturated(y, scale, storage, *large), scale, storage, dtype)
     # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
@@ -397,7 +374,7 @@ def _fused_affine(
     shape = (*a.shape[:-1], b.shape[-1])
     if base.shape != shape and not (base._payload.is_contiguous() and shape[len(shape) - base.dim() :] == base.shape):
         return None
-    values, _ = _fused_product(separate, a, b, 1.0)
+    values, _ = _multiply_payloads(separate, a, b, 1.0)
     start = base._payload if base.shape != shape else base._payload.contiguous()
     return fused.affine(values, start, scales, storage, float(beta), beta_power, float(alpha), power)
 
@@ -421,7 +398,7 @@ def _plain_product(
 
 def _clamp_number(number: Any) -> Any:
     """Return a number as torch takes it beside float32 matrices; a tensor's numbers within float32's range."""
-    largest = torch.finfo(torch.float32).max
+    largest = _powers.FLOAT32_MAX
     if isinstance(number, Tensor):
         return number.clamp(-largest, largest)
     return number if is_symbolic(number) or not math.isfinite(number) else min(max(number, -largest), largest)
@@ -497,29 +474,13 @@ def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: to
     like = first_scaled((a, b))
     x, y = operand(a, like), operand(b, like)
     terms = a.shape[-1] // offs.shape[0] if a.dim() == b.dim() == 2 else a.shape[-1]
-    sum_scale = sqrt_of_count(terms)
-    scale, rest = _powers.product(x._scale, y._scale, sum_scale)
-    values = aten._grouped_mm.default(to_float32(x), to_float32(y), offs) * (1.0 / sum_scale)
-    return make_result(values, scale, rest, product_storage((a, b)), out_dtype or logical_of((a, b)))
+    sum_scale, dtype = sqrt_of_count(terms), out_dtype or logical_of((a, b))
+    values = aten._grouped_mm.default(to_float32(x), to_float32(y), offs)
+    scales = (x._scale, y._scale)
+    return result_under(values, scales, product_storage((a, b)), dtype, sum_scale, 1.0 / sum_scale)
 
 
-@implements(aten._trilinear.default, family="bilinear")
-def trilinear(a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, unroll_dim: int = 1):
-    """Sum products of three."""
-    like = first_scaled((a, b, c))
-    tensors, places = [operand(x, like) for x in (a, b, c)], (expand1, expand2, expand3)
-    payloads = [to_float32(x) for x in tensors]
-    dims = payloads[0].dim() + len(expand1)
-    terms = 1
-    for dim in sumdim:
-        for payload, expanded in zip(payloads, places):
-            if dim % dims not in expanded:
-                terms = terms * payload.shape[[d for d in range(dims) if d not in expanded].index(dim % dims)]
-                break
-    sum_scale = sqrt_of_count(terms)
-    scale, rest = _powers.product(*(x._scale for x in tensors), sum_scale)
-    values = aten._trilinear.default(*payloads, expand1, expand2, expand3, sumdim, unroll_dim) * (1.0 / sum_scale)
-    return make_result(values, scale, rest, product_storage((a, b, c)), logical_of((a, b, c)))
+measured_scale(aten._trilinear.default, family="bilinear")
 
 
 @implements(aten.convolution.default, family="bilinear")
@@ -564,7 +525,9 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
     dtypes = (x.dtype, weight.dtype, gradient.dtype)
     storage = product_storage(given)
     return tuple(
-        _brought_back(y, (gradient._scale, *other), count, storage, dtype) if ask else None
+        result_under(y, (gradient._scale, *other), storage, dtype, sqrt_of_count(count), 1 / sqrt_of_count(count))
+        if ask
+        else None
         for y, other, count, dtype, ask in zip(values, others, counts, dtypes, wanted)
     )
 
@@ -578,26 +541,7 @@ def _terms(weight: Tensor, transposed: bool, groups: int, of_output: bool) -> in
     return weight.shape[1] * window
 
 
-def _brought_back(values: Tensor, scales: tuple, count: int, storage: torch.dtype, dtype: torch.dtype) -> Tensor:
-    sum_scale = sqrt_of_count(count)
-    scale, rest = _powers.product(*scales, sum_scale)
-    return make_result(values * (1.0 / sum_scale), scale, rest, storage, dtype)
-
-
-@implements(aten.conv_tbc.default, family="bilinear")
-def conv_tbc(x: Any, weight: Any, bias: Any, pad: int = 0) -> Tensor:
-    """Return a convolution over time of [time, batch, channel], its weight [window, in, out]."""
-    y = aten.convolution.default(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad], [1], False, [0], 1)
-    return y.permute(2, 0, 1)
-
-
-@implements(aten.conv_tbc_backward.default, family="bilinear")
-def conv_tbc_backward(gradient: Any, x: Any, weight: Any, bias: Any, pad: int) -> tuple[Tensor, ...]:
-    """Return the gradients of the input, the weight and the bias."""
-    tensors = (gradient.permute(1, 2, 0), x.permute(1, 2, 0), weight.permute(2, 1, 0))
-    rest = (list(bias.shape), [1], [pad], [1], False, [0], 1, [True] * 3)
-    of_x, of_weight, of_bias = aten.convolution_backward.default(*tensors, *rest)
-    return of_x.permute(2, 0, 1), of_weight.permute(2, 1, 0), of_bias
+measured_scale(aten.conv_tbc.default, aten.conv_tbc_backward.default, family="bilinear")
 
 
 def fma(a: Any, b: Any, c: Any) -> Tensor:

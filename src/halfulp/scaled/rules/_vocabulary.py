@@ -40,11 +40,12 @@ from .._operands import (
     make_scaled_to_fit,
     operand,
     payload_under,
+    product_storage,
     saturated,
     storage_of,
 )
 from .._payloads import decode_values, selectable_payload, to_float32
-from .._registry import EIGHT_BITS, implements
+from .._registry import EIGHT_BITS, FAMILIES, implements
 from .._scaled_tensor import ScaledTensor, wrap
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
@@ -107,37 +108,30 @@ def _centre(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return _powers.times(y / power, rest), total
 
 
-def payloads_under(results: Any, factors: list[Tensor], holders: list[Any], sum_scale: float = 1.0) -> Any:
+def result_under(
+    y: Tensor,
+    scales: Sequence[Tensor],
+    storage: torch.dtype,
+    dtype: torch.dtype,
+    number: float = 1.0,
+    factor: float = 1.0,
+) -> ScaledTensor:
+    """Return a payload times a factor, under the product of scales and a power of two, as a scaled tensor."""
+    has_factors = len(scales) != 1 or number != 1.0
+    if (has_factors or y.dtype != storage) and len(scales) <= 3 and y.dtype in fused.CODECS and fused.engaged(y):
+        return wrap(*fused.finish(y, scales, storage, number=number, factor=factor), dtype)
+    scale, rest = _powers.product(*scales, number) if has_factors else (scales[0].clone(), 1.0)
+    made: ScaledTensor = make_result(y if factor == 1.0 else y * factor, scale, rest, storage, dtype)
+    return made
+
+
+def payloads_under(results: Any, scales: list[Tensor], holders: list[Any], sum_scale: float = 1.0) -> Any:
     """Return floating results, payloads under the product of scales, each with a scale of its own."""
     storage, dtype = storage_of(holders), logical_of(holders)
-    if not factors:
-        factors = [scale_one(first_scaled(holders))]
-
-    held: list[tuple[Tensor, Tensor | float]] = []  # computed once, if at all
-
-    def scale_and_rest() -> tuple[Tensor, Tensor | float]:
-        if not held:
-            is_one = len(factors) == 1 and sum_scale == 1.0
-            held.append((factors[0], 1.0) if is_one else _powers.product(*factors, sum_scale))
-        return held[0]
-
-    def rescaled(y: Any) -> Any:
-        if not isinstance(y, Tensor) or not y.is_floating_point():
-            return y
-        if is_fused(y, factors, storage, sum_scale):
-            payload, made = fused.finish(y, factors, storage, number=sum_scale, factor=1.0 / sum_scale)
-            return wrap(payload, made, dtype)
-        scale, rest = scale_and_rest()
-        return make_result(y if sum_scale == 1.0 else y * (1.0 / sum_scale), scale.clone(), rest, storage, dtype)
-
-    return mapped(rescaled, results)
-
-
-def is_fused(y: Tensor, factors: Sequence[Tensor], storage: torch.dtype, number: float = 1.0) -> bool:
-    """Return whether one kernel makes a result of y, and there is anything to compute."""
-    if len(factors) > 3 or y.dtype not in fused.CODECS or not fused.engaged(y):
-        return False
-    return len(factors) != 1 or number != 1.0 or y.dtype != storage
+    scales = scales or [scale_one(first_scaled(holders))]
+    return mapped(
+        lambda y: result_under(y, scales, storage, dtype, sum_scale, 1.0 / sum_scale) if is_floating(y) else y, results
+    )
 
 
 def values_under(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
@@ -151,8 +145,6 @@ def values_under(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype
 
 def values_under_one(y: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Return float32 values as a scaled tensor under the scale 1, or what the largest needs."""
-    if y.dtype in fused.CODECS and y.dtype != storage and fused.engaged(y):
-        return wrap(*fused.finish(y, (), storage), dtype)
     return make_scaled_to_fit(y, scale_one(y), storage, dtype)
 
 
@@ -212,7 +204,6 @@ def sqrt_of_count(count: int) -> float:
     return float(power)
 
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
 # From these magnitudes on a constant stands for infinity: a scale that holds it would flush other numbers to 0.
 _STAND_IN = {torch.float16: 2.0**24, torch.float8_e5m2: 2.0**24, torch.float8_e4m3fn: 2.0**12}
 # Among zeros, larger constants are put at the top of the payload's range: numbers added later are mostly smaller.
@@ -278,7 +269,9 @@ def constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.dtype
     """Return a constant's payload under a scale; a constant that stands for infinity saturates."""
     payload = to_float32(constant)
     largest = torch.finfo(storage).max
-    moved = _powers.times(payload, _powers.ratio(constant._scale, scale)).clamp(-FLOAT32_MAX, FLOAT32_MAX)
+    moved = _powers.times(payload, _powers.ratio(constant._scale, scale)).clamp(
+        -_powers.FLOAT32_MAX, _powers.FLOAT32_MAX
+    )
     if storage == torch.bfloat16:  # to which float32's largest number would be rounded as infinity
         held = (largest / scale).clamp(max=largest)
         moved = torch.minimum(torch.maximum(moved, -held), held)
@@ -326,8 +319,8 @@ def _payload_of(constant: float, scale: float, storage: torch.dtype) -> float:
         held = min(largest, largest / scale)
         return min(max(payload, -held), held)
     if abs(payload) > largest and abs(constant) >= _stand_in(storage):
-        return math.copysign(min(max(largest, LEAST_STAND_IN / scale), FLOAT32_MAX), constant)
-    return min(max(payload, -FLOAT32_MAX), FLOAT32_MAX)
+        return math.copysign(min(max(largest, LEAST_STAND_IN / scale), _powers.FLOAT32_MAX), constant)
+    return min(max(payload, -_powers.FLOAT32_MAX), _powers.FLOAT32_MAX)
 
 
 def _stand_in(storage: torch.dtype) -> float:
@@ -467,14 +460,17 @@ def measured_scale(*operators: OpOverload, family: str = "own", scaled: int = 0)
     plain, such as what a layer saves for its backward pass.
     """
     for operator in present(operators):
-        implements(operator, family=family)(_rule_on_values(operator, False, scaled))
+        is_product = family in FAMILIES and FAMILIES[family].operands == "home"
+        implements(operator, family=family)(_rule_on_values(operator, False, scaled, is_product))
 
 
-def _rule_on_values(operator: OpOverload, is_unit: bool, scaled: int = 0) -> Callable[..., Any]:
+def _rule_on_values(
+    operator: OpOverload, is_unit: bool, scaled: int = 0, is_product: bool = False
+) -> Callable[..., Any]:
     def compute(*arguments: Any, **options: Any) -> Any:
         flat = [*arguments, *options.values()]
         flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
-        storage, dtype = storage_of(flat), logical_of(flat)
+        storage, dtype = (product_storage if is_product else storage_of)(flat), logical_of(flat)
         arguments, options = mapped(value_of, (arguments, options))
         results = operator(*arguments, **options)
         encoded = mapped(lambda y: _encode_result(y, storage, dtype, is_unit), results[:scaled] if scaled else results)
