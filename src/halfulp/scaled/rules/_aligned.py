@@ -33,10 +33,9 @@ from ._vocabulary import (
     aligned,
     constants_under,
     homogeneous,
+    measured_scale,
     payloads_under,
     unit_scale,
-    value_of,
-    values_under,
 )
 
 aten = torch_operators("aten")
@@ -303,20 +302,10 @@ def copy(x: Any, source: Any, non_blocking: bool = False) -> Tensor:
     return make_scaled(payload, scale, x._payload.dtype, x.dtype)
 
 
-# A remainder is no larger than dividend and divisor: fmod takes the dividend's scale, remainder the divisor's.
-implements(aten.fmod.Tensor, aten.fmod.Scalar, family="alignment")(lambda x, y: _remainder(aten.fmod.Tensor, x, y, x))
-implements(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor, family="alignment")(
-    lambda x, y: _remainder(aten.remainder.Tensor, x, y, y)
+measured_scale(
+    *(aten.fmod.Tensor, aten.fmod.Scalar, aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
+    family="alignment",
 )
-
-
-def _remainder(operator: OpOverload, x: Any, y: Any, keep: Any) -> Tensor:
-    like = first_scaled((x, y))
-    a, b = operand(x, like), operand(y, like)
-    values = operator(value_of(a), value_of(b))
-    return values_under(values, operand(keep, like)._scale, storage_of((x, y)), logical_of((x, y)))
-
-
 unit_scale(aten.heaviside.default, family="alignment")
 homogeneous(aten.copysign.Tensor, family="alignment", self=1, other=0)
 homogeneous(aten.copysign.Scalar, family="alignment", self=1)

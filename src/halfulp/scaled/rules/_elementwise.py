@@ -13,7 +13,7 @@ from ...kernels import present, torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
 from .._operands import encode_values, first_scaled, logical_of, make_scaled, operand, storage_of
-from .._payloads import selectable_payload, to_float32
+from .._payloads import to_float32
 from .._powers_of_two import ratio, times
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor
@@ -31,7 +31,6 @@ from ._vocabulary import (
     scale_one,
     unit_scale,
     value_of,
-    values_under,
 )
 
 aten = torch_operators("aten")
@@ -91,6 +90,7 @@ unit_scale(
     *(aten.erfc.default, aten.sinc.default, aten.logit.default, aten.atan2.default, aten.angle.default),
     *(aten.special_ndtri.default, aten.special_i0e.default, aten.special_bessel_j0.default),
     *(aten.special_spherical_bessel_j0.default, aten.igamma.default, aten.igammac.default, aten.frexp.Tensor),
+    *(aten.sign.default, aten.sgn.default),
     family="unit output",
 )
 homogeneous(
@@ -98,13 +98,6 @@ homogeneous(
     family="unit output",
     grad_output=1,
 )
-
-
-@implements(aten.sign.default, aten.sgn.default, family="unit output")
-def sign(x: ScaledTensor) -> Tensor:
-    """-1, 0 or 1, of the payload, under the scale 1."""
-    values = torch.sign(to_float32(x))
-    return make_scaled(values, scale_one(values), x._payload.dtype, x.dtype)
 
 
 # Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
@@ -159,14 +152,14 @@ gate(
     family="gated",
 )
 homogeneous(aten.leaky_relu.default, family="pass-through")
-gate(aten.softplus.default, family="gated", at_least_one=True)
+gate(aten.softplus.default, aten.log_sigmoid_forward.default, family="gated", at_least_one=True)
 unit_scale(aten.hardsigmoid.default, family="gated")
 homogeneous(
     *(aten.gelu_backward.default, aten.silu_backward.default, aten.mish_backward.default),
     *(aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default),
     *(aten.leaky_relu_backward.default, aten.elu_backward.default, aten.softplus_backward.default),
     *(aten.softshrink_backward.default, aten.glu_backward.default, aten.log_sigmoid_backward.default),
-    aten.rrelu_with_noise_backward.default,
+    *(aten.rrelu_with_noise_backward.default, aten.threshold_backward.default),
     family="gated",
     grad_output=1,
 )
@@ -184,32 +177,12 @@ def prelu_backward(gradient: Any, x: Any, weight: Any) -> tuple[Tensor, Tensor]:
     return payloads_under(to_x, [g._scale], [holder]), payloads_under(to_weight, [g._scale, p._scale], [holder])
 
 
-@implements(aten.threshold_backward.default, family="gated")
-def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
-    """Return the gradient where x is above the threshold."""
-    like = first_scaled((gradient, x))
-    g = operand(gradient, like)
-    holder = gradient if isinstance(gradient, ScaledTensor) else like
-    compared = operand(x, like)
-    pair = (selectable_payload(g), selectable_payload(compared) if threshold == 0 else value_of(x))
-    pair = pair if pair[0].dtype == pair[1].dtype else (to_float32(g), pair[1].to(torch.float32))
-    return payloads_under(aten.threshold_backward.default(*pair, threshold), [g._scale], [holder])
-
-
 @implements(aten.threshold.default, family="gated")
 def threshold(x: ScaledTensor, threshold: Any, value: Any) -> Tensor:
     """x where it is above the threshold, else a constant, under x's scale."""
     (constant,), scale = constants_under(x, value)
     payload = times(to_float32(x), ratio(x._scale, scale))
     return payloads_under(torch.where(value_of(x) <= threshold, constant, payload), [scale], [x])
-
-
-@implements(aten.log_sigmoid_forward.default, family="gated")
-def log_sigmoid_forward(x: ScaledTensor) -> tuple[Tensor, Tensor]:
-    """log(sigmoid) under x's scale or 1, the larger; the buffer as values."""
-    values, buffer = aten.log_sigmoid_forward.default(value_of(x))
-    one = torch.ones_like(x._scale)
-    return values_under(values, torch.maximum(x._scale, one), x._payload.dtype, x.dtype), buffer
 
 
 @implements(aten.rrelu_with_noise_functional.default, family="gated")

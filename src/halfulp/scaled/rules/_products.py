@@ -20,7 +20,6 @@ from ...environment._narrow_products import widened_dtypes
 from ...kernels import define_operator, torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
-from .._derivation import run_on_values
 from .._float8 import eight_bit_engine
 from .._operands import (
     addend,
@@ -28,7 +27,6 @@ from .._operands import (
     keep_nonzero,
     large_elements,
     logical_of,
-    make_scaled,
     make_scaled_to_fit,
     multiplicand,
     operand,
@@ -38,7 +36,7 @@ from .._operands import (
 )
 from .._payloads import to_float32
 from .._powers_of_two import power_of
-from .._registry import EIGHT_BITS, LATER_RULES, implements
+from .._registry import EIGHT_BITS, LATER_RULES, ComplexOperand, implements
 from .._scaled_tensor import ScaledTensor, wrap
 from ._aligned import add
 from ._vocabulary import (
@@ -122,6 +120,8 @@ def split_number(value: Any) -> tuple[Any, float]:
     """
     if is_symbolic(value):
         return value, 1.0
+    if isinstance(value, complex):
+        raise ComplexOperand
     value = float(value)
     if not math.isfinite(value):
         return value, 1.0
@@ -134,18 +134,12 @@ def zero_scale_like(x: ScaledTensor) -> Tensor:
     return torch.full_like(x._scale, _powers.ZERO_SCALE)
 
 
-def _is_complex(x: Any) -> bool:
-    return isinstance(x, complex) or (isinstance(x, Tensor) and x.is_complex())
-
-
 # Matrix products, and the operators that apply a factor to the result without another pass over it.
 _WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
 
 
 def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torch.dtype | None = None) -> Tensor:
     """op(pa, pb) / c under the scale sa sb c, with c the power of two below sqrt(terms)."""
-    if _is_complex(a) or _is_complex(b):
-        return run_on_values(operator, a, b)
     like = first_scaled((a, b))
     x, y = (product_operand(t, like) for t in (a, b))
     sum_scale = sqrt_of_count(terms)
@@ -219,39 +213,39 @@ def product_as(a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
 @implements(aten.mul.Tensor, aten.mul.Scalar, family="bilinear")
 def mul(a: Any, b: Any) -> Tensor:
     """pa pb under the scale sa sb; a number is split at the power of two next to it in log2."""
-    if _is_complex(a) or _is_complex(b):
-        return run_on_values(aten.mul.Tensor, a, b)
     if not isinstance(a, Tensor):
         a, b = b, a
     dtype = logical_of((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = split_number(b)
-        if fused.engaged(a._payload) and power > _powers.SMALLEST and not is_symbolic(b):
-            return result_under(a._payload, (a._scale,), a._payload.dtype, dtype, power, mantissa)
-        scale, rest = (zero_scale_like(a), 1.0) if power == _powers.ZERO_SCALE else _powers.product(a._scale, power)
-        if type(mantissa) is float and mantissa == 1.0 and type(rest) is float and rest == 1.0:
-            return wrap(a._payload.clone(), scale, dtype)
-        return make_result(to_float32(a) * mantissa, scale, rest, a._payload.dtype, dtype)
-    like = first_scaled((a, b))
-    if type(a) is type(b) is ScaledTensor and fused.engaged(a._payload) and fused.engaged(b._payload):
-        storage = torch.float32 if a is b else storage_of((a, b))
+        storage = a._payload.dtype
+        if power == _powers.ZERO_SCALE:
+            return make_result(to_float32(a) * mantissa, zero_scale_like(a), 1.0, storage, dtype)
+        if type(mantissa) is float and mantissa == 1.0:
+            scale, rest = _powers.product(a._scale, power)
+            is_exact = type(rest) is float and rest == 1.0
+            return (
+                wrap(a._payload.clone(), scale, dtype)
+                if is_exact
+                else make_result(to_float32(a), scale, rest, storage, dtype)
+            )
+        return result_under(a._payload, (a._scale,), storage, dtype, power, mantissa)
+    if type(a) is type(b) is ScaledTensor:
+        # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
+        is_square = a is b and not _powers.is_concrete(a._payload)
+        storage = torch.float32 if is_square else storage_of((a, b))
         return result_under(to_float32(a) * to_float32(b), (a._scale, b._scale), storage, dtype)
+    like, storage = first_scaled((a, b)), storage_of((a, b))
     x, y = addend(a, like, among_zeros=False), addend(b, like, among_zeros=False)
     scale, rest = _powers.product(x._scale, y._scale)
-    # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
-    is_square = a is b and not _powers.is_concrete(x._payload)
-    storage = torch.float32 if is_square else storage_of((a, b))
-    values = to_float32(x) * to_float32(y)
     large = [large_elements(factor, like, among_zeros=False) for factor in (a, b)]
-    values = saturated(values, scale, storage, *large)
+    values = saturated(to_float32(x) * to_float32(y), scale, storage, *large)
     return make_result(values, scale, rest, storage, dtype)
 
 
 @implements(aten.div.Tensor, aten.div.Scalar, family="bilinear")
 def div(a: Any, b: Any) -> Tensor:
     """pa / pb under the scale sa / sb."""
-    if _is_complex(a) or _is_complex(b):
-        return run_on_values(aten.div.Tensor, a, b)
     dtype = logical_of((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_number(b)
@@ -274,24 +268,10 @@ def _powers_of_zeros(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
     return torch.where(divisor == _powers.ZERO_SCALE, 1.0 / _powers.ZERO_SCALE, 1.0) * rest
 
 
-@implements(aten.div.Tensor_mode, aten.div.Scalar_mode, family="bilinear")
-def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
-    """Return the quotient of values, rounded to integers: it depends on the ratio alone, and is 0 or at least 1."""
-    if rounding_mode is None:
-        return div(a, b)
-    (x, y), _, storage, dtype = align(a, b)
-    like = first_scaled((a, b))
-    bottom = operand(b, like)._scale
-    scale, _ = _powers.product(operand(a, like)._scale, reciprocal_of_scale(bottom))
-    scale = _powers.maximum_scale(scale, torch.ones_like(scale))
-    quotient = aten.div.Tensor_mode(x, y, rounding_mode=rounding_mode)
-    return make_scaled(_powers.times(quotient, product_over(1.0, scale=scale)), scale, storage, dtype)
-
-
-@implements(aten.floor_divide.default, aten.floor_divide.Scalar, family="bilinear")
-def floor_divide(a: Any, b: Any) -> Tensor:
-    """Return the quotient rounded down."""
-    return div_rounded(a, b, rounding_mode="floor")
+measured_scale(
+    *(aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.floor_divide.Scalar),
+    family="bilinear",
+)
 
 
 def add_scaled_product(

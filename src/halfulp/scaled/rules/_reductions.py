@@ -11,9 +11,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import present, torch_operators
-from .. import _powers_of_two as _powers
-from .._operands import encode_values, first_scaled, make_scaled, operand, storage_of
-from .._payloads import decode_values, rms_scale, to_float32
+from .._operands import encode_values, first_scaled, operand
+from .._payloads import decode_values, to_float32
 from .._registry import LOGICALS, implements
 from .._scaled_tensor import ScaledTensor
 from ._vocabulary import (
@@ -25,7 +24,6 @@ from ._vocabulary import (
     measured_scale,
     overloads,
     payloads_under,
-    scale_one,
     sqrt_of_count,
     value_of,
     values_under,
@@ -104,28 +102,7 @@ homogeneous(aten.trace.default, family="reduction", self=1)
 homogeneous(aten.std.correction, family="reduction", self=1)
 
 
-@implements(aten.var.correction, family="reduction")
-def var(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-    """Return the variance: as its square under the scale s^2 leaves narrow payloads soon, under a measured one."""
-    return make_squares(aten.var.correction(to_float32(x), *arguments, **options), x._scale, [x])
-
-
-@implements(aten.var_mean.correction, family="reduction")
-def var_mean(x: ScaledTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return the variance, and the mean under s."""
-    variance, mean = aten.var_mean.correction(to_float32(x), *arguments, **options)
-    return make_squares(variance, x._scale, [x]), payloads_under(mean, [x._scale], [x])
-
-
-def make_squares(y: Tensor, scale: Tensor, holders: list[Any]) -> Tensor:
-    """Return payloads of y s^2 as a tensor; a narrow one under the power of two next to its root mean square."""
-    storage = storage_of(holders)
-    if storage == torch.float32:
-        return payloads_under(y, [scale, scale], holders)
-    power = rms_scale(y, storage)
-    return payloads_under(_powers.times(y, 1.0 / power), [scale, scale, power], holders)
-
-
+measured_scale(aten.var.correction, aten.var_mean.correction, family="reduction")
 homogeneous(aten.std_mean.correction, family="reduction", self=1)
 homogeneous(
     *(aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.max.dim),
@@ -181,25 +158,9 @@ decoded(*overloads(aten.argsort, aten.searchsorted, aten.bucketize), family="com
 measured_scale(
     *overloads(aten.histc, aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts),
     *overloads(aten._histogramdd_from_bin_tensors, aten.bincount),
-    aten.round.decimals,
+    *(aten.round.decimals, aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default),
     family="order",
 )
-
-
-def _register_rounding(operator: torch._ops.OpOverload) -> None:
-    def rounded(x: ScaledTensor) -> Tensor:
-        values = operator(value_of(x))
-        scale = _powers.maximum_scale(x._scale, scale_one(values))
-        return make_scaled(
-            _powers.times(values, _powers.ratio(scale_one(values), scale)), scale, x._payload.dtype, x.dtype
-        )
-
-    implements(operator, family="order")(rounded)
-
-
-# Whole numbers are 0 or at least 1, so the scale is at least 1 too.
-for _operator in (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default):
-    _register_rounding(_operator)
 
 
 homogeneous(
@@ -269,14 +230,6 @@ _nll_backward(aten.nll_loss_backward.default)
 _nll_backward(aten.nll_loss2d_backward.default)
 
 
-@implements(aten.mse_loss.default, family="loss")
-def mse_loss(x: Any, target: Any, reduction: int = MEAN) -> Tensor:
-    """(px - pt)^2 under the scale s^2."""
-    (a, b), scale, *_ = align(x, target)
-    y = aten.mse_loss.default(a, b, reduction)
-    return make_squares(y, scale, [x, target])
-
-
 @implements(aten.mse_loss_backward.default, family="loss")
 def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Tensor:
     """2 pg (px - pt) under gs s / n."""
@@ -317,7 +270,7 @@ _backward_on_values(
 
 
 measured_scale(
-    *(aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default),
+    *(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default),
     *(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default),
     *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default),
     family="loss",

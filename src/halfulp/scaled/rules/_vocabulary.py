@@ -117,11 +117,13 @@ def result_under(
     factor: float = 1.0,
 ) -> ScaledTensor:
     """Return a payload times a factor, under the product of scales and a power of two, as a scaled tensor."""
-    has_factors = len(scales) != 1 or number != 1.0
-    if (has_factors or y.dtype != storage) and len(scales) <= 3 and y.dtype in fused.CODECS and fused.engaged(y):
+    has_product = len(scales) != 1 or number != 1.0
+    has_factor = type(factor) is not float or factor != 1.0  # a traced number is not compared
+    if (has_product or has_factor or y.dtype != storage) and len(scales) <= 3 and fused.engaged(y):
         return wrap(*fused.finish(y, scales, storage, number=number, factor=factor), dtype)
-    scale, rest = _powers.product(*scales, number) if has_factors else (scales[0].clone(), 1.0)
-    made: ScaledTensor = make_result(y if factor == 1.0 else y * factor, scale, rest, storage, dtype)
+    scale, rest = _powers.product(*scales, number) if has_product else (scales[0].clone(), 1.0)
+    y = y.to(torch.float32) * factor if has_factor else y
+    made: ScaledTensor = make_result(y, scale, rest, storage, dtype)
     return made
 
 
