@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import BlockFormat, Format, block_names, get, get_block
+from ..formats import BlockFormat, Format, block_names, get_block
+from ..formats._catalog import get_signed
 from ..kernels import plain
 from ..rounding import Rounding, Stochastic, get_rounding, mix64
 from ..rounding._kernels import run as run_kernel
@@ -34,7 +35,7 @@ class Rounder:
     """
 
     def __init__(self, format: Format | str | torch.dtype, rounding: Rounding | str, overflow: str | None) -> None:
-        self.format: Format = _check_format(format)
+        self.format: Format = _find_format(format)
         self.rounding: Rounding = get_rounding(rounding)
         self.overflow = overflow
         for dtype in CONTAINERS:
@@ -133,18 +134,14 @@ class Rounder:
         )
 
 
-def _check_format(given: Format | BlockFormat | str | torch.dtype) -> Format:
+def _find_format(given: Format | BlockFormat | str | torch.dtype) -> Format:
     if isinstance(given, BlockFormat) or (isinstance(given, str) and given in block_names()):
         block = get_block(given)
         raise ValueError(
             f"{block.name} is a block format, and an operator's output has no blocks: take its element format, "
             f"{block.element.name}, or quantize the operands of the matmuls yourself"
         )
-    format = get(given)
-    if not (format.signed and format.zero):
-        lacks = "zero" if not format.zero else "negative numbers"
-        raise ValueError(f"{format.name} has no {lacks}, so no operator can compute in it: take a signed format with 0")
-    return format
+    return get_signed(given)
 
 
 def describe(rounder: Rounder, off_format: dict[str, int]) -> str:

@@ -98,6 +98,25 @@ def get(format: Format | str | torch.dtype) -> Format:
     return found
 
 
+def get_signed(format: Format | str | torch.dtype) -> Format:
+    """Return the format that a name, a torch dtype or a format stands for, of numbers that can be computed with.
+
+    Raises:
+        ValueError: If the format lacks negative numbers or zero, or the name or dtype is not known.
+        TypeError: If it is none of the three.
+
+    >>> get_signed("e8m0")
+    Traceback (most recent call last):
+        ...
+    ValueError: e8m0 has no negative numbers, so nothing can be computed in it: take a signed format with 0
+    """
+    found = get(format)
+    if not (found.signed and found.zero):
+        lacks = "zero" if found.signed else "negative numbers"
+        raise ValueError(f"{found.name} has no {lacks}, so nothing can be computed in it: take a signed format with 0")
+    return found
+
+
 def find_known(key: str) -> Format | None:
     """Return the format that a name in lower case stands for, or None."""
     return CATALOG.get(key) or _ALIASES.get(key) or parse(key)

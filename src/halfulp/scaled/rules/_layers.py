@@ -32,7 +32,6 @@ from .._payloads import to_float32, to_storage
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, wrap
 from .._write import write
-from ._products import product_over
 from ._vocabulary import (
     data_movement,
     measured_scale,
@@ -355,7 +354,7 @@ def _attention_backward(operator: OpOverload) -> None:
         to_query, to_key, to_value, *others = results
         sum_scale = sqrt_of_count(key.shape[-2])
         factors = {"number": 1.0 / sum_scale, "factor": sum_scale}
-        to_key = _powers.times(to_key.to(torch.float32), 1.0 / product_over(sq, sk))
+        to_key = to_key.to(torch.float32) / _powers.product(sq, sk)[0]
         if bias and others and isinstance(others[0], Tensor):
             dtype = next(given[name].dtype for name in bias)
             others[0] = result_under(others[0], (sg, sv), storage, dtype, **factors)
@@ -397,7 +396,7 @@ def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kerne
     if fused.engaged(query._payload):
         own = fused.finish(query._payload, (query._scale, key._scale), kernel, "factor")[0]
     else:
-        own = to_storage(_powers.times(to_float32(query), product_over(query._scale, key._scale)), kernel)
+        own = to_storage(to_float32(query) * _powers.product(query._scale, key._scale)[0], kernel)
     return {"query": own, **others}
 
 
