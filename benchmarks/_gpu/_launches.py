@@ -102,8 +102,8 @@ def fused_kernels(counts: Counts | None = None) -> Iterator[None]:
             return by_torch(*payloads, *scales)
 
     with (
-        mock.patch.object(fused, "engaged", lambda x: type(x) is torch.Tensor),
-        mock.patch.object(fused, "_run", run),
+        mock.patch.object(fused, "is_fused", lambda x: type(x) is torch.Tensor),
+        mock.patch.object(fused, "_launch_or_run_by_torch", run),
     ):
         yield
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._rescale import placed
+from halfulp.scaled._rescale import list_rescales
 
 STATISTICS = {
     "rms": lambda v: v.square().mean().sqrt(),
@@ -130,13 +130,13 @@ def test_norms_are_found_by_their_classes_names():
     llama = LlamaForCausalLM(
         LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
     )
-    assert list(placed(hu.scalify(llama))) == [
+    assert list(list_rescales(hu.scalify(llama))) == [
         *("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm", "model.norm"),
     ]
     kinds = nn.Sequential(nn.BatchNorm2d(2), nn.GroupNorm(1, 2), nn.RMSNorm(2), nn.InstanceNorm1d(2, affine=True))
-    assert set(placed(hu.scalify(kinds)).values()) == {"gradient"}
-    assert len(placed(kinds)) == 4
-    assert placed(hu.scalify(kinds, rescale=None)) == {}
+    assert set(list_rescales(hu.scalify(kinds)).values()) == {"gradient"}
+    assert len(list_rescales(kinds)) == 4
+    assert list_rescales(hu.scalify(kinds, rescale=None)) == {}
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_norms_are_found_by_their_classes_names():
 )
 def test_only_where_numbers_are_narrower_than_float32s_range(dtype, matmul, count):
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    assert len(placed(hu.scalify(model, getattr(torch, dtype), matmul))) == count
-    assert len(placed(hu.scalify(model, getattr(torch, dtype), matmul, rescale="norms"))) == 1
+    assert len(list_rescales(hu.scalify(model, getattr(torch, dtype), matmul))) == count
+    assert len(list_rescales(hu.scalify(model, getattr(torch, dtype), matmul, rescale="norms"))) == 1
 
 
 def test_gradients_keep_their_values_and_gain_their_place(seed):
@@ -168,11 +168,11 @@ def test_gradients_keep_their_values_and_gain_their_place(seed):
 
 def test_names_and_sides(seed):
     model = hu.scalify(nn.Sequential(Block(), Block()), rescale=["*.up"])
-    assert placed(model) == {"0.up": "gradient", "1.up": "gradient"}
+    assert list_rescales(model) == {"0.up": "gradient", "1.up": "gradient"}
     hu.scalify(model, rescale={"0.down": "forward", "1.down": "both"})
-    assert placed(model) == {"0.down": "forward", "1.down": "both"}
+    assert list_rescales(model) == {"0.down": "forward", "1.down": "both"}
     twin = copy.deepcopy(model)
-    assert placed(twin) == placed(model)
+    assert list_rescales(twin) == list_rescales(model)
     square(twin(torch.randn(4, 32) * 2.0**-6)).backward()
     hu.scaled.unscalify(model)
-    assert placed(model) == {}
+    assert list_rescales(model) == {}

@@ -16,13 +16,13 @@ from .._messages import a_kind
 from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from . import _powers_of_two as _powers
 from ._operands import encode_values
-from ._payloads import decode_values, rms_scale, to_storage
-from ._registry import LOGICALS, check_storage
+from ._payloads import decode_values, measure_rms_scale, to_storage
+from ._registry import LOGICAL_DTYPES, check_storage
 from ._scaled_tensor import ScaledTensor, wrap
-from .rules._collectives import agreed_scales
+from .rules._collectives import agree_on_scales
 
 # Layout of the entries below; a file of another layout is refused.
-VERSION = 2
+LAYOUT_VERSION = 2
 _SCALE_SUFFIX = ".payload_scale"
 
 
@@ -73,10 +73,10 @@ def _is_scaled_entry(state_dict: Mapping[str, Any], name: str) -> bool:
 
 def _make_entries(name: str, value: ScaledTensor) -> dict[str, Tensor]:
     """Return a parameter's entries: the values under its own name, for every loader, and the scale of their payload."""
-    return {name: _exact_values(value), name + _SCALE_SUFFIX: value._scale}
+    return {name: _decode_exactly(value), name + _SCALE_SUFFIX: value._scale}
 
 
-def _exact_values(x: ScaledTensor) -> Tensor:
+def _decode_exactly(x: ScaledTensor) -> Tensor:
     """Return payload x scale in float32, or in float64 if that is its dtype or float32 would lose digits."""
     if x.dtype == torch.float64:
         return decode_values(x, torch.float64)
@@ -101,7 +101,7 @@ def _read_entries(state_dict: Mapping[str, Any], name: str, parameter: ScaledTen
         if isinstance(value, ScaledTensor) and value._payload.dtype == storage:
             return wrap(value._payload, value._scale, value.dtype, home)
         plain = decode_values(value, torch.float32) if isinstance(value, ScaledTensor) else value
-        if plain.dtype not in LOGICALS:
+        if plain.dtype not in LOGICAL_DTYPES:
             raise ValueError(f"it is {plain.dtype} in the file, and payloads are encoded from floating tensors")
         encoded: ScaledTensor = encode_values(plain.detach(), storage, dtype=dtype)
         encoded._home = home
@@ -122,7 +122,7 @@ def _join_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, 
         scale = _powers.as_scale(scale.detach(), scale.device)
     except ValueError as error:
         raise ValueError(f"{error}; the file is damaged") from None
-    if isinstance(values, ScaledTensor) or not isinstance(values, Tensor) or values.dtype not in LOGICALS:
+    if isinstance(values, ScaledTensor) or not isinstance(values, Tensor) or values.dtype not in LOGICAL_DTYPES:
         return values
     payload = (values.detach().double() / scale.double()).to(storage)
     back = payload.double() * scale.double()
@@ -142,7 +142,7 @@ register(
     StateDictLayout(
         ScaledTensor,
         key="halfulp_scaled",
-        version=VERSION,
+        version=LAYOUT_VERSION,
         what="scaled tensors",
         plain="plain_state_dict",
         suffix=re.compile(r"\.payload_scale$"),
@@ -180,9 +180,9 @@ def payload_hook(
         raise ValueError(f"storage={kind}: eight-bit payloads cannot be added on the wire, give torch.float16")
     size = dist.get_world_size(group)
     gradients = bucket.gradients()
-    mine = [encode_values(gradient, torch.float32, rms_scale(gradient, kind)) for gradient in gradients]
-    scales = agreed_scales(mine, functools.partial(_reduce_to_largest, group), size, kind)
-    payloads = [_powers.times(x._payload, _powers.ratio(x._scale, scale)) for x, scale in zip(mine, scales)]
+    mine = [encode_values(gradient, torch.float32, measure_rms_scale(gradient, kind)) for gradient in gradients]
+    scales = agree_on_scales(mine, functools.partial(_reduce_to_largest, group), size, kind)
+    payloads = [_powers.times_power(x._payload, _powers.scale_ratio(x._scale, scale)) for x, scale in zip(mine, scales)]
     message = torch.cat([to_storage(payload.reshape(-1), kind) for payload in payloads])
     finished = dist.all_reduce(message, group=group, async_op=True).get_future()
     counts = [gradient.numel() for gradient in gradients]

@@ -13,7 +13,7 @@ from ..kernels import define_operator, under_transform, untraced
 from ..subclass.models._conversion import matcher, remove_hooks
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._operands import make_levelled
+from ._operands import move_level_to_scale
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
 
@@ -22,7 +22,7 @@ Side = Literal["forward", "gradient", "both"]
 STATISTICS = ("rms", "max", "mean")
 SIDES = ("forward", "gradient", "both")
 # Types whose payloads have squares and sums within float32's range.
-_SHORT = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_NARROW_RANGE_STORAGES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
@@ -57,7 +57,7 @@ def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
     if by not in STATISTICS:
         raise ValueError(f"by={by!r}: allowed are {', '.join(STATISTICS)}")
     check_side(side)
-    chosen: type[torch.autograd.Function] = _Transformed if under_transform() else _Rescale
+    chosen: type[torch.autograd.Function] = _RescaleUnderTransform if under_transform() else _RescaleFunction
     apply: Callable[..., Tensor] = chosen.apply
     return apply(x, by, side) if isinstance(x, ScaledTensor) else x
 
@@ -68,18 +68,18 @@ def check_side(side: object) -> None:
         raise ValueError(f"side={side!r}: allowed are {', '.join(SIDES)}")
 
 
-def rescaled(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
+def bring_payload_to_one(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
     """Return the values under the scale that brings the payload's statistic next to 1."""
     if not x.numel():
         return x.clone()
-    return make_levelled(x._payload, x._scale, power_of_payload(x._payload, by), x._payload.dtype, x.dtype)
+    return move_level_to_scale(x._payload, x._scale, measure_payload_power(x._payload, by), x._payload.dtype, x.dtype)
 
 
-def power_of_payload(payload: Tensor, by: Statistic) -> Tensor:
+def measure_payload_power(payload: Tensor, by: Statistic) -> Tensor:
     """Return the power of two next to a statistic of the finite non-zero elements, or what the largest needs."""
-    if by == "rms" and fused.engaged(payload):
-        return fused.level(payload, payload.dtype, 1.0)
-    wide = payload.detach().to(torch.float32 if payload.dtype in _SHORT else torch.float64)
+    if by == "rms" and fused.is_fused(payload):
+        return fused.measure_level(payload, payload.dtype, 1.0)
+    wide = payload.detach().to(torch.float32 if payload.dtype in _NARROW_RANGE_STORAGES else torch.float64)
     magnitudes = torch.nan_to_num(wide, 0.0, 0.0, 0.0).abs()
     amax = value = magnitudes.amax()
     count = magnitudes.count_nonzero().clamp(min=1)
@@ -93,43 +93,43 @@ def power_of_payload(payload: Tensor, by: Statistic) -> Tensor:
 
 
 # An operator, so that compilers see one node and do not trace into payloads.
-_change = define_operator(
+_rescale_operator = define_operator(
     "rescale_payload(Tensor x, str by) -> Tensor", lambda x, by: x.clone(), lambda x, by: torch.empty_like(x)
 )
-implements(_change, family="rescaling")(rescaled)
+implements(_rescale_operator, family="rescaling")(bring_payload_to_one)
 # The identity on values, in second derivatives too.
 torch.library.register_autograd("halfulp::rescale_payload", lambda context, gradient: (gradient, None))
 
 
-class _Rescale(torch.autograd.Function):
+class _RescaleFunction(torch.autograd.Function):
     """The identity on values, which rescales the result, its gradient, or both."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, by: Statistic, side: Side) -> Tensor:
         context.by, context.side = by, side
-        return x.view_as(x) if side == "gradient" else _change(x, by)
+        return x.view_as(x) if side == "gradient" else _rescale_operator(x, by)
 
     @staticmethod
     @untraced
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return gradient if context.side == "forward" else _change(gradient, context.by), None, None
+        return gradient if context.side == "forward" else _rescale_operator(gradient, context.by), None, None
 
 
-class _Transformed(_Rescale):
+class _RescaleUnderTransform(_RescaleFunction):
     """The same in forward mode. Dynamo refuses Functions with a jvp, so that it is chosen only where one is needed."""
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
-        return tangent.view_as(tangent) if context.side == "gradient" else _change(tangent, context.by)
+        return tangent.view_as(tangent) if context.side == "gradient" else _rescale_operator(tangent, context.by)
 
 
-Rescale = Literal["auto", "norms"] | Iterable[str] | Mapping[str, Side] | None
+RescalePlaces = Literal["auto", "norms"] | Iterable[str] | Mapping[str, Side] | None
 
-_SIDE = "_halfulp_rescale"
-_NORM = re.compile("Norm(?![a-z])")
+_SIDE_ATTRIBUTE = "_halfulp_rescale"
+_NORM_CLASS_PATTERN = re.compile("Norm(?![a-z])")
 
 
-def sides_of(model: nn.Module, rescale: Rescale) -> dict[nn.Module, Side]:
+def find_rescale_sides(model: nn.Module, rescale: RescalePlaces) -> dict[nn.Module, Side]:
     """Return which modules rescale their first scaled input, and on which side.
 
     Raises:
@@ -157,27 +157,31 @@ def sides_of(model: nn.Module, rescale: Rescale) -> dict[nn.Module, Side]:
 
 def _is_norm(module: nn.Module) -> bool:
     """Return whether a module is a normalisation, by its class's name; modules that hold others are none."""
-    return bool(_NORM.search(type(module).__name__)) and not module._modules
+    return bool(_NORM_CLASS_PATTERN.search(type(module).__name__)) and not module._modules
 
 
-def install(sides: Mapping[nn.Module, Side]) -> None:
+def install_rescales(sides: Mapping[nn.Module, Side]) -> None:
     """Rescale at these modules from now on."""
     for module, side in sides.items():
-        if _SIDE not in module.__dict__:
+        if _SIDE_ATTRIBUTE not in module.__dict__:
             module.register_forward_pre_hook(_rescale_input, with_kwargs=True)
-        module.__dict__[_SIDE] = side
+        module.__dict__[_SIDE_ATTRIBUTE] = side
 
 
-def remove(model: nn.Module) -> None:
+def remove_rescales(model: nn.Module) -> None:
     """Remove every rescale from a model."""
     for module in model.modules():
-        module.__dict__.pop(_SIDE, None)
+        module.__dict__.pop(_SIDE_ATTRIBUTE, None)
     remove_hooks(model.modules(), lambda hook: hook is _rescale_input)
 
 
-def placed(model: nn.Module) -> dict[str, Side]:
+def list_rescales(model: nn.Module) -> dict[str, Side]:
     """Return the names of the modules that rescale, and on which side."""
-    return {name: module.__dict__[_SIDE] for name, module in model.named_modules() if _SIDE in module.__dict__}
+    return {
+        name: module.__dict__[_SIDE_ATTRIBUTE]
+        for name, module in model.named_modules()
+        if _SIDE_ATTRIBUTE in module.__dict__
+    }
 
 
 @untraced
@@ -185,7 +189,7 @@ def _rescale_input(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Rescale a module's first scaled input: a forward pre-hook."""
-    side = module.__dict__.get(_SIDE)
+    side = module.__dict__.get(_SIDE_ATTRIBUTE)
     given: dict[int | str, Any] = dict(enumerate(arguments)) | options
     place = next((place for place, value in given.items() if isinstance(value, ScaledTensor)), None)
     if side is None or place is None:

@@ -19,28 +19,28 @@ from ...subclass._rule_table import arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
+    as_operand,
+    bring_under_scale,
     first_scaled,
-    logical_of,
-    make_levelled,
+    logical_dtype,
     make_scaled,
-    operand,
-    payload_under,
+    move_level_to_scale,
     product_storage,
-    storage_of,
+    result_storage,
 )
 from .._payloads import to_float32, to_storage
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, wrap
-from .._write import write
+from .._write import write_values
 from ._vocabulary import (
     data_movement,
+    decode_value,
+    make_scaled_result,
     measured_scale,
-    payloads_under,
-    result_under,
+    scale_payloads,
+    scale_values,
+    scale_values_by_one,
     sqrt_of_count,
-    value_of,
-    values_under,
-    values_under_one,
 )
 
 aten = torch_operators("aten")
@@ -51,34 +51,34 @@ def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviatio
 
     The gradient of x takes the deviation's scale.
     """
-    largest = _powers.power_of(eps**-0.5, "down") if eps > 0 else _powers.LARGEST
-    scale = x._scale.reciprocal().clamp(_powers.SMALLEST, largest)
-    held = None if mean is None else values_under(mean, x._scale, torch.float32, torch.float32)
-    return held, values_under(deviation, scale, torch.float32, torch.float32)
+    largest = _powers.nearest_power(eps**-0.5, "down") if eps > 0 else _powers.LARGEST_SCALE
+    scale = x._scale.reciprocal().clamp(_powers.SMALLEST_SCALE, largest)
+    held = None if mean is None else scale_values(mean, x._scale, torch.float32, torch.float32)
+    return held, scale_values(deviation, scale, torch.float32, torch.float32)
 
 
 def _make_normalised(y: Tensor, *operands: Any) -> ScaledTensor:
     given = [x for x in operands if isinstance(x, Tensor)]
-    return values_under_one(y, storage_of(given), logical_of(given))
+    return scale_values_by_one(y, result_storage(given), logical_dtype(given))
 
 
-def _operand_values(*tensors: Any) -> list[Any]:
-    return [value_of(x) for x in tensors]
+def _decode_operands(*tensors: Any) -> list[Any]:
+    return [decode_value(x) for x in tensors]
 
 
 @implements(aten.native_layer_norm.default, family="norm")
 def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(var + eps) weight + bias under the scale 1."""
-    p = operand(x, first_scaled((x, weight, bias)))
-    y, *statistics = aten.native_layer_norm.default(*_operand_values(p), shape, *_operand_values(weight, bias), eps)
+    p = as_operand(x, first_scaled((x, weight, bias)))
+    y, *statistics = aten.native_layer_norm.default(*_decode_operands(p), shape, *_decode_operands(weight, bias), eps)
     return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)
 
 
 @implements(aten.native_group_norm.default, family="norm")
 def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: int, eps: float) -> tuple:
     """(x - mean) / sqrt(var + eps) weight + bias under the scale 1, over groups of channels."""
-    p = operand(x, first_scaled((x, weight, bias)))
-    y, *statistics = aten.native_group_norm.default(*_operand_values(p, weight, bias), n, c, hw, group, eps)
+    p = as_operand(x, first_scaled((x, weight, bias)))
+    y, *statistics = aten.native_group_norm.default(*_decode_operands(p, weight, bias), n, c, hw, group, eps)
     return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)
 
 
@@ -87,24 +87,24 @@ def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor
     """x / sqrt(mean(x^2) + eps) weight under the scale 1."""
     # torch's default is that of the type in which it computes.
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
-    p = operand(x, first_scaled((x, weight)))
-    values = value_of(p)
+    p = as_operand(x, first_scaled((x, weight)))
+    values = decode_value(p)
     deviation = (values.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
     y = values * deviation
-    y = y if weight is None else y * value_of(weight)
+    y = y if weight is None else y * decode_value(weight)
     return _make_normalised(y, x, weight), _scale_statistics(p, eps, None, deviation)[1]
 
 
-def _norm_gradients(g: ScaledTensor, results: Any, rows: int, level: Tensor, holder: Any) -> tuple:
+def _scale_norm_gradients(g: ScaledTensor, results: Any, rows: int, level: Tensor, holder: Any) -> tuple:
     """Put x's gradient under gs times the deviation's scale, and the summed gradients of weight and bias under gs c."""
     to_x, *others = results
     if to_x is not None:
-        to_x = make_levelled(to_x, g._scale, level, storage_of([holder]), logical_of([holder]))
+        to_x = move_level_to_scale(to_x, g._scale, level, result_storage([holder]), logical_dtype([holder]))
     sum_scale = sqrt_of_count(rows)
-    return to_x, *(y if y is None else payloads_under(y, [g._scale], [holder], sum_scale) for y in others)
+    return to_x, *(y if y is None else scale_payloads(y, [g._scale], [holder], sum_scale) for y in others)
 
 
-def _keep_requested(results: Any, mask: Any) -> list[Any]:
+def _keep_requested_gradients(results: Any, mask: Any) -> list[Any]:
     return [y if wanted else None for y, wanted in zip(results, mask)]
 
 
@@ -114,13 +114,15 @@ def layer_norm_backward(
 ) -> tuple:
     """Return the gradients: to x under gs / xs."""
     like = first_scaled((gradient, x, weight))
-    g, holder = operand(gradient, like), first_scaled((gradient, like))
-    values, *saved = _operand_values(x, mean, deviation)
+    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    values, *saved = _decode_operands(x, mean, deviation)
     results = aten.native_layer_norm_backward.default(
-        to_float32(g), values, shape, *saved, *_operand_values(weight, bias), mask
+        to_float32(g), values, shape, *saved, *_decode_operands(weight, bias), mask
     )
     rows = math.prod(x.shape[: x.dim() - len(shape)])
-    return _norm_gradients(g, _keep_requested(results, mask), rows, operand(deviation, like)._scale, holder)
+    return _scale_norm_gradients(
+        g, _keep_requested_gradients(results, mask), rows, as_operand(deviation, like)._scale, holder
+    )
 
 
 @implements(aten.native_group_norm_backward.default, family="norm")
@@ -129,20 +131,22 @@ def group_norm_backward(
 ) -> tuple:
     """Return the gradients of group normalisation with respect to its input, weight and bias."""
     like = first_scaled((gradient, x, weight))
-    g, holder = operand(gradient, like), first_scaled((gradient, like))
-    values = _operand_values(x, mean, deviation, weight)
+    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    values = _decode_operands(x, mean, deviation, weight)
     results = aten.native_group_norm_backward.default(to_float32(g), *values, n, c, hw, group, mask)
-    return _norm_gradients(g, _keep_requested(results, mask), n * hw, operand(deviation, like)._scale, holder)
+    return _scale_norm_gradients(
+        g, _keep_requested_gradients(results, mask), n * hw, as_operand(deviation, like)._scale, holder
+    )
 
 
 @implements(aten._fused_rms_norm_backward.default, family="norm")
 def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight: Any, mask: Any) -> tuple:
     """d (g w - xhat mean(g w xhat)) with xhat = x d: to x under gs / xs."""
     like = first_scaled((gradient, x, weight))
-    g, holder = operand(gradient, like), first_scaled((gradient, like))
-    values, inverse = _operand_values(x, deviation)
+    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    values, inverse = _decode_operands(x, deviation)
     xhat = values * inverse
-    weighted = to_float32(g) if weight is None else to_float32(g) * value_of(weight)
+    weighted = to_float32(g) if weight is None else to_float32(g) * decode_value(weight)
     to_x = inverse * (weighted - xhat * (weighted * xhat).mean(list(range(-len(shape), 0)), keepdim=True))
     outer = list(range(x.dim() - len(shape)))
     to_weight = None
@@ -150,20 +154,20 @@ def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight:
         to_weight = to_float32(g) * xhat
         to_weight = to_weight.sum(outer) if outer else to_weight
     results, rows = (to_x if mask[0] else None, to_weight), math.prod(x.shape[: len(outer)])
-    return _norm_gradients(g, results, rows, operand(deviation, like)._scale, holder)
+    return _scale_norm_gradients(g, results, rows, as_operand(deviation, like)._scale, holder)
 
 
 def _normalise_batch(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
     """Normalise over the batch; return the saved statistics too, and the mean and unbiased variance as values."""
-    p = operand(x, first_scaled((x, weight, bias)))
+    p = as_operand(x, first_scaled((x, weight, bias)))
     zeros = torch.zeros(x.shape[1], dtype=torch.float32, device=p.device)
     y, *statistics, mean, variance = aten._native_batch_norm_legit_functional.default(
-        *_operand_values(p, weight, bias), zeros, zeros.clone(), True, 1.0, eps
+        *_decode_operands(p, weight, bias), zeros, zeros.clone(), True, 1.0, eps
     )
     return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics), (mean, variance)
 
 
-def _step_average(running: Any, batch: Tensor, momentum: float) -> Any:
+def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
     """Return a moving average after one step: scaled if the average is."""
     if not isinstance(running, ScaledTensor):
         return running * (1 - momentum) + batch.to(running.dtype) * momentum
@@ -173,7 +177,7 @@ def _step_average(running: Any, batch: Tensor, momentum: float) -> Any:
 
 
 def _normalise_in_evaluation(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: float) -> tuple:
-    values = _operand_values(x, weight, bias, mean, variance)
+    values = _decode_operands(x, weight, bias, mean, variance)
     y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
     empty = torch.empty(0, dtype=torch.float32, device=y.device)
     return _make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()
@@ -189,7 +193,7 @@ def batch_norm(
     y, saved, deviation, batch = _normalise_batch(x, weight, bias, eps)
     for running, new in zip((mean, variance), batch):
         if running is not None:
-            write(running, _step_average(running, new, momentum))
+            write_values(running, _step_running_average(running, new, momentum))
     return y, saved, deviation
 
 
@@ -207,10 +211,16 @@ def batch_norm_functional(
     if not training:
         return *_normalise_in_evaluation(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
     y, saved, deviation, batch = _normalise_batch(x, weight, bias, eps)
-    return y, saved, deviation, _step_average(mean, batch[0], momentum), _step_average(variance, batch[1], momentum)
+    return (
+        y,
+        saved,
+        deviation,
+        _step_running_average(mean, batch[0], momentum),
+        _step_running_average(variance, batch[1], momentum),
+    )
 
 
-def _register_variants() -> None:
+def _register_backend_batch_norms() -> None:
     """Register the operators of other backends: the same results, of which some are followed by an empty reserve."""
 
     normal: Callable[..., tuple] = batch_norm
@@ -241,7 +251,7 @@ def _register_variants() -> None:
         implements(operator, family="norm")(rule)
 
 
-_register_variants()
+_register_backend_batch_norms()
 
 
 @implements(aten.native_batch_norm_backward.default, family="norm")
@@ -259,29 +269,31 @@ def batch_norm_backward(
 ) -> tuple:
     """Return the gradients: to x under gs / xs, to weight and bias under gs c."""
     like = first_scaled((gradient, x, weight, mean, variance))
-    g, holder = operand(gradient, like), first_scaled((gradient, like))
-    values = _operand_values(x, weight, mean, variance, saved, deviation)
+    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    values = _decode_operands(x, weight, mean, variance, saved, deviation)
     results = aten.native_batch_norm_backward.default(to_float32(g), *values, train, eps, mask)
     level = deviation if train else (values[3] + eps).rsqrt()
     rows = x.numel() // max(x.shape[1], 1)
-    return _norm_gradients(g, _keep_requested(results, mask), rows, operand(level, like)._scale, holder)
+    return _scale_norm_gradients(
+        g, _keep_requested_gradients(results, mask), rows, as_operand(level, like)._scale, holder
+    )
 
 
 # The arguments of other backends' operators: with a reserve at the end, or with the input first and no mask.
-_backward: Callable[..., tuple] = batch_norm_backward
-implements(aten.batch_norm_backward.default, family="norm")(lambda *given: _backward(*given[:10]))
+_batch_norm_backward_rule: Callable[..., tuple] = batch_norm_backward
+implements(aten.batch_norm_backward.default, family="norm")(lambda *given: _batch_norm_backward_rule(*given[:10]))
 implements(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default, family="norm")(
-    lambda x, gradient, *given: _backward(gradient, x, *given[:5], True, given[5], (True, True, True))
+    lambda x, gradient, *given: _batch_norm_backward_rule(gradient, x, *given[:5], True, given[5], (True, True, True))
 )
 
 
 measured_scale(aten._weight_norm_interface_backward.default, family="norm")
 
 
-_INPUTS = ("query", "key", "value")
-_BIAS = ("attn_mask", "attn_bias")
+_ATTENTION_INPUT_NAMES = ("query", "key", "value")
+_ATTENTION_BIAS_NAMES = ("attn_mask", "attn_bias")
 # Kernels that take 16-bit operands only; the others take float32.
-_NARROW = {
+_SIXTEEN_BIT_ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention.default,
@@ -289,27 +301,31 @@ _NARROW = {
 }
 # Kernels of either: torch chooses them by the logical dtype. With bfloat16 they are several times as fast, and it has
 # float32's range; float16 would flush gradients of small logits.
-_EFFICIENT = {
+_EFFICIENT_ATTENTION = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
 }
-_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a multiple of
+_ROW_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a multiple of
 
 
 def _has_bfloat16_kernel(query: Tensor, value: Tensor) -> bool:
     sides = (query.shape[-1], value.shape[-1])
-    return query.device.type == "cuda" and has_bfloat16(query.device) and all(n % _ALIGNMENT == 0 for n in sides)
+    return (
+        query.device.type == "cuda"
+        and has_bfloat16_products(query.device)
+        and all(n % _ROW_ALIGNMENT == 0 for n in sides)
+    )
 
 
 @functools.cache
-def has_bfloat16(device: torch.device) -> bool:
+def has_bfloat16_products(device: torch.device) -> bool:
     """Return whether a CUDA device multiplies bfloat16 matrices: compute capability 8.0 and above."""
     if not torch.cuda.is_available() or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _attention(operator: OpOverload) -> None:
+def _register_attention(operator: OpOverload) -> None:
     """Register a forward kernel: logits are values, so the query takes its own scale and the key's; v keeps sv.
 
     kernel(pq (sq sk), pk, pv) under the scale sv. The log-sum-exp that the backward kernel wants is plain.
@@ -317,19 +333,20 @@ def _attention(operator: OpOverload) -> None:
 
     def attend(*arguments: Any, **options: Any) -> tuple:
         given = arguments_by_name(operator, arguments, options)
-        inputs = [given[name] for name in _INPUTS]
-        query, key, value, storage = _operands(inputs, given)
-        dtype = logical_of(inputs)
-        kernel = _kernel_dtype(operator, storage, dtype, query, value)
-        output, *others = call_by_name(
-            operator, given | _payloads(query, key, value, kernel) | _bias_values(given, kernel)
+        inputs = [given[name] for name in _ATTENTION_INPUT_NAMES]
+        query, key, value, storage = _scale_attention_operands(inputs, given)
+        dtype = logical_dtype(inputs)
+        kernel = _choose_kernel_dtype(operator, storage, dtype, query, value)
+        output, *others = call_with_named_arguments(
+            operator,
+            given | _make_attention_payloads(query, key, value, kernel) | _decode_attention_bias(given, kernel),
         )
-        return result_under(output, (value._scale,), storage, dtype), *others
+        return make_scaled_result(output, (value._scale,), storage, dtype), *others
 
     implements(operator, family="attention")(attend)
 
 
-def _attention_backward(operator: OpOverload) -> None:
+def _register_attention_backward(operator: OpOverload) -> None:
     """Register a backward kernel.
 
     With kernel(pg, pq (sq sk), pk, pv) = dq, dk, dv, db the gradients are sg sv sk dq, sg sv / sk dk, which is
@@ -340,74 +357,76 @@ def _attention_backward(operator: OpOverload) -> None:
     def attend_backward(*arguments: Any, **options: Any) -> tuple:
         given = arguments_by_name(operator, arguments, options)
         of_output = next(name for name in given if name.startswith("grad_out"))
-        tensors = [given[name] for name in (of_output, *_INPUTS, "out")]
-        gradient, query, key, value, output, storage = _operands(tensors, given)
-        kernel = _kernel_dtype(operator, storage, query.dtype, query, value)
-        bias = _bias_values(given, kernel)
-        payloads = _payloads(query, key, value, kernel) | {
-            of_output: _narrow_payload(gradient, kernel),
-            "out": payload_under(output, value._scale, kernel),
-            "logsumexp": value_of(given["logsumexp"]),
+        tensors = [given[name] for name in (of_output, *_ATTENTION_INPUT_NAMES, "out")]
+        gradient, query, key, value, output, storage = _scale_attention_operands(tensors, given)
+        kernel = _choose_kernel_dtype(operator, storage, query.dtype, query, value)
+        bias = _decode_attention_bias(given, kernel)
+        payloads = _make_attention_payloads(query, key, value, kernel) | {
+            of_output: _round_payload(gradient, kernel),
+            "out": bring_under_scale(output, value._scale, kernel),
+            "logsumexp": decode_value(given["logsumexp"]),
         }
-        results = call_by_name(operator, given | payloads | bias)
+        results = call_with_named_arguments(operator, given | payloads | bias)
         sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
         to_query, to_key, to_value, *others = results
         sum_scale = sqrt_of_count(key.shape[-2])
         factors = {"number": 1.0 / sum_scale, "factor": sum_scale}
-        to_key = to_key.to(torch.float32) / _powers.product(sq, sk)[0]
+        to_key = to_key.to(torch.float32) / _powers.scale_product(sq, sk)[0]
         if bias and others and isinstance(others[0], Tensor):
             dtype = next(given[name].dtype for name in bias)
-            others[0] = result_under(others[0], (sg, sv), storage, dtype, **factors)
+            others[0] = make_scaled_result(others[0], (sg, sv), storage, dtype, **factors)
         return (
-            result_under(to_query, (sg, sv, sk), storage, query.dtype, **factors),
-            result_under(to_key, (sg, sv, sq), storage, key.dtype, **factors),
-            result_under(to_value, (sg,), storage, value.dtype),
+            make_scaled_result(to_query, (sg, sv, sk), storage, query.dtype, **factors),
+            make_scaled_result(to_key, (sg, sv, sq), storage, key.dtype, **factors),
+            make_scaled_result(to_value, (sg,), storage, value.dtype),
             *others,
         )
 
     implements(operator, family="attention")(attend_backward)
 
 
-def _operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
+def _scale_attention_operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
     """Return tensors as payload x scale, then the storage of their result."""
     like = first_scaled([*tensors, *given.values()])
     scaled = [x for x in tensors if isinstance(x, ScaledTensor)]
-    return *(operand(x, like) for x in tensors), product_storage(tuple(scaled) or (like,))
+    return *(as_operand(x, like) for x in tensors), product_storage(tuple(scaled) or (like,))
 
 
-def call_by_name(operator: OpOverload, given: dict[str, Any]) -> Any:
+def call_with_named_arguments(operator: OpOverload, given: dict[str, Any]) -> Any:
     schema = operator._schema.arguments
     positional = [given[argument.name] for argument in schema if not argument.kwarg_only]
     return operator(*positional, **{argument.name: given[argument.name] for argument in schema if argument.kwarg_only})
 
 
-def _kernel_dtype(
+def _choose_kernel_dtype(
     operator: OpOverload, storage: torch.dtype, dtype: torch.dtype, query: Tensor, value: Tensor
 ) -> torch.dtype:
-    if operator in _EFFICIENT and storage == torch.bfloat16 and _has_bfloat16_kernel(query, value):
+    if operator in _EFFICIENT_ATTENTION and storage == torch.bfloat16 and _has_bfloat16_kernel(query, value):
         return storage
-    if operator not in _NARROW:
+    if operator not in _SIXTEEN_BIT_ATTENTION:
         return torch.float32
     return next((x for x in (storage, dtype) if x in (torch.float16, torch.bfloat16)), torch.float16)
 
 
-def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype) -> dict[str, Tensor]:
-    others = {"key": _narrow_payload(key, kernel), "value": _narrow_payload(value, kernel)}
-    if fused.engaged(query._payload):
-        own = fused.finish(query._payload, (query._scale, key._scale), kernel, "factor")[0]
+def _make_attention_payloads(
+    query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype
+) -> dict[str, Tensor]:
+    others = {"key": _round_payload(key, kernel), "value": _round_payload(value, kernel)}
+    if fused.is_fused(query._payload):
+        own = fused.finish_payload(query._payload, (query._scale, key._scale), kernel, "factor")[0]
     else:
-        own = to_storage(to_float32(query) * _powers.product(query._scale, key._scale)[0], kernel)
+        own = to_storage(to_float32(query) * _powers.scale_product(query._scale, key._scale)[0], kernel)
     return {"query": own, **others}
 
 
-def _narrow_payload(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
+def _round_payload(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
     return x._payload if x._payload.dtype == kernel else to_storage(to_float32(x), kernel)
 
 
-def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
+def _decode_attention_bias(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
     """Return the logits' bias as values; boolean masks stay."""
-    found = {name: given[name] for name in _BIAS if isinstance(given.get(name), Tensor)}
-    return {name: value_of(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
+    found = {name: given[name] for name in _ATTENTION_BIAS_NAMES if isinstance(given.get(name), Tensor)}
+    return {name: decode_value(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
 
 
 for _operator in (
@@ -417,7 +436,7 @@ for _operator in (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
 ):
-    _attention(_operator)
+    _register_attention(_operator)
 
 for _operator in (
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -426,7 +445,7 @@ for _operator in (
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_fused_attention_overrideable_backward.default,
 ):
-    _attention_backward(_operator)
+    _register_attention_backward(_operator)
 
 # The fused attention of torch.nn's inference: on values.
 measured_scale(
@@ -466,7 +485,7 @@ def pack_padded_sequence(x: ScaledTensor, lengths: Tensor, batch_first: bool) ->
     return ScaledTensor(payload, x._scale.clone(), x.dtype), sizes
 
 
-def _chunks(operator: OpOverload, split: OpOverload) -> None:
+def _register_chunks(operator: OpOverload, split: OpOverload) -> None:
     """Register a split whose parts are written in place, as gates are: each owns its memory and its scale."""
 
     def chunks(x: ScaledTensor, *arguments: Any) -> list[Tensor]:
@@ -475,5 +494,5 @@ def _chunks(operator: OpOverload, split: OpOverload) -> None:
     implements(operator, family="pass-through")(chunks)
 
 
-_chunks(aten.unsafe_split.Tensor, aten.split.Tensor)
-_chunks(aten.unsafe_split_with_sizes.default, aten.split_with_sizes.default)
+_register_chunks(aten.unsafe_split.Tensor, aten.split.Tensor)
+_register_chunks(aten.unsafe_split_with_sizes.default, aten.split_with_sizes.default)
