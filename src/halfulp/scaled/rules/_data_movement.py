@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from ...kernels import require_float64, torch_operators
 from ...subclass._foreach import foreach_rule
 from .. import _powers_of_two as _powers
-from .._operands import as_operand, encode_values, first_scaled, make_scaled
-from .._payloads import decode_values, to_float32
+from .._operands import as_operand, encode_values, first_scaled
+from .._payloads import decode_values
 from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements
 from .._scaled_tensor import ScaledTensor, to_plain, wrap
 from .._write import check_indexed_write, write_values
@@ -115,11 +115,7 @@ measured_scale(
 )
 
 
-@implements(aten.native_dropout_backward.default, family="random")
-def native_dropout_backward(gradient: ScaledTensor, mask: Tensor, factor: float) -> Tensor:
-    """Return the gradient where the mask is true, times a factor about 1."""
-    values = aten.native_dropout_backward.default(to_float32(gradient), mask, factor)
-    return make_scaled(values, gradient._scale.clone(), gradient._payload.dtype, gradient.dtype)
+homogeneous(aten.native_dropout_backward.default, family="random", grad_output=1)
 
 
 def _register_drawing(operator: OpOverload) -> None:
@@ -263,26 +259,12 @@ def _register_indexed_writing(operator: OpOverload) -> None:
     implements(operator, family="indexing")(rule)
 
 
-def _register_indexed_reduction(operator: OpOverload) -> None:
-    """Register an operator that reduces at indices: sums and extrema under the larger scale, products by value."""
-
-    def rule(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-        def compute(p: Tensor, v: Tensor) -> Tensor:
-            return operator(p, dim, index, v, reduce, include_self=include_self)
-
-        if reduce == "prod":
-            return encode_measured(
-                compute(decode_value(x), decode_value(source)), [t for t in (x, source) if t.dim()] or [x]
-            )
-        return compute_aligned_write(x, source, compute)
-
-    implements(operator, family="indexing")(rule)
-
-
 for _operator in (aten.scatter.src, aten.scatter_add.default, aten.index_copy.default):
     _register_indexed_writing(_operator)
-for _operator in (aten.scatter_reduce.two, aten.index_reduce.default):
-    _register_indexed_reduction(_operator)
+measured_scale(
+    *(aten.scatter_reduce.two, aten.index_reduce.default, aten.scatter.reduce, aten.scatter.value_reduce),
+    family="indexing",
+)
 
 
 @implements(aten.scatter.value, family="indexing")
@@ -292,20 +274,6 @@ def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
     return compute_aligned_write(
         x, constant, lambda p, v: aten.scatter.src(p, dim, index, v.expand(index.shape).clone())
     )
-
-
-@implements(aten.scatter.reduce, family="indexing")
-def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, *, reduce: str) -> Tensor:
-    """Return a source added to or multiplied with what is at indices."""
-    if reduce == "add":
-        return compute_aligned_write(x, source, lambda p, v: torch.scatter(p, dim, index, v, reduce="add"))
-    return encode_measured(torch.scatter(decode_value(x), dim, index, decode_value(source), reduce=reduce), [x])
-
-
-@implements(aten.scatter.value_reduce, family="indexing")
-def scatter_value_reduce(x: Any, dim: int, index: Tensor, value: Any, *, reduce: str) -> Tensor:
-    """Return a number added to or multiplied with what is at indices."""
-    return encode_measured(torch.scatter(decode_value(x), dim, index, value, reduce=reduce), [x])
 
 
 @implements(aten.index_add.default, family="indexing")

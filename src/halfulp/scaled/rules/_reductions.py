@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import present, torch_operators
+from ...kernels import torch_operators
 from .._operands import as_operand, encode_values, first_scaled
 from .._payloads import decode_values, to_float32
 from .._registry import LOGICAL_DTYPES, implements
@@ -195,8 +196,13 @@ for _name in (*(f"upsample_{kind}" for kind in _UPSAMPLE_MODES), *_UPSAMPLE_NEAR
 MEAN_REDUCTION, SUM_REDUCTION = 1, 2
 
 
-def _mean_divisor(count: int, reduction: int) -> float:
-    """Return the power of two near the factor by which a mean divides gradients."""
+def _mean_divisor(place: int, *arguments: Any, **options: Any) -> float:
+    """Return the power of two near the factor by which a mean divides gradients, of a loss's backward operator.
+
+    Its arguments are the gradient, the input, the target and others, among them the reduction at a place.
+    """
+    reduction = arguments[place] if len(arguments) > place else options.get("reduction", MEAN_REDUCTION)
+    count = arguments[2].numel()
     return 1.0 / sqrt_of_count(count * count) if reduction == MEAN_REDUCTION else 1.0
 
 
@@ -215,25 +221,6 @@ def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore
     return scale_payloads(y, [p._scale], holders, divisor), total
 
 
-def _register_nll_backward(operator: OpOverload) -> None:
-    def backward(
-        gradient: Any, x: Any, target: Tensor, weight: Any, reduction: int, ignore_index: int, total: Any
-    ) -> Tensor:
-        like = first_scaled((gradient, x, weight, total))
-        g = as_operand(gradient, like)
-        shape_of = to_float32(x) if isinstance(x, ScaledTensor) else x.to(torch.float32)
-        y = operator(
-            to_float32(g), shape_of, target, decode_value(weight), reduction, ignore_index, decode_value(total)
-        )
-        return scale_payloads(y, [g._scale], [first_scaled((gradient, like))], _mean_divisor(target.numel(), reduction))
-
-    implements(operator, family="loss")(backward)
-
-
-_register_nll_backward(aten.nll_loss_backward.default)
-_register_nll_backward(aten.nll_loss2d_backward.default)
-
-
 @implements(aten.mse_loss_backward.default, family="loss")
 def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Tensor:
     """2 pg (px - pt) under gs s / n."""
@@ -241,36 +228,18 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
     g = as_operand(gradient, like)
     (a, b), scale, *_ = align_operands(*(as_operand(t, like) for t in (x, target)))
     y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
-    return scale_payloads(y, [g._scale, scale], [first_scaled((gradient, like))], _mean_divisor(a.numel(), reduction))
+    return scale_payloads(
+        y, [g._scale, scale], [first_scaled((gradient, like))], _mean_divisor(3, gradient, x, target, reduction)
+    )
 
 
-def _register_loss_backwards(*operators: OpOverload) -> None:
-    """Register backward operators, linear in the gradient g, on decoded other operands; the result is under gs / n."""
-    for operator in present(operators):
-        implements(operator, family="loss")(_make_loss_backward_rule(operator))
-
-
-def _make_loss_backward_rule(operator: OpOverload) -> Callable:
-    names = [argument.name for argument in operator._schema.arguments]
-    at = names.index("reduction")
-
-    def backward(gradient: Any, *arguments: Any, **options: Any) -> Tensor:
-        like = first_scaled((gradient, *arguments, *options.values()))
-        g = as_operand(gradient, like)
-        rest = [decode_value(x) for x in arguments]
-        y = operator(to_float32(g), *rest, **{name: decode_value(x) for name, x in options.items()})
-        reduction = arguments[at - 1] if len(arguments) >= at else options.get("reduction", MEAN_REDUCTION)
-        divisor = _mean_divisor(arguments[0].numel(), reduction)
-        return scale_payloads(y, [g._scale], [first_scaled((gradient, like))], divisor)
-
-    return backward
-
-
-_register_loss_backwards(
+for _operator in (
     *(aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default, aten.soft_margin_loss_backward.default),
     *(aten.binary_cross_entropy_backward.default, aten.multi_margin_loss_backward.default),
-    aten.multilabel_margin_loss_backward.default,
-)
+    *(aten.multilabel_margin_loss_backward.default, aten.nll_loss_backward.default, aten.nll_loss2d_backward.default),
+):
+    _place = [argument.name for argument in _operator._schema.arguments].index("reduction")
+    homogeneous(_operator, family="loss", terms=functools.partial(_mean_divisor, _place), grad_output=1)
 
 
 measured_scale(
