@@ -303,6 +303,12 @@ def add_scaled_product(
     as_factor = as_product_operand if separate else as_operand if of_matrices else as_addend
     large = [find_stand_ins(base, like, beta)]
     base, x, y = as_addend(base, like, beta), as_factor(a, like), as_factor(b, like)
+    if separate is not None and large == [None] and _is_fused_addend(base, x, y, beta, alpha):
+        values, factor = _multiply_payloads(separate, x, y, 1.0 / sum_scale)
+        product = make_scaled_result(values, (x._scale, y._scale), torch.float32, dtype, sum_scale, factor)
+        if fused.is_elementwise_pair(product._payload, base._payload):
+            scales = product._scale, base._scale
+            return wrap(*fused.add_payloads(product._payload, base._payload, *scales, storage), dtype)
     factors = (x._scale, invert_scale(y._scale) if quotient else y._scale)
     added = None
     if not of_matrices:
@@ -336,6 +342,14 @@ def add_scaled_product(
     left, right = (left * of_product, right) if quotient else (left, right * of_product)
     y = compute(start * of_base, left, right, beta, alpha)
     return make_scaled_to_fit(saturate_stand_ins(y, scale, storage, *large), scale, storage, dtype)
+
+
+def _is_fused_addend(base: ScaledTensor, x: ScaledTensor, y: ScaledTensor, beta: Any, alpha: Any) -> bool:
+    """Return whether one kernel adds a tensor to a product: not where the product itself adds in bfloat16."""
+    if type(beta) not in (int, float) or type(alpha) not in (int, float) or not beta == alpha == 1:
+        return False
+    is_bfloat16 = all(one._payload.dtype == torch.bfloat16 for one in (base, x, y))
+    return not is_bfloat16 and fused.is_fused(base._payload) and fused.is_fused(x._payload)
 
 
 def _multiply_plain_operands(
