@@ -78,8 +78,8 @@ class OperatorResults(NamedTuple):
 def read_results(operator: torch._ops.OpOverload) -> OperatorResults:
     """Return an operator's results by its schema, with exceptions that schemas do not tell.
 
-    >>> read_results(torch.ops.aten.addmm.default)
-    Results(name='aten.addmm', fresh_positions=(0,), written_arguments=(), kept_count=0, aliases_caller=False)
+    >>> read_results(torch.ops.aten.addmm.default).fresh_positions
+    (0,)
     >>> read_results(torch.ops.aten.relu_.default).written_arguments
     ((0, 'self'),)
     >>> read_results(torch.ops.aten.transpose.int).fresh_positions

@@ -44,9 +44,9 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
 
 
 def nearest_power(value: float, rounding: PowerRounding = "nearest") -> float:
-    """Round one Python number in the same way.
+    """Round a Python number to a power of two in [2^-126, 2^127].
 
-    >>> power_of(0.95), power_of(0.95, "down"), power_of(3.0)
+    >>> nearest_power(0.95), nearest_power(0.95, "down"), nearest_power(3.0)
     (1.0, 0.5, 4.0)
     """
     if not value > SMALLEST_SCALE:
