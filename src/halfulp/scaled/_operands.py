@@ -85,8 +85,8 @@ def move_level_to_scale(
     return make_scaled_to_fit(_powers.times_power(payload.to(torch.float32) / level, rest), total, storage, dtype)
 
 
-def bring_under_scale(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
-    """Return the payload under a deciding scale, rounded to a storage: see `brought_under`."""
+def bring_payload_under(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
+    """Return the payload under a deciding scale, rounded to a storage: see `bring_under_scale`."""
     if fused.is_fused(x._payload):
         return fused.finish_payload(x._payload, (x._scale, scale), storage, "brought")[0]
     return to_storage(_powers.bring_under_scale(to_float32(x), x._scale, scale), storage)

@@ -20,7 +20,7 @@ from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
     as_operand,
-    bring_under_scale,
+    bring_payload_under,
     first_scaled,
     logical_dtype,
     make_scaled,
@@ -363,7 +363,7 @@ def _register_attention_backward(operator: OpOverload) -> None:
         bias = _decode_attention_bias(given, kernel)
         payloads = _make_attention_payloads(query, key, value, kernel) | {
             of_output: _round_payload(gradient, kernel),
-            "out": bring_under_scale(output, value._scale, kernel),
+            "out": bring_payload_under(output, value._scale, kernel),
             "logsumexp": decode_value(given["logsumexp"]),
         }
         results = call_with_named_arguments(operator, given | payloads | bias)

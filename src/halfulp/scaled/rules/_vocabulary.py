@@ -34,7 +34,7 @@ from .._operands import (
     LEAST_SATURATED_STAND_IN,
     as_addend,
     as_operand,
-    bring_under_scale,
+    bring_payload_under,
     encode_values,
     find_stand_ins,
     first_scaled,
@@ -168,7 +168,7 @@ def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, t
     values: list[Any] = [_powers.concrete_value(x._scale) for x in tensors]
     if None in values:
         scale = _powers.deciding_scale(*(x._scale for x in tensors))
-        payloads = [bring_under_scale(x, scale) for x in tensors]
+        payloads = [bring_payload_under(x, scale) for x in tensors]
     else:
         largest = _powers.deciding_value(values)
         scale = torch.tensor(largest, dtype=torch.float32, device="cpu")
@@ -235,7 +235,7 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     scale = _powers.deciding_scale(*(x._scale for x in tensors.values()))
     if constants:
         scale = raise_scale_for_constants(scale, storage, *constants.values())
-    payloads = {i: bring_under_scale(x, scale) for i, x in tensors.items()}
+    payloads = {i: bring_payload_under(x, scale) for i, x in tensors.items()}
     payloads = {
         i: saturate_stand_ins(p, scale, storage, find_stand_ins(operands[i], like)) for i, p in payloads.items()
     }
