@@ -414,12 +414,12 @@ class _ConvertTensor(torch.autograd.Function):
         x, _, context.kind, *_ = inputs
         context.others = [None] * (len(inputs) - 1)
         scaled = isinstance(x, ScaledTensor)
-        context.given = (x.dtype, x._payload.dtype, x._home) if scaled else (x.dtype, None, None)
+        context.kind_of_input = (x.dtype, x._payload.dtype, x._home) if scaled else (x.dtype, None, None)
 
     @staticmethod
     @untraced
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _convert_to_kind(gradient, *context.given), *context.others
+        return _convert_to_kind(gradient, *context.kind_of_input), *context.others
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
