@@ -50,7 +50,7 @@ SCALED_STEPS = [
 ]
 FORMS = [
     *(("product", count) for count in (1, 2, 3)),
-    *(("values", 1), ("ratio", 2), ("brought", 2), ("factor", 2), ("deviation", 1), ("paired", 4), ("levelled", 2)),
+    *(("values", 1), ("brought", 2), ("factor", 2), ("levelled", 2)),
     ("held", 1),
 ]
 
@@ -201,13 +201,12 @@ def scaled_results() -> Launches:
     forms = itertools.cycle(FORMS)
     for of, to in itertools.product(STORAGES, STORAGES):
         y, (mode, count) = numbers(of), next(forms)
-        yield f"finish {mode}", (of.itemsize, to.itemsize), lambda: fused.finish(y, scales[:count], to, mode)
+        yield f"finish {mode}", (of.itemsize, to.itemsize), lambda: fused.finish_payload(y, scales[:count], to, mode)
         keep, size = to in (FP16, torch.float8_e5m2), x.itemsize + y.itemsize
-        yield "add", (size, to.itemsize), lambda: fused.add(x, y, *scales[:2], to, 1.0, keep)
-        yield "affine", (size, to.itemsize), lambda: fused.affine(x, y, tuple(scales[:3]), to, 1.0, 1.0, 0.75, 0.5)
+        yield "add", (size, to.itemsize), lambda: fused.add_payloads(x, y, *scales[:2], to, 1.0, keep)
         if to is FP16:
-            yield "level", (of.itemsize, 0), lambda: fused.level(y, to, 1.0)
-    yield "factors", None, lambda: fused.affine_factors(*scales[:3], 1.0, 2.0)
+            yield "level", (of.itemsize, 0), lambda: fused.measure_level(y, to, 1.0)
+    yield "factors", None, lambda: fused.compute_affine_factors(*scales[:3], 1.0, 2.0)
 
 
 FAMILIES: dict[str, Callable[[], Launches]] = {

@@ -22,7 +22,6 @@ import halfulp as hu
 from halfulp.scaled import ScaledTensor, _derivation
 from halfulp.scaled import _fused as fused
 from halfulp.scaled import _powers_of_two as _powers
-from halfulp.scaled.rules import _products as _bilinear
 
 STORAGES = ("float32", "bfloat16", "float16", "fp8 products")
 # What asks for a number, or whose size depends on values; what torch copies from the host; what reads a constant.
@@ -102,16 +101,9 @@ def fused_kernels(counts: Counts | None = None) -> Iterator[None]:
         with _disable_current_modes():
             return by_torch(*payloads, *scales)
 
-    def multiply(operator, a, b):
-        if counts is not None:
-            counts.launches[_caller(), "wide product"] += 1
-        with _disable_current_modes():
-            return operator(a.to(torch.float32), b.to(torch.float32))
-
     with (
-        mock.patch.object(fused, "engaged", lambda x: type(x) is torch.Tensor),
-        mock.patch.object(fused, "_run", run),
-        mock.patch.object(_bilinear, "wide_product", multiply),
+        mock.patch.object(fused, "is_fused", lambda x: type(x) is torch.Tensor),
+        mock.patch.object(fused, "_launch_or_run_by_torch", run),
     ):
         yield
 

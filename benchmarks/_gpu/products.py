@@ -49,7 +49,7 @@ def _row(run: Run, table, cells: dict, rows: int) -> None:
     left, right = (z.to(getattr(torch, k)) for z, k in zip((x, y), kinds.get(name, (kind, kind))))
     multiply = {
         "bfloat16": lambda: left @ right.t(),
-        "float16 into float32": lambda: wide_product(torch.ops.aten.mm.default, left, right.t()),
+        "float16 into float32": lambda: wide_product(left, right.t()),
         "e4m3fn emulated": lambda: left.to(torch.float32) @ right.to(torch.float32).t(),
     }.get(name, lambda: eight_bit_product(left, right.t(), 1.0))
     exact = left.double() @ right.double().t()

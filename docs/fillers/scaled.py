@@ -8,10 +8,10 @@ from ._tables import all_tables, benchmark_table, grid, text_and_note
 
 def _scaled_families() -> dict[str, list[str]]:
     """The library's own registered operators by family, in the order of the families."""
-    from halfulp.scaled._registry import FAMILIES, FAMILY_OF
+    from halfulp.scaled._registry import FAMILIES, FAMILY_BY_OPERATOR
 
     found: dict[str, list[str]] = {}
-    for operator, family in FAMILY_OF.items():
+    for operator, family in FAMILY_BY_OPERATOR.items():
         namespace, name = operator._schema.name.split("::")
         if namespace in ("aten", "c10d", "_c10d_functional", "halfulp"):
             name = name.removeprefix("_foreach_").removesuffix("_") if family == "foreach" else name

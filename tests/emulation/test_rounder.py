@@ -18,15 +18,15 @@ def test_rounds_as_quantize(seed, rounding, format):
     x = torch.randn(100) * torch.randn(100).exp2()
     rounder = Rounder(format, rounding, None)
     want = quantize(x, format, rounding)
-    assert torch.equal(rounder.rounded(x, ""), want)
+    assert torch.equal(rounder.round_copy(x, ""), want)
     assert rounder.round_in_place(x, "") == 1
     assert torch.equal(x, want)
 
 
 def test_overflow_policy():
     x = torch.tensor([torch.finfo(torch.float32).min])
-    assert Rounder("bf16", "nearest", None).rounded(x, "").item() == -float("inf")
-    assert Rounder("bf16", "nearest", "saturate").rounded(x, "").item() == formats.bf16.min
+    assert Rounder("bf16", "nearest", None).round_copy(x, "").item() == -float("inf")
+    assert Rounder("bf16", "nearest", "saturate").round_copy(x, "").item() == formats.bf16.min
 
 
 @pytest.mark.parametrize(
@@ -54,17 +54,17 @@ def test_unusable_roundings_and_policies():
 
 def test_narrow_tensors():
     x = torch.tensor([0.3], dtype=torch.bfloat16)
-    assert Rounder("bf16", "nearest", None).rounded(x, "op") is x
+    assert Rounder("bf16", "nearest", None).round_copy(x, "op") is x
     with pytest.raises(NotImplementedError, match=r"op gives.*bfloat16.*second rounding"):
-        Rounder("e8m3", "nearest", None).rounded(x, "op")
+        Rounder("e8m3", "nearest", None).round_copy(x, "op")
     with pytest.raises(NotImplementedError, match="float8"):
-        Rounder("bf16", "nearest", None).rounded(x.to(torch.float8_e5m2), "op")
+        Rounder("bf16", "nearest", None).round_copy(x.to(torch.float8_e5m2), "op")
 
 
 def test_integers_pass():
     x = torch.arange(3)
     rounder = Rounder("e8m1", "nearest", None)
-    assert rounder.rounded(x, "") is x
+    assert rounder.round_copy(x, "") is x
     assert rounder.round_in_place(x, "") == 0
 
 
@@ -89,8 +89,8 @@ def test_streams(seed):
 def test_copies_go_on_in_the_stream():
     rounder = Rounder("e8m1", Stochastic(seed=5), "saturate")
     x = torch.full((100,), 1.2)
-    rounder.rounded(x, "")
+    rounder.round_copy(x, "")
     for twin in (copy.deepcopy(rounder), pickle.loads(pickle.dumps(rounder))):
         assert twin.settings == rounder.settings
         saved = copy.deepcopy(rounder)
-        assert torch.equal(twin.rounded(x, ""), saved.rounded(x, ""))
+        assert torch.equal(twin.round_copy(x, ""), saved.round_copy(x, ""))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from halfulp import MCTensor, ScaledTensor, multicomponent, scalify
-from halfulp.scaled._registry import FAMILY_OF
+from halfulp.scaled._registry import FAMILY_BY_OPERATOR
 
 LOWEST = torch.finfo(torch.float32).min
 CONSTANTS = [-1e8, -1e9, -1e10, -1e30, LOWEST, 1e8, 1e9, 1e10, 1e30, -LOWEST]
@@ -134,7 +134,7 @@ OTHERS = {
 
 def test_every_operator_that_aligns_is_listed():
     known = COVERED | {name for names in OTHERS.values() for name in names}
-    found = {op._schema.name.removeprefix("aten::") for op, family in FAMILY_OF.items() if family in FAMILIES}
+    found = {op._schema.name.removeprefix("aten::") for op, family in FAMILY_BY_OPERATOR.items() if family in FAMILIES}
     found = {name for name in found if "::" not in name}
     assert found <= known, f"a new operator: {sorted(found - known)}"
 

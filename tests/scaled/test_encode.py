@@ -11,7 +11,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.rounding import quantize
 from halfulp.scaled import ScaledTensor, cast, scalify
-from halfulp.scaled._payloads import rms_scale, rms_scale_float32
+from halfulp.scaled._payloads import measure_rms_scale
 
 STORAGES = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
 
@@ -75,7 +75,7 @@ def test_a_measured_scale_is_next_to_the_root_mean_square_of_what_is_not_zero(co
         values = torch.zeros(count + 5, dtype=dtype)
         values[torch.randperm(count + 5)[:count]] = torch.rand(count, dtype=dtype) + 1
         rms = math.sqrt(values.double().square().sum().item() / count)
-        found = rms_scale(values, storage).item()
+        found = measure_rms_scale(values, storage).item()
         assert math.log2(found) in (math.floor(math.log2(rms)), math.ceil(math.log2(rms)))
         assert abs(math.log2(found / rms)) <= 0.5 + 1e-6
 
@@ -142,5 +142,5 @@ def test_float64_is_rounded_once(storage, seed):
 
 
 def _unscaled_once(x, storage, once):
-    scale = rms_scale_float32(x.to(torch.float32), storage).double()
+    scale = measure_rms_scale(x.to(torch.float32), storage).double()
     return once(x / scale) * scale

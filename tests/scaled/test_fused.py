@@ -10,10 +10,10 @@ from halfulp.kernels.triton import _launch
 from halfulp.kernels.triton._writer import OPTIONS, load_module
 from halfulp.scaled import _fused as fused
 
-KINDS = list(fused.CODECS)
+KINDS = list(fused.PAYLOAD_CODECS)
 POINTERS = dict(zip(KINDS, ("*fp32", "*bf16", "*fp16", "*u8", "*u8")))
-FORMS = [("product", count) for count in range(4)] + [("values", 1), ("ratio", 2), ("factor", 2), ("deviation", 1)]
-FORMS += [("paired", 3), ("paired", 4), ("levelled", 2), ("brought", 2), ("held", 1)]
+FORMS = [("product", count) for count in range(4)]
+FORMS += [("values", 1), ("factor", 2), ("levelled", 2), ("brought", 2)]
 
 
 @pytest.fixture
@@ -34,14 +34,13 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
     y = torch.randn(3, 5).to(of)
     x = torch.randn(3, 5).to(torch.float16)
     for k, (mode, count) in enumerate(FORMS):  # every mode and storage of y, and in turn of the result
-        fused.finish(y, scales[:count], KINDS[(k + KINDS.index(of)) % len(KINDS)], mode)
+        fused.finish_payload(y, scales[:count], KINDS[(k + KINDS.index(of)) % len(KINDS)], mode)
     for to in KINDS:
         for sign, keep in ((1.0, to in (torch.float16, torch.float8_e5m2)), (-1.0, False)):
-            fused.add(x, y, *scales[:2], to, sign, keep)
-            fused.add(x, y[0], *scales[:2], to, sign, keep)
-        fused.level(y, to, 1.0)
-        fused.affine(x, y[0], tuple(scales[:3]), to, 1.0, 1.0, 0.75, 0.5)
-    fused.affine_factors(*scales[:3], 1.0, 2.0)
+            fused.add_payloads(x, y, *scales[:2], to, sign, keep)
+            fused.add_payloads(x, y[0], *scales[:2], to, sign, keep)
+        fused.measure_level(y, to, 1.0)
+    fused.compute_affine_factors(*scales[:3], 1.0, 2.0)
     assert _launch._kernels
     assert None not in _launch._kernels.values()
     assert not [str(warning.message) for warning in recwarn.list]
@@ -69,19 +68,18 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypa
     monkeypatch.setattr(fused, "load_module", refuse)
     monkeypatch.setattr(_launch, "_kernels", {})
     with pytest.warns(RuntimeWarning, match="no Triton kernel for finish .* no compiler here"):
-        payload, scale = fused.finish(torch.tensor([3.0, -1e9]), [torch.tensor(2.0)], torch.float16, factor=0.5)
+        payload, scale = fused.finish_payload(torch.tensor([3.0, -1e9]), [torch.tensor(2.0)], torch.float16, factor=0.5)
     assert payload.tolist() == [1.5, -65504.0]
     assert scale.item() == 2.0
 
 
-def _kernels() -> list[fused.Kernel]:
+def _kernels() -> list[fused.FusedKernel]:
     """A choice of kernels: every pair of storages, every mode."""
-    found = [fused.Kernel("affine_factors", fused.affine_scale, None, (3, 4, 3))]
+    found = [fused.FusedKernel("affine_factors", fused.choose_affine_scale, None, (3, 2, 3))]
     for k, (of, to) in enumerate(itertools.product(KINDS, KINDS)):
-        found.append(fused._finish_kernel(*FORMS[(3 * k) % len(FORMS)], of, to))
+        found.append(fused._make_finish_kernel(*FORMS[(3 * k) % len(FORMS)], of, to))
         keep, both = to in (torch.float16, torch.float8_e5m2), (torch.float16, of)
-        found.append(fused.Kernel("add", fused.larger_scale, fused.add_elements, (2, 1, 1), both, to, keep))
-        found.append(fused.Kernel("affine", fused.affine_scale, fused.affine_element, (3, 4, 1), both[::-1], to))
+        found.append(fused.FusedKernel("add", fused.choose_sum_scale, fused.add_elements, (2, 1, 1), both, to, keep))
     return found
 
 
@@ -107,12 +105,15 @@ def _sources() -> list[tuple[str, str, dict[str, str], dict[str, object]]]:
     for k, kernel in enumerate(_kernels()):
         payloads = {f"x{j}": POINTERS[dtype] for j, dtype in enumerate(kernel.stored)}
         payloads |= {"out": POINTERS[kernel.written]} if kernel.stored else {}
-        constants = {"same": bool(k % 2), "BLOCK": fused.BLOCK} if kernel.stored else {}
-        found.append((fused.kernel_source(kernel), "kernel", payloads, constants))
+        constants = {"same": bool(k % 2), "BLOCK": fused.BLOCK_ELEMENTS} if kernel.stored else {}
+        found.append((fused.write_kernel_source(kernel), "kernel", payloads, constants))
     for dtype in KINDS:
         parts = {"y": POINTERS[dtype], "parts": "*fp64"}
-        found.append((fused.level_source(dtype), "measure", parts, {"BLOCK": fused.BLOCK}))
-    return [*found, (fused.level_source(KINDS[0]), "level", {"parts": "*fp64"}, {"BLOCK": fused.PARTS})]
+        found.append((fused.write_level_source(dtype), "measure", parts, {"BLOCK": fused.BLOCK_ELEMENTS}))
+    return [
+        *found,
+        (fused.write_level_source(KINDS[0]), "level", {"parts": "*fp64"}, {"BLOCK": fused.MOST_PARTIAL_SUMS}),
+    ]
 
 
 @pytest.mark.parametrize("capability", [80, 90])

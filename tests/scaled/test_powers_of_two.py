@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfulp.scaled import _powers_of_two as _powers
-from halfulp.scaled._powers_of_two import LARGEST, SMALLEST, power_of, round_to_power
+from halfulp.scaled._powers_of_two import LARGEST_SCALE, SMALLEST_SCALE, nearest_power, round_to_power
 
 
 def expected(value, rounding):
@@ -23,18 +23,23 @@ def test_rounding_is_exact_on_tensors_and_numbers(rounding, seed):
     values = torch.cat(
         [torch.randn(2000).abs() * 2.0 ** torch.randint(-120, 120, (2000,)), 2.0 ** torch.arange(-126, 127)]
     )
-    values = values[(values >= SMALLEST) & (values <= 2.0**126)].float()
+    values = values[(values >= SMALLEST_SCALE) & (values <= 2.0**126)].float()
     wanted = [expected(value, rounding) for value in values.tolist()]
     assert round_to_power(values, rounding).tolist() == wanted
-    assert [power_of(value, rounding) for value in values.tolist()] == wanted
+    assert [nearest_power(value, rounding) for value in values.tolist()] == wanted
 
 
 def test_the_ends_of_the_range_are_kept():
     ends = torch.tensor([0.0, 1e-45, 2.0**-127, 3.4e38])
     for rounding in ("down", "up", "nearest"):
-        assert round_to_power(ends, rounding).tolist() == [SMALLEST, SMALLEST, SMALLEST, LARGEST]
-    assert power_of(0.0) == SMALLEST
-    assert power_of(1e300) == LARGEST
+        assert round_to_power(ends, rounding).tolist() == [
+            SMALLEST_SCALE,
+            SMALLEST_SCALE,
+            SMALLEST_SCALE,
+            LARGEST_SCALE,
+        ]
+    assert nearest_power(0.0) == SMALLEST_SCALE
+    assert nearest_power(1e300) == LARGEST_SCALE
 
 
 def test_other_ways_of_rounding_are_refused():
@@ -47,9 +52,9 @@ def test_a_product_out_of_range_leaves_the_rest_to_the_payload(traced, monkeypat
     if traced:
         monkeypatch.setattr(_powers, "concrete_value", lambda scale: None)
     for powers in [(-100, -100), (100, 100), (3, -5), (-126, -126), (127, 127), (-126, 127)]:
-        scale, rest = _powers.product(*(torch.tensor(2.0**power) for power in powers))
+        scale, rest = _powers.scale_product(*(torch.tensor(2.0**power) for power in powers))
         assert scale.dtype == torch.float32
-        assert SMALLEST <= scale.item() <= LARGEST
+        assert SMALLEST_SCALE <= scale.item() <= LARGEST_SCALE
         exact = sum(powers)
         if -149 - 126 <= exact <= 254:
             assert math.log2(scale.item()) + math.log2(float(rest)) == exact

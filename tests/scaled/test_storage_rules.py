@@ -12,8 +12,8 @@ from torch.nn import functional
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._operands import home_for, operands_of, repeats_both, round_to_home
-from halfulp.scaled._registry import FAMILIES, FAMILY_OF, Family, implements, register_family
+from halfulp.scaled._operands import choose_home, find_operand_preparation, is_outer_broadcast, round_to_home
+from halfulp.scaled._registry import FAMILIES, FAMILY_BY_OPERATOR, Family, implements, register_family
 
 HOMES = (torch.float16, torch.bfloat16)
 
@@ -27,7 +27,7 @@ def kind(x: ScaledTensor) -> tuple:
 
 
 def test_every_family_says_what_it_does_to_storages():
-    own = {family for operator, family in FAMILY_OF.items() if "halfulp_doc" not in operator.name()}
+    own = {family for operator, family in FAMILY_BY_OPERATOR.items() if "halfulp_doc" not in operator.name()}
     assert own <= FAMILIES.keys()
     with pytest.raises(ValueError, match="'gated' already"):
         register_family(Family("gated", "f(p s) / s", "s"))
@@ -45,7 +45,7 @@ def test_an_outer_sum_is_one_in_which_broadcasting_repeats_both():
     for one, other in itertools.product(sizes, repeat=2):
         with contextlib.suppress(RuntimeError):
             is_outer = torch.broadcast_shapes(one, other) not in (one, other)
-            assert is_outer == repeats_both(empty[one], empty[other]), (one, other)
+            assert is_outer == is_outer_broadcast(empty[one], empty[other]), (one, other)
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -144,11 +144,11 @@ def test_modes_of_autograd_give_the_same(seed):
 
 def test_what_writes_or_is_made_of_steps_leaves_its_operands():
     aten = torch.ops.aten
-    assert operands_of(aten.add_.Tensor) is None
-    assert operands_of(aten.linear.default) is None
-    assert home_for(torch.float8_e4m3fn, "autocast") == torch.float16
-    assert home_for(torch.float32, "autocast") is None
-    assert home_for(torch.float16, "none") is None
+    assert find_operand_preparation(aten.add_.Tensor) is None
+    assert find_operand_preparation(aten.linear.default) is None
+    assert choose_home(torch.float8_e4m3fn, "autocast") == torch.float16
+    assert choose_home(torch.float32, "autocast") is None
+    assert choose_home(torch.float16, "none") is None
 
 
 @pytest.mark.parametrize("home", [torch.float32, torch.float8_e5m2, "float16"])

@@ -216,7 +216,7 @@ def test_a_looked_at_update_has_the_same_result_and_leaves_nothing_behind(seed, 
 
     found = []
     for interval in (1, 10**9):
-        monkeypatch.setattr(_lost_updates, "INTERVAL", interval)
+        monkeypatch.setattr(_lost_updates, "SAMPLE_INTERVAL", interval)
         torch.manual_seed(seed)
         mean, goal = (ScaledTensor.encode(torch.randn(100)) for _ in range(2))
         for _ in range(5):
@@ -224,4 +224,4 @@ def test_a_looked_at_update_has_the_same_result_and_leaves_nothing_behind(seed, 
         found.append(mean.decode())
     assert torch.equal(*found)
     del mean, goal
-    assert not [key for key, (reference, _) in _lost_updates._updates.items() if reference() is None]
+    assert not [key for key, (reference, _) in _lost_updates._updates_by_scale.items() if reference() is None]

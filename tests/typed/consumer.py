@@ -223,12 +223,7 @@ def scaled_tensors() -> None:
     assert_type(hu.scaled.round_to_power(torch.tensor(3.0), "up"), Tensor)
     model = hu.scalify(nn.Linear(4, 4), torch.float16, rescale={"": "gradient"})
     assert_type(model, nn.Linear)
-    with hu.scaled.drift(model) as drift:
-        model(torch.ones(2, 4))
-    assert_type(drift, hu.scaled.Drift)
     assert_type(hu.scaled.plain_state_dict(model.state_dict()), dict[str, Any])
-    proposed = hu.scaled.propose_rescales(model, torch.ones(2, 4), lambda out: out.decode().sum())
-    assert_type(proposed, dict[str, Literal["forward", "gradient", "both"]])
     assert_type(hu.fallbacks(model), dict[str, int])
     assert_type(hu.scaled.unscalify(model), nn.Module)
     assert_type(hu.scaled.scalify(nn.ReLU()), nn.ReLU)

@@ -18,7 +18,7 @@ from ..kernels import checksum
 from ..rounding import Nearest, Rounding
 from ..subclass.models._parameter_holders import EMULATED
 from ._region import Region, describe_refusal, refuse_recording, region
-from ._rounder import CONTAINERS, Rounder, describe
+from ._rounder import WIDE_DTYPES, Rounder, describe_roundings
 
 
 class Emulation:
@@ -32,24 +32,24 @@ class Emulation:
         self.target = target
         self.rounder = rounder
         self.parameters = parameters
-        self._before = vars(target).get("forward") if isinstance(target, nn.Module) else None
-        self._seen: dict[int, tuple[int, int]] = {}
+        self._forward_before = vars(target).get("forward") if isinstance(target, nn.Module) else None
+        self._checked_versions: dict[int, tuple[int, int]] = {}
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._original)
+        return inspect.signature(self._original_forward)
 
     @property
-    def _original(self) -> Callable[..., Any]:
+    def _original_forward(self) -> Callable[..., Any]:
         if not isinstance(self.target, nn.Module):
             return self.target
-        plain: Callable[..., Any] = self._before or type(self.target).forward.__get__(self.target)
+        plain: Callable[..., Any] = self._forward_before or type(self.target).forward.__get__(self.target)
         return plain
 
     @property
     def __code__(self) -> types.CodeType:
         """The plain forward pass's, which torch.export reads before it calls."""
-        return self._original.__code__
+        return self._original_forward.__code__
 
     @property
     def __globals__(self) -> dict[str, Any]:
@@ -68,20 +68,20 @@ class Emulation:
             torch._dynamo.graph_break(
                 "an emulated model runs eagerly, and every operator is rounded: no fullgraph=True"
             )
-        return self._emulated(*args, **kwargs)
+        return self._call_emulated(*args, **kwargs)
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
-    def _emulated(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_emulated(self, *args: Any, **kwargs: Any) -> Any:
         refuse_recording()
         if isinstance(self.target, nn.Module):
             self._check_parameters(self.target)
         args, kwargs = _map_arguments(
-            lambda x: x if _needs_gradient(x) else self.rounder.rounded(x, "an argument"), (args, kwargs)
+            lambda x: x if _needs_gradient(x) else self.rounder.round_copy(x, "an argument"), (args, kwargs)
         )
         with Region(self.rounder):
             # A clone is an operator, so that an argument with a gradient is rounded, and its gradient as well.
             args, kwargs = _map_arguments(lambda x: x.clone() if _needs_gradient(x) else x, (args, kwargs))
-            return self._original(*args, **kwargs)
+            return self._original_forward(*args, **kwargs)
 
     def region(self) -> Region:
         """Return a `with` block under the same settings, counted here: for a loss outside the model."""
@@ -96,8 +96,8 @@ class Emulation:
             del self.target.forward
             for parameter in self.target.parameters():
                 parameter.__dict__.pop(EMULATED, None)
-            if self._before is not None:
-                self.target.forward = self._before
+            if self._forward_before is not None:
+                self.target.forward = self._forward_before
 
     def __enter__(self) -> Emulation:
         return self
@@ -107,15 +107,17 @@ class Emulation:
 
     def explain(self) -> str:
         """Return a table of the operators seen so far: how often, rounded or not and why."""
-        state = _list_state(self.target) if isinstance(self.target, nn.Module) else ()
-        return describe(self.rounder, {name: _count_misses(value, self.rounder) for name, value in state})
+        state = _list_named_tensors(self.target) if isinstance(self.target, nn.Module) else ()
+        return describe_roundings(
+            self.rounder, {name: _count_values_off_format(value, self.rounder) for name, value in state}
+        )
 
     def __repr__(self) -> str:
         name = getattr(self.target, "__name__", type(self.target).__name__)
         return f"Emulation({name}, {self.rounder.format.name}, {self.rounder.rounding})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_seen": {}}
+        return vars(self) | {"_checked_versions": {}}
 
     def _check_parameters(self, model: nn.Module) -> None:
         """Raise if a parameter that was written since the last call holds numbers that the format lacks."""
@@ -125,16 +127,16 @@ class Emulation:
             # A write through .data changes no version.
             is_fixed = parameter.is_meta or not parameter.is_floating_point()
             state = parameter._version, 0 if is_fixed else checksum(parameter)
-            if self._seen.get(id(parameter)) == state:
+            if self._checked_versions.get(id(parameter)) == state:
                 continue
-            if _count_misses(parameter, self.rounder):
+            if _count_values_off_format(parameter, self.rounder):
                 names = [name for name, value in model.named_parameters() if value is parameter]
                 raise ValueError(
                     f"parameter {names[0]!r} was given numbers that {self.rounder.format.name} does not have: update "
                     f"it with an optimizer of halfulp.optim and format={self.rounder.format.name!r}, or say "
                     "emulate(..., parameters='keep') to let operators read float32 parameters"
                 )
-            self._seen[id(parameter)] = state
+            self._checked_versions[id(parameter)] = state
 
 
 def emulate(
@@ -187,7 +189,7 @@ def emulate(
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> with emulate(model, "e8m3") as emulation:
     ...     y = model(torch.randn(2, 4))
-    >>> bool(emulation.rounder.rounded(y, "") .equal(y))
+    >>> bool(emulation.rounder.round_copy(y, "") .equal(y))
     True
     >>> loss = emulate(nn.functional.mse_loss, "e8m3")
     >>> loss(torch.tensor([1.0]), torch.tensor([0.0]))
@@ -204,7 +206,7 @@ def emulate(
     _check_model(model)
     if parameters == "round":
         with torch.no_grad():
-            for name, value in _list_state(model):
+            for name, value in _list_named_tensors(model):
                 rounder.round_in_place(value, name)
         for parameter in model.parameters():
             setattr(parameter, EMULATED, rounder.format.name)
@@ -235,22 +237,22 @@ def _check_model(model: nn.Module) -> None:
                 "by its remove() (the handle is the module's forward)"
             )
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype not in CONTAINERS:
+        if parameter.is_floating_point() and parameter.dtype not in WIDE_DTYPES:
             raise TypeError(
                 f"emulate needs float32 or float64 parameters, because an operator on {parameter.dtype} has rounded "
                 f"once already; {name!r} is {parameter.dtype}: call model.float() first"
             )
 
 
-def _list_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _list_named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((f"parameter {name}", value) for name, value in model.named_parameters())
     yield from ((f"buffer {name}", value) for name, value in model.named_buffers())
 
 
-def _count_misses(value: Tensor, rounder: Rounder) -> int:
+def _count_values_off_format(value: Tensor, rounder: Rounder) -> int:
     """Count the elements of a tensor that are not in the format."""
     if not value.is_floating_point() or value.is_meta:
         return 0
     value = value.detach()
-    exact = Rounder(rounder.format, Nearest(), rounder.overflow).rounded(value, "a parameter")
+    exact = Rounder(rounder.format, Nearest(), rounder.overflow).round_copy(value, "a parameter")
     return 0 if exact.equal(value) else int(((exact != value) & ~(exact.isnan() & value.isnan())).sum())

@@ -20,7 +20,7 @@ from ..subclass.models._conversion import Wrapper, capture_hooks, capture_node
 from ._rounder import Rounder
 
 # Outputs other than the first that only the backward pass reads: they are inside the operator, in float32.
-_STATISTICS = {
+_BACKWARD_STATISTICS = {
     "native_layer_norm": (1, 2),
     "native_group_norm": (1, 2),
     "native_batch_norm": (1, 2),
@@ -46,53 +46,55 @@ _STATISTICS = {
     "_cudnn_attention_forward": (1, 8),
 }
 # Arguments that are written although the schema does not say so.
-_RUNNING = dict.fromkeys(("native_batch_norm", "miopen_batch_norm"), ((3, "running_mean"), (4, "running_var")))
-_RUNNING["cudnn_batch_norm"] = _RUNNING["native_batch_norm"]
+_RUNNING_STATISTICS = dict.fromkeys(
+    ("native_batch_norm", "miopen_batch_norm"), ((3, "running_mean"), (4, "running_var"))
+)
+_RUNNING_STATISTICS["cudnn_batch_norm"] = _RUNNING_STATISTICS["native_batch_norm"]
 # A view although the schema does not say so, and memory without numbers.
-_NOTHING_NEW = frozenset(
+_OPERATORS_WITHOUT_NEW_NUMBERS = frozenset(
     ("_unsafe_view", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
 ) | {"resize_", "resize_as_", "set_"}
 
 
-class Results(NamedTuple):
+class OperatorResults(NamedTuple):
     """Which results of an operator are new, written into an argument, or kept for backward.
 
     Attributes:
         name: such as "aten.addmm".
-        fresh: positions of returned tensors (or lists of tensors) in new memory that are to be rounded.
-        written: position and name of each argument that is written.
-        kept: how many returned statistics stay in float32.
+        fresh_positions: positions of returned tensors (or lists of tensors) in new memory that are to be rounded.
+        written_arguments: position and name of each argument that is written.
+        kept_count: how many returned statistics stay in float32.
         aliases_caller: whether it hands out memory that Python's caller may own, which must not be written.
     """
 
     name: str
-    fresh: tuple[int, ...]
-    written: tuple[tuple[int, str], ...]
-    kept: int
+    fresh_positions: tuple[int, ...]
+    written_arguments: tuple[tuple[int, str], ...]
+    kept_count: int
     aliases_caller: bool
 
 
 @cache
-def read_results(operator: torch._ops.OpOverload) -> Results:
+def read_results(operator: torch._ops.OpOverload) -> OperatorResults:
     """Return an operator's results by its schema, with exceptions that schemas do not tell.
 
-    >>> read_results(torch.ops.aten.addmm.default)
-    Results(name='aten.addmm', fresh=(0,), written=(), kept=0, aliases_caller=False)
-    >>> read_results(torch.ops.aten.relu_.default).written
+    >>> read_results(torch.ops.aten.addmm.default).fresh_positions
+    (0,)
+    >>> read_results(torch.ops.aten.relu_.default).written_arguments
     ((0, 'self'),)
-    >>> read_results(torch.ops.aten.transpose.int).fresh
+    >>> read_results(torch.ops.aten.transpose.int).fresh_positions
     ()
-    >>> read_results(torch.ops.aten.native_layer_norm.default).kept
+    >>> read_results(torch.ops.aten.native_layer_norm.default).kept_count
     2
     """
     schema = operator._schema
     namespace, _, base = schema.name.partition("::")
     name = f"{namespace}.{base}"
-    if namespace == "aten" and base in _NOTHING_NEW:
-        return Results(name, (), (), 0, False)
+    if namespace == "aten" and base in _OPERATORS_WITHOUT_NEW_NUMBERS:
+        return OperatorResults(name, (), (), 0, False)
     known = namespace == "aten"
-    kept = _STATISTICS.get(base, ()) if known else ()
-    fresh = tuple(
+    kept = _BACKWARD_STATISTICS.get(base, ()) if known else ()
+    fresh_positions = tuple(
         i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type)
     )
     written = tuple(
@@ -101,25 +103,25 @@ def read_results(operator: torch._ops.OpOverload) -> Results:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     aliases_caller = known and base == "lift_fresh"
-    return Results(
+    return OperatorResults(
         name,
-        (0,) if aliases_caller else tuple(i for i in fresh if i not in kept),
-        written or (_RUNNING.get(base, ()) if known else ()),
-        len([i for i in kept if i in fresh]),
+        (0,) if aliases_caller else tuple(i for i in fresh_positions if i not in kept),
+        written or (_RUNNING_STATISTICS.get(base, ()) if known else ()),
+        len([i for i in kept if i in fresh_positions]),
         aliases_caller,
     )
 
 
-_LEAF = 2**64 - 1
+_LEAF_SEQUENCE_NUMBER = 2**64 - 1
 # Their gradients are the numbers that arrive, elsewhere or in another shape.
-_MOVES = frozenset(
+_MOVING_BACKWARD_NODES = frozenset(
     f"{name}Backward{i}"
     for name in ("T", "View", "Transpose", "UnsafeView", "Permute", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias")
     for i in range(5)
 )
 
 
-class Graph:
+class GradientRounding:
     """Hooks the autograd nodes made since it was created, on one thread, to round their gradients.
 
     The roundings are attached to the nodes, not to the time at which they run, so a backward pass from anywhere
@@ -140,17 +142,17 @@ class Graph:
         for handle in self._handles:
             handle.remove()
 
-    def add(self, tensor: Tensor) -> None:
+    def hook_nodes_before(self, tensor: Tensor) -> None:
         """Hook the node that made a tensor, and all nodes before it without hooks."""
         node = tensor.grad_fn
         todo = [] if node is None else [(node, node._sequence_nr())]
         while todo:
             node, number = todo.pop()
-            if self._start <= number < _LEAF and number not in self._seen:
+            if self._start <= number < _LEAF_SEQUENCE_NUMBER and number not in self._seen:
                 self._seen.add(number)
-                self._attach(node, number, todo)
+                self._hook_node(node, number, todo)
 
-    def _attach(self, node, number: int, todo: list) -> None:
+    def _hook_node(self, node, number: int, todo: list) -> None:
         """Register both hooks of a node, and append the nodes before it to `todo`."""
         name = node.name()
         if name == "CompiledFunctionBackward":
@@ -162,22 +164,22 @@ class Graph:
         edges = []
         for child, position in node.next_functions:
             before = -1 if child is None else child._sequence_nr()
-            if before == _LEAF:
-                self._watch(child.variable)
+            if before == _LEAF_SEQUENCE_NUMBER:
+                self._hook_leaf(child.variable)
             elif before not in self._seen:
                 todo.append((child, before))
-            edges.append((before, position) if self._start <= before < _LEAF else None)
+            edges.append((before, position) if self._start <= before < _LEAF_SEQUENCE_NUMBER else None)
         node.register_prehook(partial(self._round_arriving, number, name))
-        node.register_hook(partial(self._round_leaving, name, tuple(edges), name in _MOVES))
+        node.register_hook(partial(self._round_leaving, name, tuple(edges), name in _MOVING_BACKWARD_NODES))
 
-    def _watch(self, leaf: Tensor) -> None:
+    def _hook_leaf(self, leaf: Tensor) -> None:
         """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
         uses = self._leaves[id(leaf)] = self._leaves.get(id(leaf), 0) + 1
         me = weakref.ref(self)
         if uses == 1:
-            self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_round_accumulated, me)))
+            self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_round_accumulated_gradient, me)))
         elif uses == 2:
-            self._handles.append(leaf.register_hook(partial(_round_sum, me)))
+            self._handles.append(leaf.register_hook(partial(_round_gradient_sum, me)))
 
     def _round_arriving(self, node: int, name: str, gradients: tuple[Tensor | None, ...]) -> tuple | None:
         """Round an incoming gradient that is a sum, or comes from outside (a node's pre-hook)."""
@@ -192,7 +194,7 @@ class Graph:
             if gradient is None or (gradient is sent and gradient._version == version):
                 continue
             changed = changed or list(gradients)
-            changed[i] = self.rounder.rounded(gradient, f"the gradient for {name}")
+            changed[i] = self.rounder.round_copy(gradient, f"the gradient for {name}")
         return None if changed is None else tuple(changed)
 
     def _round_leaving(self, name: str, edges: tuple, moves: bool, gradients: tuple, arrived: tuple) -> tuple | None:
@@ -202,29 +204,29 @@ class Graph:
             if gradient is None:
                 continue
             if not moves and not any(gradient is known for known in arrived):
-                results[i] = self.rounder.rounded(gradient, name)
+                results[i] = self.rounder.round_copy(gradient, name)
                 self.rounder.backward[name] += 1
             if edges[i] is not None:
                 self._sent[edges[i]] = results[i], results[i]._version
         return None if moves else tuple(results)
 
 
-def _round_accumulated(graph: weakref.ref, leaf: Tensor) -> None:
+def _round_accumulated_gradient(graph: weakref.ref, leaf: Tensor) -> None:
     """Round a leaf's accumulated sum, if this backward pass went through the graph (a hook)."""
     owner = graph()
     if owner is not None and owner.task == torch._C._current_graph_task_id():
         owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
 
 
-def _round_sum(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
+def _round_gradient_sum(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
     """Round the sum of a leaf's gradients from several uses (a pre-hook)."""
     owner = graph()
     if owner is None or owner.task != torch._C._current_graph_task_id():
         return None
-    return owner.rounder.rounded(gradient, "AccumulateGrad")
+    return owner.rounder.round_copy(gradient, "AccumulateGrad")
 
 
-class _Mode(TorchDispatchMode):
+class _RoundingMode(TorchDispatchMode):
     """Rounds below autograd, where composite functions have been taken apart and nothing is fused."""
 
     def __init__(self, rounder: Rounder) -> None:
@@ -232,7 +234,7 @@ class _Mode(TorchDispatchMode):
         self.rounder = rounder
         self.task = torch._C._current_graph_task_id()
         self._emulated = partial(_emulate_function, rounder)
-        self._graph = Graph(rounder, self._emulated)
+        self._gradients = GradientRounding(rounder, self._emulated)
         self._pending: list = []
         self._promised: list[weakref.ref] = []
         self._pack: Callable | None = None
@@ -242,16 +244,16 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch._C._current_graph_task_id() != self.task:
             return func(*args, **kwargs)
-        self.link()
+        self.hook_last_outputs()
         out = func(*args, **kwargs)
-        out = self._settle(read_results(func), out, args, kwargs)
+        out = self._round_results(read_results(func), out, args, kwargs)
         if torch.is_grad_enabled():
             self._pending.append(out)
         elif self._with_gradients:
             self._promised += [weakref.ref(value) for value in _list_tensors(out)]
         return out
 
-    def link(self) -> None:
+    def hook_last_outputs(self) -> None:
         """Hook the nodes of the last outputs, which autograd has created by now.
 
         What is made without gradients inside a custom Function may get the Function's node when that returns.
@@ -261,7 +263,7 @@ class _Mode(TorchDispatchMode):
         promised = (promise() for promise in self._promised)
         for value in (*self._pending, *promised):
             for tensor in _list_tensors(value):
-                self._graph.add(tensor)
+                self._gradients.hook_nodes_before(tensor)
         self._pending.clear()
         self._promised.clear()
         hooks = saved_tensor_hooks()
@@ -269,32 +271,32 @@ class _Mode(TorchDispatchMode):
             self._pack = hooks[0]
             capture_hooks(self._pack, self._emulated, "emulate")
 
-    def _settle(self, results: Results, out, args: tuple, kwargs: dict):
+    def _round_results(self, results: OperatorResults, out, args: tuple, kwargs: dict):
         """Round an operator's results, and return its output."""
         rounder, name = self.rounder, results.name
         if results.aliases_caller:
-            out = rounder.rounded(out, name)
+            out = rounder.round_copy(out, name)
             count = int(out.is_floating_point() or out.is_complex())
         else:
             values = out if isinstance(out, tuple) else (out,)
-            count = sum(self._round(values[i], name) for i in results.fresh)
-        for position, key in results.written:
+            count = sum(self._round_value(values[i], name) for i in results.fresh_positions)
+        for position, key in results.written_arguments:
             value = args[position] if position < len(args) else kwargs.get(key)
-            count += self._round(value, name)
+            count += self._round_value(value, name)
             if torch.is_grad_enabled():
                 # A write through a view gives the tensor that is viewed a new node.
                 self._pending += [tensor._base for tensor in _list_tensors(value) if tensor._base is not None]
         rounder.forward[name] += count
         rounder.plain[name] += not count
-        if results.kept:
-            rounder.kept[name] += results.kept
+        if results.kept_count:
+            rounder.kept[name] += results.kept_count
         return out
 
-    def _round(self, value, name: str) -> int:
+    def _round_value(self, value, name: str) -> int:
         if isinstance(value, Tensor):
             return self.rounder.round_in_place(value, name)
         if isinstance(value, list | tuple):
-            return sum(self._round(item, name) for item in value)
+            return sum(self._round_value(item, name) for item in value)
         return 0
 
 
@@ -304,13 +306,13 @@ def _list_tensors(value) -> Iterable[Tensor]:
     return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else ()
 
 
-_local = threading.local()
+_thread_state = threading.local()
 
 
-def _get_modes() -> list[_Mode]:
-    if not hasattr(_local, "modes"):
-        _local.modes = []
-    return _local.modes
+def _get_modes() -> list[_RoundingMode]:
+    if not hasattr(_thread_state, "modes"):
+        _thread_state.modes = []
+    return _thread_state.modes
 
 
 class Region:
@@ -322,13 +324,13 @@ class Region:
 
     def __init__(self, rounder: Rounder) -> None:
         self.rounder = rounder
-        self._entered: list[tuple[_Mode, bool] | None] = []
+        self._entered: list[tuple[_RoundingMode, bool] | None] = []
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     def __enter__(self) -> Region:
         modes = _get_modes()
         if modes and modes[-1].task == torch._C._current_graph_task_id():
-            _check_joins(self.rounder, modes[-1].rounder)
+            _check_equal_settings(self.rounder, modes[-1].rounder)
             self._entered.append(None)
             return self
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
@@ -337,7 +339,7 @@ class Region:
                 "derivatives could not be rounded; use loss.backward()"
             )
         refuse_recording()
-        mode = _Mode(self.rounder)
+        mode = _RoundingMode(self.rounder)
         self._entered.append((mode, torch.backends.mha.get_fastpath_enabled()))
         modes.append(mode)
         # The fast path makes one operator of a whole transformer layer, in evaluation only.
@@ -355,7 +357,7 @@ class Region:
         _get_modes().pop()
         torch.backends.mha.set_fastpath_enabled(fast)
         if kind is None:
-            mode.link()
+            mode.hook_last_outputs()
 
 
 def describe_refusal(recorder: str) -> str:
@@ -376,7 +378,7 @@ def refuse_recording() -> None:
         raise NotImplementedError(describe_refusal("make_fx"))
 
 
-def _check_joins(rounder: Rounder, around: Rounder) -> None:
+def _check_equal_settings(rounder: Rounder, around: Rounder) -> None:
     if around.settings != rounder.settings:
         raise RuntimeError(
             f"emulation of {rounder.format.name} inside an emulation of {around.format.name} with other settings: each "
@@ -386,7 +388,7 @@ def _check_joins(rounder: Rounder, around: Rounder) -> None:
 
 def _emulate_function(rounder: Rounder, function: Callable) -> Callable:
     """Return a function that runs under emulation, for what checkpointing computes again."""
-    if not rounder.replayable:
+    if not rounder.is_replayable:
         raise NotImplementedError(
             f"emulate with {rounder.rounding!r} under activation checkpointing: the recomputation would draw other bits"
             "; take Stochastic() and torch.manual_seed"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import BlockFormat, Format, block_names, get, get_block
+from ..formats import BlockFormat, Format, block_names, get_block
+from ..formats._catalog import get_signed
 from ..kernels import plain
 from ..rounding import Rounding, Stochastic, get_rounding, mix64
 from ..rounding._kernels import run as run_kernel
@@ -17,9 +18,9 @@ from ..rounding._modes import drawn_key
 from ..rounding._quantize import target_for
 from ..rounding._target import Target
 
-CONTAINERS = (torch.float32, torch.float64)
-_NARROW = (torch.float16, torch.bfloat16)
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
+WIDE_DTYPES = (torch.float32, torch.float64)
+_SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
+_PLAIN_TENSOR_CLASSES = frozenset((Tensor, torch.nn.Parameter, torch.nn.Buffer))
 
 
 class Rounder:
@@ -34,10 +35,10 @@ class Rounder:
     """
 
     def __init__(self, format: Format | str | torch.dtype, rounding: Rounding | str, overflow: str | None) -> None:
-        self.format: Format = _check_format(format)
+        self.format: Format = _find_format(format)
         self.rounding: Rounding = get_rounding(rounding)
         self.overflow = overflow
-        for dtype in CONTAINERS:
+        for dtype in WIDE_DTYPES:
             target_for(self.format, self.rounding, overflow, dtype)
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
@@ -51,7 +52,7 @@ class Rounder:
         return self.format, self.rounding, self.overflow
 
     @property
-    def replayable(self) -> bool:
+    def is_replayable(self) -> bool:
         """Whether operators that run again from the same generator state give the same bits."""
         return not isinstance(self.rounding, Stochastic) or self.rounding.seed is None
 
@@ -72,7 +73,7 @@ class Rounder:
         if x._is_zerotensor():  # zeros that torch has not written out, which every format has
             return 1
         if x.is_neg() or x.is_conj():  # its memory holds other numbers: torch writes through the bit
-            x.detach().copy_(self.rounded(x, source))
+            x.detach().copy_(self.round_copy(x, source))
             return 1
         real = self._view_real(x, source)
         target = self._find_target(real.dtype, source)
@@ -80,7 +81,7 @@ class Rounder:
             self._round(real, target, real)
         return 1
 
-    def rounded(self, x: Tensor, source: str) -> Tensor:
+    def round_copy(self, x: Tensor, source: str) -> Tensor:
         """Return a rounded copy of x; x itself where it holds no floating numbers."""
         if not (x.is_floating_point() or x.is_complex()) or x.is_meta:
             return x
@@ -109,8 +110,8 @@ class Rounder:
 
     def _view_real(self, x: Tensor, source: str) -> Tensor:
         """Return x as a plain tensor of real numbers, in x's memory unless its conjugate or negative bit is set."""
-        if type(x) not in _PLAIN or x.layout is not torch.strided:
-            kind = type(x).__name__ if type(x) not in _PLAIN else f"{x.layout} tensor"
+        if type(x) not in _PLAIN_TENSOR_CLASSES or x.layout is not torch.strided:
+            kind = type(x).__name__ if type(x) not in _PLAIN_TENSOR_CLASSES else f"{x.layout} tensor"
             raise NotImplementedError(
                 f"emulate cannot round what {source} gives, a {kind}: it rounds dense plain tensors only"
             )
@@ -118,9 +119,9 @@ class Rounder:
         return torch.view_as_real(x) if x.is_complex() else x
 
     def _find_target(self, dtype: torch.dtype, source: str) -> Target | None:
-        if dtype in CONTAINERS:
+        if dtype in WIDE_DTYPES:
             return target_for(self.format, self.rounding, self.overflow, dtype)
-        if dtype in _NARROW:
+        if dtype in _SIXTEEN_BIT_DTYPES:
             try:
                 if target_for(self.format, self.rounding, self.overflow, dtype) is None:
                     return None
@@ -133,21 +134,17 @@ class Rounder:
         )
 
 
-def _check_format(given: Format | BlockFormat | str | torch.dtype) -> Format:
+def _find_format(given: Format | BlockFormat | str | torch.dtype) -> Format:
     if isinstance(given, BlockFormat) or (isinstance(given, str) and given in block_names()):
         block = get_block(given)
         raise ValueError(
             f"{block.name} is a block format, and an operator's output has no blocks: take its element format, "
             f"{block.element.name}, or quantize the operands of the matmuls yourself"
         )
-    format = get(given)
-    if not (format.signed and format.zero):
-        lacks = "zero" if not format.zero else "negative numbers"
-        raise ValueError(f"{format.name} has no {lacks}, so no operator can compute in it: take a signed format with 0")
-    return format
+    return get_signed(given)
 
 
-def describe(rounder: Rounder, off_format: dict[str, int]) -> str:
+def describe_roundings(rounder: Rounder, off_format: dict[str, int]) -> str:
     """Return the table of all operators seen, most roundings first, and of values outside the format."""
     lines = [
         f"{rounder.format.name}, {rounder.rounding.name} rounding: {rounder.forward.total()} tensors rounded forward, "

@@ -95,7 +95,7 @@ mxfp4: BlockFormat = BlockFormat("mxfp4", e2m1fn, e8m0, 32)
 # NVIDIA's FP4 (arXiv 2509.25149).
 nvfp4: BlockFormat = BlockFormat("nvfp4", e2m1fn, e4m3fn, 16, tensor_scale=True, scale_rounding="nearest")
 
-BLOCKS = {b.name: b for b in (mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4)}
+BLOCK_FORMATS = {b.name: b for b in (mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mxfp4, nvfp4)}
 
 
 def block_names() -> list[str]:
@@ -104,7 +104,7 @@ def block_names() -> list[str]:
     >>> block_names()
     ['mxfp8_e4m3', 'mxfp8_e5m2', 'mxfp6_e3m2', 'mxfp6_e2m3', 'mxfp4', 'nvfp4']
     """
-    return list(BLOCKS)
+    return list(BLOCK_FORMATS)
 
 
 def get_block(format: BlockFormat | str) -> BlockFormat:
@@ -122,9 +122,9 @@ def get_block(format: BlockFormat | str) -> BlockFormat:
     if not isinstance(format, str):
         raise TypeError(f"a block format is a hu.BlockFormat or a name such as 'mxfp4'; got {type(format).__name__}")
     key = format.strip().lower().replace("-", "_")
-    if key not in BLOCKS:
+    if key not in BLOCK_FORMATS:
         raise ValueError(
-            f"unknown block format {format!r}: known are {', '.join(BLOCKS)}; your own is"
+            f"unknown block format {format!r}: known are {', '.join(BLOCK_FORMATS)}; your own is"
             ' hu.BlockFormat("mine", element=hu.formats.e2m1fn, scale=hu.formats.e8m0, block=32)'
         )
-    return BLOCKS[key]
+    return BLOCK_FORMATS[key]

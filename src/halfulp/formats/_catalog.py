@@ -36,10 +36,10 @@ e8m0: Format = Format(
     "e8m0", 8, 0, infinities=False, nan="all_ones", subnormals=False, signed=False, zero=False, overflow="nan"
 )
 
-_ALL = (fp64, fp32, tf32, fp16, bf16, e8m5, e8m3, e8m1, e5m2, e5m2fnuz, e4m3, e4m3fn, e4m3fnuz, e3m4)
-CATALOG = {format.name: format for format in (*_ALL, e3m2fn, e2m3fn, e2m1fn, e8m0)}
+_WIDEST_FORMATS = (fp64, fp32, tf32, fp16, bf16, e8m5, e8m3, e8m1, e5m2, e5m2fnuz, e4m3, e4m3fn, e4m3fnuz, e3m4)
+CATALOG = {format.name: format for format in (*_WIDEST_FORMATS, e3m2fn, e2m3fn, e2m1fn, e8m0)}
 
-_ALIASES = {
+_FORMATS_BY_ALIAS = {
     "double": fp64,
     "single": fp32,
     "float": fp32,
@@ -53,8 +53,10 @@ _ALIASES = {
     **{f"float{format.bits}_{format.name}": format for format in CATALOG.values() if format.bits <= 8},
     "float8_e8m0fnu": e8m0,
 }
-_DTYPES = {format.torch_dtype_name: format for format in CATALOG.values() if format.torch_dtype_name is not None}
-_PATTERN = re.compile(r"e(\d+)m(\d+)(?:(?:b(\d+))?(fnuz))?")
+_FORMATS_BY_DTYPE_NAME = {
+    format.torch_dtype_name: format for format in CATALOG.values() if format.torch_dtype_name is not None
+}
+_LAYOUT_NAME_PATTERN = re.compile(r"e(\d+)m(\d+)(?:(?:b(\d+))?(fnuz))?")
 
 
 def names() -> list[str]:
@@ -89,18 +91,39 @@ def get(format: Format | str | torch.dtype) -> Format:
         import torch
 
         if isinstance(format, torch.dtype):
-            return _from_dtype(str(format).removeprefix("torch."))
+            return _find_format_of_dtype(str(format).removeprefix("torch."))
         raise TypeError(f"a format is a hu.Format, a name such as 'bf16' or a torch.dtype; got {type(format).__name__}")
     key = format.strip().lower().removeprefix("torch.").replace("-", "_")
-    found = find_known(key)
+    found = find_format(key)
     if found is None:
-        raise ValueError(_unknown(format, key))
+        raise ValueError(_describe_unknown_name(format, key))
     return found
 
 
-def find_known(key: str) -> Format | None:
+def get_signed(format: Format | str | torch.dtype) -> Format:
+    """Return the format that a name, a torch dtype or a format stands for, of numbers that can be computed with.
+
+    Raises:
+        ValueError: If the format lacks negative numbers or zero, or the name or dtype is not known.
+        TypeError: If it is none of the three.
+
+    >>> get_signed("e8m0")
+    Traceback (most recent call last):
+        ...
+    ValueError: e8m0 has no negative numbers and no zero, so nothing can be computed in it: take one with both
+    """
+    found = get(format)
+    lacks = [what for what, has in (("negative numbers", found.signed), ("zero", found.zero)) if not has]
+    if lacks:
+        raise ValueError(
+            f"{found.name} has no {' and no '.join(lacks)}, so nothing can be computed in it: take one with both"
+        )
+    return found
+
+
+def find_format(key: str) -> Format | None:
     """Return the format that a name in lower case stands for, or None."""
-    return CATALOG.get(key) or _ALIASES.get(key) or parse(key)
+    return CATALOG.get(key) or _FORMATS_BY_ALIAS.get(key) or parse(key)
 
 
 def parse(name: str) -> Format | None:
@@ -114,7 +137,7 @@ def parse(name: str) -> Format | None:
     >>> parse("e5m10").name, parse("e6m9").name, parse("e6m9").max, parse("e6x9")
     ('fp16', 'e6m9', 4290772992.0, None)
     """
-    match = _PATTERN.fullmatch(name)
+    match = _LAYOUT_NAME_PATTERN.fullmatch(name)
     if match is None:
         return None
     exponent, mantissa, bias, fnuz = match.groups()
@@ -123,20 +146,22 @@ def parse(name: str) -> Format | None:
     return next((known for known in CATALOG.values() if known.layout == made.layout), made)
 
 
-def _from_dtype(name: str) -> Format:
+def _find_format_of_dtype(name: str) -> Format:
     """Return the format of a torch dtype's name; the packed float4 stands for its element."""
     if name == "float4_e2m1fn_x2":
         return e2m1fn
-    if name not in _DTYPES:
-        raise ValueError(f"torch.{name} is no floating-point format; torch's dtypes that are: {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in _FORMATS_BY_DTYPE_NAME:
+        raise ValueError(
+            f"torch.{name} is no floating-point format; torch's dtypes that are: {', '.join(_FORMATS_BY_DTYPE_NAME)}"
+        )
+    return _FORMATS_BY_DTYPE_NAME[name]
 
 
-def _unknown(given: str, key: str) -> str:
+def _describe_unknown_name(given: str, key: str) -> str:
     """Return the error for a name that stands for no format."""
     if key.startswith(("mx", "nvfp")):
         return f"{given!r} is no format of single numbers; block formats come from hu.formats.get_block"
-    near = difflib.get_close_matches(key, [*CATALOG, *_ALIASES], n=4, cutoff=0.5)
+    near = difflib.get_close_matches(key, [*CATALOG, *_FORMATS_BY_ALIAS], n=4, cutoff=0.5)
     meant = f"did you mean {', '.join(near)}? " if near else ""
     return (
         f"unknown format {given!r}: {meant}Known are {', '.join(CATALOG)}, torch's dtype names, and eXmY for any IEEE"

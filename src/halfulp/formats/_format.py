@@ -9,39 +9,39 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 if TYPE_CHECKING:
     import torch
 
-IEEE = (True, "ieee", True, True, True, True)
-FN = (False, "all_ones", True, True, True, True)
-FNUZ = (False, "negative_zero", True, True, False, True)
-FINITE = (False, None, True, True, True, True)
-SCALE = (False, "all_ones", False, False, False, False)
+IEEE_SPECIALS = (True, "ieee", True, True, True, True)
+FN_SPECIALS = (False, "all_ones", True, True, True, True)
+FNUZ_SPECIALS = (False, "negative_zero", True, True, False, True)
+FINITE_SPECIALS = (False, None, True, True, True, True)
+SCALE_SPECIALS = (False, "all_ones", False, False, False, False)
 
 # Format.layout -> name in torch. A packed dtype (float4_e2m1fn_x2: two values a byte) is no element dtype.
-TORCH: dict[tuple[Any, ...], str] = {
-    (11, 52, 1023, *IEEE): "float64",
-    (8, 23, 127, *IEEE): "float32",
-    (5, 10, 15, *IEEE): "float16",
-    (8, 7, 127, *IEEE): "bfloat16",
-    (5, 2, 15, *IEEE): "float8_e5m2",
-    (5, 2, 16, *FNUZ): "float8_e5m2fnuz",
-    (4, 3, 7, *FN): "float8_e4m3fn",
-    (4, 3, 8, *FNUZ): "float8_e4m3fnuz",
-    (8, 0, 127, *SCALE): "float8_e8m0fnu",
+TORCH_NAMES_BY_LAYOUT: dict[tuple[Any, ...], str] = {
+    (11, 52, 1023, *IEEE_SPECIALS): "float64",
+    (8, 23, 127, *IEEE_SPECIALS): "float32",
+    (5, 10, 15, *IEEE_SPECIALS): "float16",
+    (8, 7, 127, *IEEE_SPECIALS): "bfloat16",
+    (5, 2, 15, *IEEE_SPECIALS): "float8_e5m2",
+    (5, 2, 16, *FNUZ_SPECIALS): "float8_e5m2fnuz",
+    (4, 3, 7, *FN_SPECIALS): "float8_e4m3fn",
+    (4, 3, 8, *FNUZ_SPECIALS): "float8_e4m3fnuz",
+    (8, 0, 127, *SCALE_SPECIALS): "float8_e8m0fnu",
 }
 
 # Format.layout -> name in ml_dtypes (numpy's own types are not repeated there).
-ML_DTYPES: dict[tuple[Any, ...], str] = {
-    (8, 7, 127, *IEEE): "bfloat16",
-    (5, 2, 15, *IEEE): "float8_e5m2",
-    (5, 2, 16, *FNUZ): "float8_e5m2fnuz",
-    (4, 3, 7, *IEEE): "float8_e4m3",
-    (4, 3, 7, *FN): "float8_e4m3fn",
-    (4, 3, 8, *FNUZ): "float8_e4m3fnuz",
-    (4, 3, 11, *FNUZ): "float8_e4m3b11fnuz",
-    (3, 4, 3, *IEEE): "float8_e3m4",
-    (3, 2, 3, *FINITE): "float6_e3m2fn",
-    (2, 3, 1, *FINITE): "float6_e2m3fn",
-    (2, 1, 1, *FINITE): "float4_e2m1fn",
-    (8, 0, 127, *SCALE): "float8_e8m0fnu",
+ML_DTYPES_NAMES_BY_LAYOUT: dict[tuple[Any, ...], str] = {
+    (8, 7, 127, *IEEE_SPECIALS): "bfloat16",
+    (5, 2, 15, *IEEE_SPECIALS): "float8_e5m2",
+    (5, 2, 16, *FNUZ_SPECIALS): "float8_e5m2fnuz",
+    (4, 3, 7, *IEEE_SPECIALS): "float8_e4m3",
+    (4, 3, 7, *FN_SPECIALS): "float8_e4m3fn",
+    (4, 3, 8, *FNUZ_SPECIALS): "float8_e4m3fnuz",
+    (4, 3, 11, *FNUZ_SPECIALS): "float8_e4m3b11fnuz",
+    (3, 4, 3, *IEEE_SPECIALS): "float8_e3m4",
+    (3, 2, 3, *FINITE_SPECIALS): "float6_e3m2fn",
+    (2, 3, 1, *FINITE_SPECIALS): "float6_e2m3fn",
+    (2, 1, 1, *FINITE_SPECIALS): "float4_e2m1fn",
+    (8, 0, 127, *SCALE_SPECIALS): "float8_e8m0fnu",
 }
 
 
@@ -103,7 +103,7 @@ class Format:
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        for field, value in _defaults(self).items():
+        for field, value in _find_default_fields(self).items():
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
         _check_existence(self)
@@ -200,12 +200,12 @@ class Format:
     @property
     def torch_dtype_name(self) -> str | None:
         """Name of this layout in torch, or None; known without torch."""
-        return TORCH.get(self.layout)
+        return TORCH_NAMES_BY_LAYOUT.get(self.layout)
 
     @property
     def ml_dtypes_name(self) -> str | None:
         """Name of this layout in ml_dtypes, or None."""
-        return ML_DTYPES.get(self.layout)
+        return ML_DTYPES_NAMES_BY_LAYOUT.get(self.layout)
 
     def holds(self, other: Format) -> bool:
         """Return whether every finite number of ``other`` is one of this format's (-0 and NaN left aside).
@@ -242,13 +242,13 @@ class Format:
         return f"{self.name}: {', '.join(words)}"
 
     def __repr__(self) -> str:
-        defaults = {field.name: field.default for field in fields(self)[3:]} | _defaults(self)
+        defaults = {field.name: field.default for field in fields(self)[3:]} | _find_default_fields(self)
         given = {name: getattr(self, name) for name in defaults}
         special = [f", {name}={value!r}" for name, value in given.items() if value != defaults[name]]
         return f"Format({self.name!r}, {self.exponent_bits}, {self.mantissa_bits}{''.join(special)})"
 
 
-def _defaults(format: Format) -> dict[str, object]:
+def _find_default_fields(format: Format) -> dict[str, object]:
     """Return the values that ``None`` stands for, by the other fields."""
     at_zero = format.nan == "negative_zero"
     return {

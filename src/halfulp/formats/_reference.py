@@ -7,13 +7,13 @@ from typing import Literal, get_args
 
 from ._format import Format, Overflow
 
-Mode = Literal["nearest", "zero", "up", "down", "stochastic"]
+RoundingName = Literal["nearest", "zero", "up", "down", "stochastic"]
 
 
 def round_exact(
     x: float | Fraction,
     format: Format,
-    mode: Mode = "nearest",
+    mode: RoundingName = "nearest",
     u: Fraction | None = None,
     overflow: Overflow | None = None,
 ) -> float:
@@ -57,19 +57,19 @@ def round_exact(
     >>> round_exact(1.125, e2m1fn, "stochastic", u=Fraction(1, 5))
     1.5
     """
-    policy = _policy(format, overflow)
+    policy = _check_overflow_policy(format, overflow)
     _check_mode(mode, u)
-    sign, magnitude = _split(x)
+    sign, magnitude = _split_sign(x)
     if magnitude is None:
         return math.nan
     if sign < 0 and not format.signed and magnitude != 0:
         return math.nan
     if isinstance(magnitude, float):  # an infinity
-        return _overflow(sign, format, policy)
+        return _find_overflow_result(sign, format, policy)
     rounded = _round_magnitude(magnitude, sign, format, mode, u)
     if rounded > format.max:
         inward = mode in ("zero", "down" if sign > 0 else "up")
-        return math.copysign(format.max, sign) if inward else _overflow(sign, format, policy)
+        return math.copysign(format.max, sign) if inward else _find_overflow_result(sign, format, policy)
     negative = sign < 0 and (format.signed_zero if rounded == 0 else format.signed)
     return -float(rounded) if negative else float(rounded)
 
@@ -111,9 +111,9 @@ def encode(value: float | Fraction, format: Format) -> int:
         ...
     ValueError: 0.3 is no number of e4m3fn; round it first: round_exact gives 0.3125
     """
-    sign, magnitude = _split(value)
+    sign, magnitude = _split_sign(value)
     if magnitude is None:
-        return _code_of_nan(format)
+        return _find_nan_code(format)
     _check_member(value, sign, magnitude, format)
     if isinstance(magnitude, float):  # an infinity
         code = format.max_code + 1
@@ -143,7 +143,7 @@ def all_values(format: Format) -> list[float]:
     return sorted(values)
 
 
-def _policy(format: Format, overflow: Overflow | None) -> Overflow:
+def _check_overflow_policy(format: Format, overflow: Overflow | None) -> Overflow:
     """Return the overflow policy that applies, checked."""
     policy = format.overflow if overflow is None else overflow
     if policy not in get_args(Overflow):
@@ -154,17 +154,17 @@ def _policy(format: Format, overflow: Overflow | None) -> Overflow:
     return policy
 
 
-def _check_mode(mode: Mode, u: Fraction | None) -> None:
+def _check_mode(mode: RoundingName, u: Fraction | None) -> None:
     """Raise for an unknown mode, and for a draw that is missing, out of range or not wanted."""
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode is one of {', '.join(get_args(Mode))}; got {mode!r}")
+    if mode not in get_args(RoundingName):
+        raise ValueError(f"mode is one of {', '.join(get_args(RoundingName))}; got {mode!r}")
     if (mode == "stochastic") != (u is not None):
         raise ValueError(f"u is given with mode 'stochastic' and only there; got mode {mode!r} and u {u!r}")
     if u is not None and not 0 <= u < 1:
         raise ValueError(f"u lies in [0, 1), got {u!r}")
 
 
-def _split(x: float | Fraction) -> tuple[int, Fraction | float | None]:
+def _split_sign(x: float | Fraction) -> tuple[int, Fraction | float | None]:
     """Return the sign (of a zero too) and the magnitude: a Fraction, infinity, or None for NaN."""
     if isinstance(x, numbers.Rational):
         return (-1 if x < 0 else 1), abs(Fraction(x))
@@ -176,16 +176,18 @@ def _split(x: float | Fraction) -> tuple[int, Fraction | float | None]:
     return int(math.copysign(1, x)), (math.inf if math.isinf(x) else abs(Fraction(x)))
 
 
-def _overflow(sign: int, format: Format, policy: Overflow) -> float:
+def _find_overflow_result(sign: int, format: Format, policy: Overflow) -> float:
     """Return the result for a number beyond the largest, by the overflow policy."""
     return math.copysign({"inf": math.inf, "nan": math.nan, "saturate": format.max}[policy], sign)
 
 
-def _round_magnitude(magnitude: Fraction, sign: int, format: Format, mode: Mode, u: Fraction | None) -> Fraction:
+def _round_magnitude(
+    magnitude: Fraction, sign: int, format: Format, mode: RoundingName, u: Fraction | None
+) -> Fraction:
     """Round a magnitude to the format's grid, extended beyond its largest number."""
     if not format.zero and magnitude < Fraction(format.smallest_normal):
         return Fraction(format.smallest_normal)
-    spacing = _spacing(magnitude, format)
+    spacing = _find_spacing(magnitude, format)
     steps = magnitude // spacing
     fraction = magnitude / spacing - steps
     away = {
@@ -198,7 +200,7 @@ def _round_magnitude(magnitude: Fraction, sign: int, format: Format, mode: Mode,
     return (steps + away) * spacing
 
 
-def _spacing(magnitude: Fraction, format: Format) -> Fraction:
+def _find_spacing(magnitude: Fraction, format: Format) -> Fraction:
     """Return the distance between the neighbours of a magnitude."""
     if magnitude < Fraction(format.smallest_normal):
         return Fraction(format.smallest_subnormal)
@@ -222,7 +224,7 @@ def _decode_magnitude(magnitude: int, format: Format) -> float:
     return math.ldexp(2**format.mantissa_bits + fraction, field - format.bias - format.mantissa_bits)
 
 
-def _code_of_nan(format: Format) -> int:
+def _find_nan_code(format: Format) -> int:
     """Return the code of the quiet NaN."""
     width = format.exponent_bits + format.mantissa_bits
     if format.nan is None:

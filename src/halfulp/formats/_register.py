@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from .._names import enter
-from ._block import BLOCKS, BlockFormat
-from ._catalog import CATALOG, find_known
+from ._block import BLOCK_FORMATS, BlockFormat
+from ._catalog import CATALOG, find_format
 from ._format import Format
 
-Named = TypeVar("Named", Format, BlockFormat)
+AnyFormat = TypeVar("Named", Format, BlockFormat)
 
 
-def register(format: Named) -> Named:
+def register(format: AnyFormat) -> AnyFormat:
     """Make a format known by its name wherever a format's name is taken.
 
     Optimizers, recipes, `quantize`, `emulate`, the command line and files know it then as they know a catalogued one. A
@@ -35,10 +35,10 @@ def register(format: Named) -> Named:
     """
     if not isinstance(format, Format | BlockFormat):
         raise TypeError(f"a format is a hu.Format or a hu.BlockFormat; got {type(format).__name__}")
-    registry: dict[str, Any] = CATALOG if isinstance(format, Format) else BLOCKS
+    registry: dict[str, Any] = CATALOG if isinstance(format, Format) else BLOCK_FORMATS
     if format.name != format.name.lower().replace("-", "_"):
         raise ValueError(f"a format is looked up in lower case and with _ for -: name it so, not {format.name!r}")
-    known = find_known(format.name) or BLOCKS.get(format.name)
+    known = find_format(format.name) or BLOCK_FORMATS.get(format.name)
     if known is not None and known != format and registry.get(format.name) != format:
         raise ValueError(f"the name {format.name!r} stands for {known.name} already: choose another name")
     enter("format", registry, format.name, format, str(format))
@@ -82,5 +82,5 @@ def block_rows() -> list[dict[str, Any]]:
             "scale_rounding": format.scale_rounding,
             "bits_per_value": format.bits_per_value,
         }
-        for format in BLOCKS.values()
+        for format in BLOCK_FORMATS.values()
     ]

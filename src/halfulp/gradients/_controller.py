@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import Format, fp16, get
+from ..formats import Format, fp16
+from ..formats._catalog import get_signed
 from ..rounding import Nearest, Rounding, get_rounding, mix64
 from ..rounding._random_bits import STREAM_VERSION
 from ._policy import Amax, Policy
@@ -130,15 +131,12 @@ class Controller:
             )
         if not floor <= start <= ceiling:
             raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
-        rounding, format = get_rounding(rounding), None if format is None else get(format)
+        rounding, format = get_rounding(rounding), None if format is None else get_signed(format)
         if format is None and rounding != Nearest():
             raise ValueError(
                 f"rounding={rounding.name!r} without a format: the tensors' own dtypes round to nearest; give format= "
                 "too"
             )
-        if format is not None and not (format.signed and format.zero):
-            lacks = "zero" if format.signed else "negative numbers"
-            raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")
         self.sites = Sites(start, uniform=not policy.per_site)
         self.backward = Backward(self.sites, policy, format, rounding)
         self.policy = policy

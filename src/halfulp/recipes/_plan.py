@@ -15,8 +15,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from .._messages import a_kind, listed
 from .._qualified_names import pattern_of
 from ..formats import block_names
-from ..scaled._scalify import eight_bit_forward
-from ..scaled.rules._products import SIDE
+from ..scaled._scalify import find_eight_bit_forward
+from ..scaled.rules._products import EIGHT_BIT_SIDE_MULTIPLE
 from ..subclass.models._float32_products import class_of
 from . import _recipe as _catalog
 from ._casts import is_inside_modules
@@ -156,7 +156,7 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     """
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return None, "MultiheadAttention multiplies by it without calling it"
-    if eight_bit_forward(module) is None:
+    if find_eight_bit_forward(module) is None:
         if isinstance(module, nn.Linear):
             return None, "a forward of its own"
         return None, "fp8 is for products of linear layers" if isinstance(
@@ -165,9 +165,12 @@ def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     sides = [module.in_features, module.out_features] if isinstance(module, nn.Linear) else list(weight.shape)
-    if all(side % SIDE == 0 for side in sides):
+    if all(side % EIGHT_BIT_SIDE_MULTIPLE == 0 for side in sides):
         return "fp8 products", ""
-    return "fp8 products", f"{sides[0]} x {sides[1]}: units take multiples of {SIDE}, else fp8 is emulated"
+    return (
+        "fp8 products",
+        f"{sides[0]} x {sides[1]}: units take multiples of {EIGHT_BIT_SIDE_MULTIPLE}, else fp8 is emulated",
+    )
 
 
 def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:

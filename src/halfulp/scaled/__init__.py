@@ -10,9 +10,6 @@ from ._model_state import payload_hook as payload_hook
 from ._model_state import plain_state_dict as plain_state_dict
 from ._powers_of_two import round_to_power as round_to_power
 from ._registry import implements as implements
-from ._rescale import Drift as Drift
-from ._rescale import drift as drift
-from ._rescale import propose_rescales as propose_rescales
 from ._rescale import rescale as rescale
 from ._scaled_tensor import ScaledTensor as ScaledTensor
 from ._scalify import scalify as scalify

@@ -15,52 +15,52 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels import torch_operators
 from ..subclass import collective_rule, functional_form, is_collective, is_written, note_fallback
 from . import _write
-from ._operands import encode_values, keep_nonzero, logical_of, make_scaled_to_fit, storage_of
+from ._operands import encode_values, keep_nonzero, logical_dtype, make_scaled_to_fit, result_storage
 from ._payloads import decode_values, to_float32
 from ._powers_of_two import is_concrete
-from ._registry import LATER_RULES, RULES, derives, rule_of
-from ._scaled_tensor import ScaledTensor, lazy_conjugates, plain, wrap
-from ._write import check_written_at, write
+from ._registry import RULES, RULES_OF_LATER_OPERATORS, register_rule_derivation, rule_of
+from ._scaled_tensor import ScaledTensor, enable_lazy_conjugates, to_plain, wrap
+from ._write import check_indexed_write, write_values
 
 aten = torch_operators("aten")
-_RESIZE = ("resize_", "resize_as_", "set_")
+_RESIZING_OPERATORS = ("resize_", "resize_as_", "set_")
 # Primitives that torch's Python formulas call, such as those of forward-mode derivatives.
-_PRIMITIVES = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
+_PRIMITIVE_OPERATORS = {f"prims::{name}": getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
 # Not decomposed: their own backward needs other results, or the decomposition draws other random numbers.
-_NOT_DECOMPOSED = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu", "uniform", "normal", "rand")
+_UNDECOMPOSED_PREFIXES = ("_scaled_dot_product", "native_dropout", "bernoulli", "rrelu", "uniform", "normal", "rand")
 
 
-@derives
+@register_rule_derivation
 def derive_rule(operator: OpOverload) -> Callable:
     """Return a rule for an operator that has none."""
     if is_collective(operator):
-        return collective_rule(operator, RULES, write, _refuse_collective)
+        return collective_rule(operator, RULES, write_values, _refuse_collective)
     name = operator._schema.name.removeprefix("aten::")
-    if name in _PRIMITIVES:
-        return rule_of(_PRIMITIVES[name])
-    if name in LATER_RULES:
-        return LATER_RULES[name]
+    if name in _PRIMITIVE_OPERATORS:
+        return rule_of(_PRIMITIVE_OPERATORS[name])
+    if name in RULES_OF_LATER_OPERATORS:
+        return RULES_OF_LATER_OPERATORS[name]
     if operator._schema.is_mutable:
-        return _write_or_refuse(operator, name)
+        return _derive_write_rule(operator, name)
     if operator._can_decompose():
-        return functools.partial(_composite, operator)
-    decomposition = None if name.startswith(_NOT_DECOMPOSED) else _decompositions().get(operator)
+        return functools.partial(_run_composite, operator)
+    decomposition = None if name.startswith(_UNDECOMPOSED_PREFIXES) else _load_decompositions().get(operator)
     if decomposition is not None:
-        return functools.partial(_decompose, operator, decomposition)
+        return functools.partial(_run_decomposition, operator, decomposition)
     if operator.is_view:
-        return functools.partial(_refuse, operator, "is a view")
+        return functools.partial(_refuse_operator, operator, "is a view")
     return functools.partial(run_fallback, operator)
 
 
 @functools.cache
-def _decompositions() -> dict[OpOverload, Callable]:
+def _load_decompositions() -> dict[OpOverload, Callable]:
     """Return torch's decompositions into core operators; the larger table goes through operators that bypass rules."""
     from torch._decomp import core_aten_decompositions
 
     return dict(core_aten_decompositions())
 
 
-def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run torch's own C++ formula of a composite operator, as above autograd: results must not depend on the mode.
 
     Whole operators arrive here in inference mode alone, and some formulas ask a tensor whether it is of that mode.
@@ -68,12 +68,12 @@ def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     in_native_code = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
     formula = functools.partial(operator._op_dk, key) if in_native_code else operator.decompose
-    run = _run_in_ordinary_mode if torch.is_inference_mode_enabled() else _call
+    run = _run_in_ordinary_mode if torch.is_inference_mode_enabled() else _call_formula
     results = run(formula, arguments, options)
     return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
 
 
-def _call(formula: Callable, arguments: tuple, options: dict) -> Any:
+def _call_formula(formula: Callable, arguments: tuple, options: dict) -> Any:
     return formula(*arguments, **options)
 
 
@@ -93,12 +93,12 @@ def _run_in_ordinary_mode(formula: Callable, arguments: tuple, options: dict) ->
             return x
         return given[id(x)][1] if id(x) in given else wrap(x._payload, x._scale, x.dtype, x._home)
 
-    with torch.inference_mode(False), torch.no_grad(), lazy_conjugates():
-        results = _call(formula, *tree_map(ordinary, (arguments, options)))
+    with torch.inference_mode(False), torch.no_grad(), enable_lazy_conjugates():
+        results = _call_formula(formula, *tree_map(ordinary, (arguments, options)))
     return tree_map(inferred, results)
 
 
-def _decompose(operator: OpOverload, decomposition: Callable, *arguments: Any, **options: Any) -> Any:
+def _run_decomposition(operator: OpOverload, decomposition: Callable, *arguments: Any, **options: Any) -> Any:
     results = decomposition(*arguments, **options)
     return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
 
@@ -117,7 +117,7 @@ def run_fallback(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
 def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run an operator on decoded values and encode its floating results under measured scales."""
     leaves = tree_leaves((arguments, options))
-    storage, dtype = storage_of(leaves), logical_of(leaves)
+    storage, dtype = result_storage(leaves), logical_dtype(leaves)
     # In a narrower dtype values would be rounded before the operator; the logical dtype does not ask for that.
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     arguments, options = tree_map(
@@ -132,16 +132,16 @@ def _encode_result(x: Any, wide: torch.dtype, dtype: torch.dtype, storage: torch
     return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
 
 
-def _write_or_refuse(operator: OpOverload, name: str) -> Callable:
+def _derive_write_rule(operator: OpOverload, name: str) -> Callable:
     functional = functional_form(operator)
-    if functional is None or name in _RESIZE:
-        return functools.partial(_refuse, operator, "writes into its argument")
+    if functional is None or name in _RESIZING_OPERATORS:
+        return functools.partial(_refuse_operator, operator, "writes into its argument")
     if torch.Tag.inplace_view in operator.tags:
-        return functools.partial(_viewed_in_place, operator, functional)
-    return functools.partial(_in_place, operator, functional, name)
+        return functools.partial(_run_view_in_place, operator, functional)
+    return functools.partial(_run_in_place, operator, functional, name)
 
 
-def _in_place(operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any) -> Any:
+def _run_in_place(operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any) -> Any:
     """Compute the functional form, then copy its results into the arguments that the operator writes."""
     names = [argument.name for argument in operator._schema.arguments]
     given = dict(zip(names, arguments)) | options
@@ -149,22 +149,22 @@ def _in_place(operator: OpOverload, functional: OpOverload, name: str, *argument
     targets = tree_leaves(written)
     if not any(isinstance(target, ScaledTensor) for target in targets):
         # A plain target stays plain and keeps its digits: a running sum of losses, a parameter without a scale.
-        arguments, options = tree_map(plain, (arguments, options))
+        arguments, options = tree_map(to_plain, (arguments, options))
         return operator(*arguments, **options)
     taken = {argument.name for argument in functional._schema.arguments}
     given = {name: value for name, value in given.items() if name in taken}
-    update = _write.begin(name, targets[0], given, functional)
+    update = _write.begin_update(name, targets[0], given, functional)
     results = tree_leaves(functional(**given))
     if name == "add_":
         results = [_keep_second_moment(targets[0], given["other"], results[0])]
     for target, result in zip(targets, results, strict=True):
         if result.shape != target.shape:
             raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
-    check_written_at(name, given, targets[0], results[0])
+    check_indexed_write(name, given, targets[0], results[0])
     for target, result in zip(targets, results, strict=True):
-        write(target, result)
+        write_values(target, result)
     if update is not None:
-        _write.end(update, name, targets[0])
+        _write.end_update(update, name, targets[0])
     if not operator._schema.returns:
         return None
     return written[0] if len(written) == 1 else tuple(written)
@@ -184,7 +184,7 @@ def _keep_second_moment(x: Any, added: Any, total: Any) -> Any:
     return keep_nonzero(held, torch.where((before >= 0) & (squares >= 0), torch.maximum(before, squares), 0.0))
 
 
-def _viewed_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:
+def _run_view_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:
     """Run squeeze_ or transpose_: the tensor becomes a view of itself, and so does its payload."""
     x._payload = functional(x._payload, *arguments)
     with no_dispatch():  # the shape that the wrapper itself reports
@@ -192,7 +192,7 @@ def _viewed_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTens
     return x
 
 
-def _refuse(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
+def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
     raise NotImplementedError(
         f"{operator} {why} and has no rule for scaled tensors: register one by ScaledTensor.implements, or use "
         "x.decode()"

@@ -11,12 +11,10 @@ from torch.nn import functional
 
 from ..kernels import define_operator, untraced
 from ..subclass._in_backward import differentiable
-from . import _fused as fused
-from . import _powers_of_two as _powers
-from ._operands import make_scaled
-from ._payloads import rms_scale_float32, to_float32, to_storage
+from ._operands import move_level_to_scale
+from ._payloads import measure_rms_scale, to_storage
 from ._registry import check_storage, implements
-from ._scaled_tensor import ScaledTensor, wrap
+from ._scaled_tensor import ScaledTensor
 
 
 def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype | None = None) -> Tensor:
@@ -85,32 +83,26 @@ def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | 
     if forward is None:
         return x.clone()
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
-    scale = rms_scale_float32(x.to(torch.float32), forward)
+    scale = measure_rms_scale(x.to(torch.float32), forward)
     return (to_storage(wide / scale, forward).to(wide.dtype) * scale).to(x.dtype)
 
 
-_cast = define_operator(
+_cast_operator = define_operator(
     "cast(Tensor x, ScalarType? forward, ScalarType? backward) -> Tensor",
     _cast_plain,
     lambda x, forward, backward: torch.empty_like(x),
 )
 
 
-@implements(_cast, family="rescaling")
+@implements(_cast_operator, family="rescaling")
 def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dtype | None) -> ScaledTensor:
     """Bring a payload to a root mean square of about 1 and round it; the scale takes the factor."""
     if forward is None:
         return x.clone()
-    if fused.engaged(x._payload) and x.numel():
-        measured = rms_scale_float32(x._payload, forward)
-        return wrap(*fused.finish(x._payload, (x._scale, measured), forward, "levelled"), x.dtype)
-    payload = to_float32(x)
-    measured = rms_scale_float32(payload, forward)
-    scale, rest = _powers.product(x._scale, measured)
-    return make_scaled(_powers.times(payload / measured, rest), scale, forward, x.dtype)
+    return move_level_to_scale(x._payload, x._scale, measure_rms_scale(x._payload, forward), forward, x.dtype)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_backward_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[2]
 
 
@@ -119,7 +111,9 @@ def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     return gradient if context.dtype is None else _differentiable_cast(gradient, context.dtype, None), None, None
 
 
-_differentiable_cast = differentiable(_cast, _remember, _cast_backward, lambda context, tangent, *_: tangent.clone())
+_differentiable_cast = differentiable(
+    _cast_operator, _save_backward_dtype, _cast_backward, lambda context, tangent, *_: tangent.clone()
+)
 
 
 def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulated"]:
@@ -134,11 +128,11 @@ def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulat
     """
     device = torch.device(device)
     # On CPUs _scaled_mm gives the same sums no faster: they have no eight-bit units.
-    return "scaled_mm" if device.type == "cuda" and _has_units(device.index) else "emulated"
+    return "scaled_mm" if device.type == "cuda" and _has_eight_bit_units(device.index) else "emulated"
 
 
 @functools.cache
-def _has_units(index: int | None) -> bool:
+def _has_eight_bit_units(index: int | None) -> bool:
     if not torch.cuda.is_available() or torch.version.hip:  # ROCm's eight-bit formats may be others
         return False
     return torch.cuda.get_device_capability(index) >= (8, 9)

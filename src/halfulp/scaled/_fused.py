@@ -2,8 +2,8 @@
 
 A kernel is two device functions: one of scales in float64, in which no product of them leaves the range, and one of an
 element in float32, which takes the first one's results as factors. Triton's form of them is compared with torch's
-before its first use. Without Triton, or for tensors that are no plain memory on a device, `engaged` is False, and rules
-compute operator by operator.
+before its first use. Without Triton, or for tensors that are no plain memory on a device, `is_fused` is False, and
+rules compute operator by operator.
 """
 
 from __future__ import annotations
@@ -25,48 +25,64 @@ from ..kernels.triton._writer import OPTIONS, function_sources, load_module, mod
 from ..rounding._device_functions import E4M3FN, E5M2, bfloat16_code, bfloat16_word, float16_code, float16_word
 from . import _powers_of_two as _powers
 
-SMALLEST, LARGEST, HUGE = _powers.SMALLEST, _powers.LARGEST, _powers.HUGE
-INFINITE, BFLOAT16_LARGEST = float("inf"), torch.finfo(torch.bfloat16).max
+SMALLEST, LARGEST, HUGE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE, _powers.HUGE_SCALE
+INFINITY = float("inf")
 # Where rounding to a power of two goes up, as a mantissa in float32: next to sqrt(2).
-TURN = float(np.uint32(0x3F800000 | _powers.HALF_POWER).view(np.float32))
-BLOCK = 1024
+ROUND_UP_FROM_SQRT2 = float(np.uint32(0x3F800000 | _powers.SQRT2_MANTISSA_BITS).view(np.float32))
+BLOCK_ELEMENTS = 1024
 # Blocks of which a measurement has parts at most.
-PARTS = 1024
+MOST_PARTIAL_SUMS = 1024
 # Elements on which kernels are compared.
-ROWS, COLUMNS = 8, 515
-SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -1e9, 57344.0, 448.0, 464.0, 2.0**-25, 1e-30)
-ONE, SIZE = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
+SELF_TEST_ROWS, SELF_TEST_COLUMNS = 8, 515
+SPECIAL_NUMBERS = (
+    0.0,
+    -0.0,
+    torch.inf,
+    -torch.inf,
+    torch.nan,
+    65504.0,
+    65520.0,
+    -1e9,
+    57344.0,
+    448.0,
+    464.0,
+    2.0**-25,
+    1e-30,
+)
+ONE_WORD, MAGNITUDE_MASKS = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
 
 
 # a payload's elements --------------------------------------------------------------------------------------------
 
 
-class Codec(NamedTuple):
+class PayloadCodec(NamedTuple):
     """Device functions of a payload's dtype: from a word of memory to float32, and back to the nearest word."""
 
     decode: Callable[[Any], Any]
     encode: Callable[[Any], Any]
 
 
-CODECS = {
-    torch.float32: Codec(real, word),
-    torch.bfloat16: Codec(lambda w: real(bfloat16_word(w)), lambda x: bfloat16_code(word(x))),
-    torch.float16: Codec(lambda w: real(float16_word(w)), lambda x: float16_code(word(hold(x, 65504.0)))),
-    torch.float8_e5m2: Codec(E5M2.decode, lambda x: E5M2.nearest(hold(x, 57344.0), None)),
-    torch.float8_e4m3fn: Codec(E4M3FN.decode, lambda x: E4M3FN.nearest(x, None)),
+PAYLOAD_CODECS = {
+    torch.float32: PayloadCodec(real, word),
+    torch.bfloat16: PayloadCodec(lambda w: real(bfloat16_word(w)), lambda x: bfloat16_code(word(x))),
+    torch.float16: PayloadCodec(
+        lambda w: real(float16_word(w)), lambda x: float16_code(word(clamp_finite(x, 65504.0)))
+    ),
+    torch.float8_e5m2: PayloadCodec(E5M2.decode, lambda x: E5M2.nearest(clamp_finite(x, 57344.0), None)),
+    torch.float8_e4m3fn: PayloadCodec(E4M3FN.decode, lambda x: E4M3FN.nearest(x, None)),
 }
 
 
-def hold(x, largest):
+def clamp_finite(x, largest):
     """Device function: a finite number within a range; infinities and NaN as they are."""
     inside = select(x > largest, largest, select(x < -largest, -largest, x))
-    return select(abs(x) == INFINITE, x, inside)
+    return select(abs(x) == INFINITY, x, inside)
 
 
 # scales, in float64 ----------------------------------------------------------------------------------------------
 
 
-def least(a, b):
+def smaller_of(a, b):
     """Device function: the smaller of two numbers."""
     return select(a < b, a, b)
 
@@ -78,55 +94,44 @@ def larger_of(a, b):
 
 def clamp_scale(x):
     """Device function: a number brought into the range of scales, 2^-126 to 2^127."""
-    return least(larger_of(x, SMALLEST), LARGEST)
+    return smaller_of(larger_of(x, SMALLEST), LARGEST)
 
 
-def product(scales, number):
+def multiply_scales(scales, number):
     """Device function: the product of scales and a number."""
     return functools.reduce(lambda total, scale: total * scale, scales, number)
 
 
-def scale_and_rest(scales, number):
+def split_scale_product(scales, number):
     """Device function: a product as a scale, and the factor by which it is beyond."""
-    total = product(scales, number)
+    total = multiply_scales(scales, number)
     return clamp_scale(total), total / clamp_scale(total)
 
 
-def under(scale: Any, other: Any, top: float = INFINITE) -> Any:
-    """Device function: the factor of a payload that is brought from one scale under another."""
-    factor = larger_of(scale / other, SMALLEST)
-    return factor if top == INFINITE else least(factor, top)
-
-
-def reciprocal_deviation_scale(scales, number):
-    """Device function: the scale min(1 / scale, number) of a reciprocal deviation, and its payload's factor."""
-    scale = least(clamp_scale(1.0 / scales[0]), number)
-    return scale, larger_of(1.0 / scale, SMALLEST)
+def find_factor_under_scale(scale: Any, other: Any) -> Any:
+    """Device function: the factor of a payload that is brought from one scale under another, at most 2^100."""
+    return smaller_of(larger_of(scale / other, SMALLEST), HUGE)
 
 
 # By mode: the scale, if there is one, and the factors of the payload.
-MODES: dict[str, Callable[..., tuple[Any, ...]]] = {
-    "product": lambda s, number, factor: scale_and_rest(s, number),
+SCALE_FUNCTIONS_BY_MODE: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "product": lambda s, number, factor: split_scale_product(s, number),
     "values": lambda s, number, factor: (s[0], larger_of(1.0 / s[0], SMALLEST)),
-    "ratio": lambda s, number, factor: (s[1], under(*s)),
-    "factor": lambda s, number, factor: (clamp_scale(product(s, number)),),
-    "deviation": lambda s, number, factor: reciprocal_deviation_scale(s, number),
-    "paired": lambda s, number, factor: (*scale_and_rest(s[:-1], number), 1.0 / clamp_scale(s[-2] * s[-1])),
-    "levelled": lambda s, number, factor: (*scale_and_rest(s, number), 1.0 / s[1]),
-    "brought": lambda s, number, factor: (s[1], under(s[0], s[1], HUGE)),
-    "held": lambda s, number, factor: (least(BFLOAT16_LARGEST / s[0], BFLOAT16_LARGEST),),
+    "factor": lambda s, number, factor: (clamp_scale(multiply_scales(s, number)),),
+    "levelled": lambda s, number, factor: (*split_scale_product(s, number), 1.0 / s[1]),
+    "brought": lambda s, number, factor: (s[1], find_factor_under_scale(*s)),
 }
 
 
-def larger_scale(scales, sign):
+def choose_sum_scale(scales, sign):
     """Device function: the larger of two scales, which no stand-in for infinity decides, and both factors."""
     a, b = scales
     usual = larger_of(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
     scale = select(usual == SMALLEST, larger_of(a, b), usual)
-    return scale, under(a, scale, HUGE), under(b, scale, HUGE)
+    return scale, find_factor_under_scale(a, scale), find_factor_under_scale(b, scale)
 
 
-def affine_scale(scales, beta, beta_power, alpha, power):
+def choose_affine_scale(scales, beta_power, power):
     """Device function: the scale of beta base + alpha a b, and the factors of base and of a b."""
     base, s, t = scales
     both = s * t
@@ -134,12 +139,12 @@ def affine_scale(scales, beta, beta_power, alpha, power):
     return scale, clamp_scale(base / scale), clamp_scale(both / scale)
 
 
-def level_of(largest, squares, count, limit, zero_scale):
+def choose_level(largest, squares, count, limit, zero_scale):
     """Device function: the power of two next to the root mean square, or what the largest needs."""
     rms = round_to_float32(clamp_scale(sqrt(squares / larger_of(count, 1.0))))
     needed = round_to_float32(clamp_scale(largest / limit))
     below, beneath = power_below(rms), power_below(needed)
-    nearest = select(rms < below * TURN, below, least(below + below, LARGEST))
+    nearest = select(rms < below * ROUND_UP_FROM_SQRT2, below, smaller_of(below + below, LARGEST))
     above = select(needed > beneath, beneath + beneath, beneath)
     return (select(largest > 0.0, larger_of(nearest, above), zero_scale),)
 
@@ -147,17 +152,12 @@ def level_of(largest, squares, count, limit, zero_scale):
 # elements, in float32 --------------------------------------------------------------------------------------------
 
 
-def finish_element(values, factors, number, factor):
+def multiply_by_factors(values, factors, number, factor):
     """Device function: an element times its factors, the rest of the scale last."""
     made = values[0] * factor
     for one in reversed(factors):
         made = made * one
     return made
-
-
-def hold_element(values, factors, number, factor):
-    """Device function: an element, finite ones within a range."""
-    return hold(values[0], factors[0])
 
 
 def add_elements(values, factors, sign):
@@ -168,93 +168,89 @@ def add_elements(values, factors, sign):
     return total, is_one_sign & (total != 0.0) & (total == total)
 
 
-def affine_element(values, factors, beta, beta_power, alpha, power):
-    """Device function: alpha y + beta base."""
-    return values[0] * (alpha * factors[1]) + values[1] * (beta * factors[0])
-
-
 def measure_element(x):
     """Device function: a finite element's size, its square in float64, and whether it is not zero."""
-    size = select(abs(x) < INFINITE, abs(x), 0.0)
+    size = select(abs(x) < INFINITY, abs(x), 0.0)
     wide = size.trace.emit("to_float64", (size,), None, "f64")
     return size, wide * wide, select(size > 0.0, 1.0, 0.0)
 
 
-class Kernel(NamedTuple):
+class FusedKernel(NamedTuple):
     """A kernel's device functions, its operands and its result.
 
     Attributes:
         name: for messages.
-        scales: device function (scales, numbers) -> float64 results.
-        element: device function (values, factors, numbers) -> float32, and whether it may not become 0; or None.
-        counts: how many scales and numbers there are, and results of scales that are kept; others are factors.
-        stored: dtypes of the payloads.
-        written: of the result.
-        keeps: whether elements that say so become the smallest number instead of 0.
+        scale_function: device function (scales, numbers) -> float64 results.
+        element_function: device function (values, factors, numbers) -> float32, and whether it may not become 0.
+        operand_counts: how many scales and numbers there are, and results of scales that are kept; others are factors.
+        payload_dtypes, result_dtype: of the operands and the result.
+        keeps_nonzero: whether elements that say so become the smallest number instead of 0.
     """
 
     name: str
-    scales: Callable[..., tuple[Any, ...]]
-    element: Callable[..., Any] | None
-    counts: tuple[int, int, int]
-    stored: tuple[torch.dtype, ...] = ()
-    written: torch.dtype = torch.float32
-    keeps: bool = False
+    scale_function: Callable[..., tuple[Any, ...]]
+    element_function: Callable[..., Any] | None
+    operand_counts: tuple[int, int, int]
+    payload_dtypes: tuple[torch.dtype, ...] = ()
+    result_dtype: torch.dtype = torch.float32
+    keeps_nonzero: bool = False
 
 
-class Traces(NamedTuple):
+class KernelTraces(NamedTuple):
     """A kernel, recorded: its two traces with the instructions of their results."""
 
-    scales: Trace
-    made: tuple[int, ...]
-    element: Trace
-    codes: tuple[int, ...]
+    scale_trace: Trace
+    scale_results: tuple[int, ...]
+    element_trace: Trace
+    element_results: tuple[int, ...]
 
 
 @functools.cache
-def traces_of(kernel: Kernel) -> Traces:
+def record_kernel(kernel: FusedKernel) -> KernelTraces:
     """Return a kernel's device functions, recorded."""
-    scales, numbers, kept = kernel.counts
-    wide, found = record(lambda *x: kernel.scales(x[:scales], *x[scales:]), torch.float64, scales + numbers)
+    scales, numbers, kept = kernel.operand_counts
+    wide, found = record(lambda *x: kernel.scale_function(x[:scales], *x[scales:]), torch.float64, scales + numbers)
     element = Trace(torch.float32)
     codes: tuple[int, ...] = ()
-    if kernel.element is not None:
-        words = [element.emit("input", (), k, "w32") for k in range(len(kernel.stored))]
+    if kernel.element_function is not None:
+        words = [element.emit("input", (), k, "w32") for k in range(len(kernel.payload_dtypes))]
         given = range(len(words), len(words) + len(found) - kept + numbers)
         reals = [element.emit("input", (), k) for k in given]
-        values = [CODECS[dtype].decode(w) for dtype, w in zip(kernel.stored, words)]
-        made = kernel.element(values, reals[: len(found) - kept], *reals[len(found) - kept :])
+        values = [PAYLOAD_CODECS[dtype].decode(w) for dtype, w in zip(kernel.payload_dtypes, words)]
+        made = kernel.element_function(values, reals[: len(found) - kept], *reals[len(found) - kept :])
         value, is_kept = made if isinstance(made, tuple) else (made, None)
-        code = CODECS[kernel.written].encode(value)
-        if kernel.keeps:
-            is_zero = bit_and(code, SIZE[kernel.written.itemsize]) == ONE - ONE
-            code = select(is_kept & is_zero, bit_or(code, ONE), code)
+        code = PAYLOAD_CODECS[kernel.result_dtype].encode(value)
+        if kernel.keeps_nonzero:
+            is_zero = bit_and(code, MAGNITUDE_MASKS[kernel.result_dtype.itemsize]) == ONE_WORD - ONE_WORD
+            code = select(is_kept & is_zero, bit_or(code, ONE_WORD), code)
         codes = (code.number,)
-    return Traces(wide, tuple(x.number for x in found), element, codes)
+    return KernelTraces(wide, tuple(x.number for x in found), element, codes)
 
 
-def run_by_torch(
-    kernel: Kernel, payloads: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[float]
+def run_kernel_by_torch(
+    kernel: FusedKernel, payloads: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[float]
 ) -> list[Tensor]:
     """Return the results of a kernel's traces on tensors: its payload if it has one, and the scales that it keeps."""
-    traces, kept = traces_of(kernel), kernel.counts[2]
+    traces, kept = record_kernel(kernel), kernel.operand_counts[2]
     device = (*payloads, *scales)[0].device
     wide = [torch.full((), x, dtype=torch.float64, device=device) for x in numbers]
-    made, _ = run_on_tensors(traces.scales, [], dict(enumerate([*(s.double() for s in scales), *wide])), traces.made)
+    made, _ = run_on_tensors(
+        traces.scale_trace, [], dict(enumerate([*(s.double() for s in scales), *wide])), traces.scale_results
+    )
     found = [x.to(torch.float32) for x in made]
-    if kernel.element is None:
+    if kernel.element_function is None:
         return found
     like = payloads[0]
-    words = [_words(x.expand(like.shape)) for x in payloads]
+    words = [_view_as_words(x.expand(like.shape)) for x in payloads]
     given: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
-    ((code,), _) = run_on_tensors(traces.element, [], given, traces.codes)
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kernel.written.itemsize]
-    out = torch.empty_like(like, dtype=kernel.written)
+    ((code,), _) = run_on_tensors(traces.element_trace, [], given, traces.element_results)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kernel.result_dtype.itemsize]
+    out = torch.empty_like(like, dtype=kernel.result_dtype)
     out.view(bits).copy_(code & 0xFF if bits == torch.uint8 else code)
     return [out, *found[:kept]]
 
 
-def _words(x: Tensor) -> Tensor:
+def _view_as_words(x: Tensor) -> Tensor:
     """Return a payload's bits as words, in the signed integers that hold them."""
     bits = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize]).to(torch.int32)
     return bits & 0xFFFF if x.dtype.itemsize == 2 else bits
@@ -263,15 +259,19 @@ def _words(x: Tensor) -> Tensor:
 # Triton's form ---------------------------------------------------------------------------------------------------
 
 # How elements of a payload's dtype become words, and words become elements.
-_READ = {4: ".to(tl.uint32, bitcast=True)", 2: ".to(tl.uint16, bitcast=True).to(tl.uint32)", 1: ".to(tl.uint32)"}
-_REPEAT = """@triton.jit
+_TRITON_LOAD_CASTS = {
+    4: ".to(tl.uint32, bitcast=True)",
+    2: ".to(tl.uint16, bitcast=True).to(tl.uint32)",
+    1: ".to(tl.uint32)",
+}
+_TRITON_REPEAT = """@triton.jit
 def repeat(program, period, BLOCK: tl.constexpr, same: tl.constexpr):
     start = program.to(tl.int64) * BLOCK
     if same:
         return start + tl.arange(0, BLOCK)
     else:
         return ((start % period).to(tl.int32) + tl.arange(0, BLOCK)) % period"""
-_STORED = {
+_TRITON_STORE_CASTS = {
     torch.float32: "{}.to(tl.float32, bitcast=True)",
     torch.bfloat16: "{}.to(tl.uint16).to(tl.bfloat16, bitcast=True)",
     torch.float16: "{}.to(tl.uint16).to(tl.float16, bitcast=True)",
@@ -280,30 +280,30 @@ _STORED = {
 }
 
 
-def kernel_source(kernel: Kernel) -> str:
+def write_kernel_source(kernel: FusedKernel) -> str:
     """Return the source of a Triton module, whose `kernel` takes payloads, scales, results, sizes and numbers."""
-    traces, (scales, numbers, kept) = traces_of(kernel), kernel.counts
-    made = [f"y{k}" for k in range(len(traces.made))]
+    traces, (scales, numbers, kept) = record_kernel(kernel), kernel.operand_counts
+    made = [f"y{k}" for k in range(len(traces.scale_results))]
     given = [f"tl.load(s{k}).to(tl.float64)" for k in range(scales)]
     given += [f"tl.full([], 1.0, tl.float64) * c{k}" for k in range(numbers)]
-    functions = function_sources("scales", traces.scales, traces.made)
+    functions = function_sources("scales", traces.scale_trace, traces.scale_results)
     lines = ["program = tl.program_id(0)", f"{', '.join(made)} = scales({', '.join([*given, 'None'])})"]
     if kept:
         lines += ["if program == 0:", *(f"    tl.store(r{k}, y{k}.to(tl.float32))" for k in range(kept))]
     names = [*(f"s{k}" for k in range(scales)), *(f"r{k}" for k in range(kept)), *(f"c{k}" for k in range(numbers))]
-    if kernel.element is not None:
-        functions += [_REPEAT, *function_sources("element", traces.element, traces.codes)]
+    if kernel.element_function is not None:
+        functions += [_TRITON_REPEAT, *function_sources("element", traces.element_trace, traces.element_results)]
         places = ("x0 + i", "x1 + repeat(program, period, BLOCK, same)")
         words = [
-            f"tl.load({place}, mask=lanes, other=0){_READ[dtype.itemsize]}"
-            for place, dtype in zip(places, kernel.stored)
+            f"tl.load({place}, mask=lanes, other=0){_TRITON_LOAD_CASTS[dtype.itemsize]}"
+            for place, dtype in zip(places, kernel.payload_dtypes)
         ]
         elements = [*words, *(f"{y}.to(tl.float32)" for y in made[kept:]), *(f"c{k}" for k in range(numbers)), "None"]
         lines += [
             "i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
             "lanes = i < n",
             f"code = element({', '.join(elements)})",
-            f"tl.store(out + i, {_STORED[kernel.written].format('code')}, mask=lanes)",
+            f"tl.store(out + i, {_TRITON_STORE_CASTS[kernel.result_dtype].format('code')}, mask=lanes)",
         ]
         names = [*(f"x{k}" for k in range(len(words))), "out", "n", "period", *names]
         names += ["same: tl.constexpr", "BLOCK: tl.constexpr"]
@@ -312,22 +312,22 @@ def kernel_source(kernel: Kernel) -> str:
 
 
 @functools.cache
-def level_traces(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
+def record_level_kernel(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
     """Return the traces that measure an element of a payload, and that turn the whole into a scale."""
     element = Trace(torch.float32)
-    measured = measure_element(CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
-    wide, made = record(level_of, torch.float64, 5)
+    measured = measure_element(PAYLOAD_CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
+    wide, made = record(choose_level, torch.float64, 5)
     return element, tuple(x.number for x in measured), wide, tuple(x.number for x in made)
 
 
-def level_source(dtype: torch.dtype) -> str:
+def write_level_source(dtype: torch.dtype) -> str:
     """Return the source of a Triton module: `measure` makes parts of a payload, and `level` a scale of these."""
-    element, measured, wide, made = level_traces(dtype)
+    element, measured, wide, made = record_level_kernel(dtype)
     functions = [*function_sources("element", element, measured), *function_sources("level_of", wide, made)]
-    return module_source(functions, _LEVEL.replace("READ", _READ[dtype.itemsize]))
+    return module_source(functions, _TRITON_LEVEL.replace("READ", _TRITON_LOAD_CASTS[dtype.itemsize]))
 
 
-_LEVEL = """@triton.jit
+_TRITON_LEVEL = """@triton.jit
 def measure(y, parts, n, programs, loops, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     largest = tl.zeros([BLOCK], tl.float32)
@@ -361,7 +361,7 @@ def level(parts, out, programs, limit, zero_scale, BLOCK: tl.constexpr):
 # what rules call -------------------------------------------------------------------------------------------------
 
 
-def engaged(x: Any) -> bool:
+def is_fused(x: Any) -> bool:
     """Return whether what is computed of x now runs as Triton kernels: eagerly on CUDA, or interpreted if asked for."""
     if type(x) is not Tensor or _powers.is_concrete(x) or torch.compiler.is_dynamo_compiling():
         return False
@@ -371,7 +371,7 @@ def engaged(x: Any) -> bool:
     return device in ("cuda", "cpu") and select_engine(device) == "triton"
 
 
-def finish(
+def finish_payload(
     y: Tensor,
     scales: Sequence[Tensor],
     storage: torch.dtype,
@@ -383,63 +383,47 @@ def finish(
 
     Args:
         y: a payload of any storage, or values in float32.
-        scales: at most three, and for "paired" four.
+        scales: at most three.
         storage: of the result.
         mode: "product": the scale is that of all scales and the number, within the range of scales, and the factor what
-            is beyond; "values": one scale, of values; "ratio": the second of two, of a payload under the first;
-            "factor": no scale, the factor is the product; "deviation": the smaller of the number and 1 / scale;
-            "paired": "product" without the last scale, divided by the product of the last two; "levelled": "product",
-            divided by the second scale; "brought": "ratio" with a factor of at most 2^100; "held": no scale and
-            no factors, finite elements stay within bfloat16's range under the scale, and as values.
+            is beyond; "values": one scale, of values; "factor": no scale, the factor is the product; "levelled":
+            "product", divided by the second scale; "brought": the second of two scales, of a payload under the first.
         number: a power of two.
         factor: of the payload.
     """
-    kernel = _finish_kernel(mode, len(scales), y.dtype, storage)
+    kernel = _make_finish_kernel(mode, len(scales), y.dtype, storage)
     found = _run_kernel(kernel, (y,), tuple(scales), (number, factor))
-    return found[0], found[1] if kernel.counts[2] else None
+    return found[0], found[1] if kernel.operand_counts[2] else None
 
 
 @functools.cache
-def _finish_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> Kernel:
-    kept = int(mode not in ("factor", "held"))
-    element = hold_element if mode == "held" else finish_element
-    return Kernel("finish", MODES[mode], element, (scales, 2, kept), (stored,), written)
+def _make_finish_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> FusedKernel:
+    kept = int(mode != "factor")
+    return FusedKernel(
+        "finish", SCALE_FUNCTIONS_BY_MODE[mode], multiply_by_factors, (scales, 2, kept), (stored,), written
+    )
 
 
-def add(
+def add_payloads(
     x: Tensor, y: Tensor, sx: Tensor, sy: Tensor, storage: torch.dtype, sign: float = 1.0, keep: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return x + sign y of payloads that `is_pair` accepts, under the larger scale, rounded once, and the scale.
+    """Return x + sign y of an elementwise pair of payloads, under the larger scale, rounded once, and the scale.
 
     No stand-in for infinity decides the scale. With `keep`, for float16 and eight bits, sums of numbers of one sign
     become the smallest number instead of 0.
     """
-    kernel = Kernel("add", larger_scale, add_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
+    kernel = FusedKernel("add", choose_sum_scale, add_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
     payload, scale = _run_kernel(kernel, (x, y), (sx, sy), (sign,))
     return payload, scale
 
 
-def affine(
-    y: Tensor, base: Tensor, scales: tuple[Tensor, Tensor, Tensor], storage: torch.dtype,
-    beta: float, beta_power: float, alpha: float, power: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return beta base + alpha y rounded once, with y a product's payload, and its scale.
-
-    y and base are payloads that `is_pair` accepts; scales are those of base and of the two factors; the powers of two
-    lie next to beta, and next to alpha times what brings the product back.
-    """
-    kernel = Kernel("affine", affine_scale, affine_element, (3, 4, 1), (y.dtype, base.dtype), storage)
-    payload, scale = _run_kernel(kernel, (y, base), scales, (beta, beta_power, alpha, power))
-    return payload, scale
-
-
-def affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, power: float) -> Any:
+def compute_affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, power: float) -> Any:
     """Return the scale of beta base + alpha a b, and the factors that bring the payloads of base and a b under it."""
-    kernel = Kernel("affine_factors", affine_scale, None, (3, 4, 3))
-    return _run_kernel(kernel, (), (s_base, sa, sb), (0.0, beta_power, 0.0, power))
+    kernel = FusedKernel("affine_factors", choose_affine_scale, None, (3, 2, 3))
+    return _run_kernel(kernel, (), (s_base, sa, sb), (beta_power, power))
 
 
-def level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
+def measure_level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
     """Return the power of two next to the root mean square of a payload's finite non-zero elements, else `zero_scale`.
 
     It is larger where the largest element needs it in a storage.
@@ -447,29 +431,31 @@ def level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
     limit = torch.finfo(storage).max
 
     def launch(kernels: dict[str, Any], y: Tensor) -> list[Tensor]:
-        y = _dense(y)
-        blocks = -(-y.numel() // BLOCK)
-        programs = min(blocks, PARTS)
+        y = _make_dense(y)
+        blocks = -(-y.numel() // BLOCK_ELEMENTS)
+        programs = min(blocks, MOST_PARTIAL_SUMS)
         parts = torch.empty(3 * programs, dtype=torch.float64, device=y.device)
         out = torch.empty((), dtype=torch.float32, device=y.device)
         loops = -(-blocks // programs)
-        kernels["measure"][(programs,)](_bytes(y), parts, y.numel(), programs, loops, BLOCK, **OPTIONS)
-        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, PARTS, **OPTIONS)
+        kernels["measure"][(programs,)](_view_as_bytes(y), parts, y.numel(), programs, loops, BLOCK_ELEMENTS, **OPTIONS)
+        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, MOST_PARTIAL_SUMS, **OPTIONS)
         return [out]
 
     def by_torch(y: Tensor) -> list[Tensor]:
-        element, measured, wide, made = level_traces(y.dtype)
-        (size, square, one), _ = run_on_tensors(element, [], {0: _words(y)}, measured)
+        element, measured, wide, made = record_level_kernel(y.dtype)
+        (size, square, one), _ = run_on_tensors(element, [], {0: _view_as_words(y)}, measured)
         whole = [size.amax().double(), square.sum(), one.sum(dtype=torch.float64)]
         whole += [torch.full((), x, dtype=torch.float64, device=y.device) for x in (limit, zero_scale)]
         return [run_on_tensors(wide, [], dict(enumerate(whole)), made)[0][0].to(torch.float32)]
 
     key = ("level", y.dtype, storage)
-    found: Tensor = _run(key, lambda: load_module(level_source(y.dtype)), launch, by_torch, (y,), ())[0]
+    found: Tensor = _launch_or_run_by_torch(
+        key, lambda: load_module(write_level_source(y.dtype)), launch, by_torch, (y,), ()
+    )[0]
     return found
 
 
-def is_pair(x: Tensor, y: Tensor) -> bool:
+def is_elementwise_pair(x: Tensor, y: Tensor) -> bool:
     """Return whether two payloads lie alike, or the second repeats along the first."""
     if x.shape == y.shape:
         return x.stride() == y.stride() and is_dense(x)
@@ -478,33 +464,38 @@ def is_pair(x: Tensor, y: Tensor) -> bool:
 
 
 def _run_kernel(
-    kernel: Kernel, payloads: tuple[Tensor, ...], scales: tuple[Tensor, ...], numbers: tuple[float, ...]
+    kernel: FusedKernel, payloads: tuple[Tensor, ...], scales: tuple[Tensor, ...], numbers: tuple[float, ...]
 ) -> list[Tensor]:
     """Return a kernel's payload, if it has one, and the scales that it keeps."""
     same = len(payloads) < 2 or payloads[0].shape == payloads[1].shape
 
     def launch(module: dict[str, Any], *given: Tensor) -> list[Tensor]:
-        held, scales = [_dense(x) for x in given[: len(payloads)]], given[len(payloads) :]
-        made = [torch.empty((), dtype=torch.float32, device=given[0].device) for _ in range(kernel.counts[2])]
+        held, scales = [_make_dense(x) for x in given[: len(payloads)]], given[len(payloads) :]
+        made = [torch.empty((), dtype=torch.float32, device=given[0].device) for _ in range(kernel.operand_counts[2])]
         if not held:
             module["kernel"][(1,)](*scales, *made, *numbers, **OPTIONS)
             return made
-        out = torch.empty_like(held[0], dtype=kernel.written)
+        out = torch.empty_like(held[0], dtype=kernel.result_dtype)
         count, period = held[0].numel(), held[-1].numel()
-        grid = (max(1, -(-count // BLOCK)),)
-        arrays = map(_bytes, (*held, out))
-        module["kernel"][grid](*arrays, count, period, *scales, *made, *numbers, same, BLOCK, **OPTIONS)
+        grid = (max(1, -(-count // BLOCK_ELEMENTS)),)
+        arrays = map(_view_as_bytes, (*held, out))
+        module["kernel"][grid](*arrays, count, period, *scales, *made, *numbers, same, BLOCK_ELEMENTS, **OPTIONS)
         return [out, *made]
 
     def by_torch(*given: Tensor) -> list[Tensor]:
-        return run_by_torch(kernel, given[: len(payloads)], given[len(payloads) :], numbers)
+        return run_kernel_by_torch(kernel, given[: len(payloads)], given[len(payloads) :], numbers)
 
-    return _run(
-        (kernel.name, kernel, same), lambda: load_module(kernel_source(kernel)), launch, by_torch, payloads, scales
+    return _launch_or_run_by_torch(
+        (kernel.name, kernel, same),
+        lambda: load_module(write_kernel_source(kernel)),
+        launch,
+        by_torch,
+        payloads,
+        scales,
     )
 
 
-def _run(
+def _launch_or_run_by_torch(
     key: tuple[Any, ...],
     build: Callable[[], Any],
     launch: Callable[..., list[Tensor]],
@@ -540,10 +531,12 @@ def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Te
     generator = torch.Generator().manual_seed(0)
     found: list[Tensor] = []
     for x in payloads:
-        shape = (ROWS, COLUMNS) if not found or x.shape == payloads[0].shape else (COLUMNS,)
+        shape = (
+            (SELF_TEST_ROWS, SELF_TEST_COLUMNS) if not found or x.shape == payloads[0].shape else (SELF_TEST_COLUMNS,)
+        )
         values = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
         values *= torch.empty_like(values).uniform_(-24, 20, generator=generator).exp2()
-        values.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL, dtype=torch.float32, device="cpu")
+        values.view(-1)[: len(SPECIAL_NUMBERS)] = torch.tensor(SPECIAL_NUMBERS, dtype=torch.float32, device="cpu")
         finite = values.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
         values = torch.where(values.isinf(), values, finite)
         found.append((values.flip(-1) if found else values).to(x.dtype))
@@ -552,9 +545,9 @@ def _make_self_test_inputs(payloads: tuple[Tensor, ...], scales: int) -> list[Te
     ]
 
 
-def _dense(x: Tensor) -> Tensor:
+def _make_dense(x: Tensor) -> Tensor:
     return x if is_dense(x) else x.contiguous()
 
 
-def _bytes(x: Tensor) -> Tensor:
+def _view_as_bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

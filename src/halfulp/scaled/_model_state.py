@@ -6,7 +6,7 @@ import functools
 import re
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from .._messages import a_kind
 from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from . import _powers_of_two as _powers
 from ._operands import encode_values
-from ._payloads import decode_values, rms_scale, to_storage
-from ._registry import LOGICALS, STORAGES, check_storage
+from ._payloads import decode_values, measure_rms_scale, to_storage
+from ._registry import LOGICAL_DTYPES, check_storage
 from ._scaled_tensor import ScaledTensor, wrap
-from .rules._collectives import agreed_scales
+from .rules._collectives import agree_on_scales
 
-# Layout of the entries below; a file of a later layout is refused. Layout 1 held `weight.payload` and `weight.scale`.
-VERSION = 2
-_SCALE = ".payload_scale"
-_OLD = (".payload", ".scale")
+# Layout of the entries below; a file of another layout is refused.
+LAYOUT_VERSION = 2
+_SCALE_SUFFIX = ".payload_scale"
 
 
 def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -35,13 +34,11 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
         dtype: of the values of scaled tensors; entries that were none stay as they are.
 
     Returns:
-        `weight` for every `weight` with `weight.payload_scale` (of layout 1: `weight.payload` with `weight.scale`), and
-        the other entries, in the same order.
+        `weight` for every `weight` with `weight.payload_scale`, and the other entries, in the same order.
 
     Raises:
         TypeError: no mapping, such as a model instead of its state_dict.
-        ValueError: a scale that is no power of two, a payload of another dtype, a plain entry of the same name, or
-            another layout.
+        ValueError: another layout.
 
     >>> from halfulp.scaled import scalify
     >>> layer = torch.nn.Linear(3, 2)
@@ -51,54 +48,35 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     check_state_dict(state_dict, "plain_state_dict")
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
-    new = {name for name in _stems(state_dict, _SCALE) if _is_valued(state_dict, name)}
-    bases = {base for base in _stems(state_dict, _OLD[0]) & _stems(state_dict, _OLD[1]) if _is_pair(state_dict, base)}
+    names = {name.removesuffix(_SCALE_SUFFIX) for name in state_dict if name.endswith(_SCALE_SUFFIX)}
+    names = {name for name in names if _is_scaled_entry(state_dict, name)}
     plain = {}
     for name, value in state_dict.items():
-        base = name.removesuffix(_OLD[0])
-        if base != name and base in bases:
-            plain[base] = decode_values(_join_payload(state_dict, base, torch.float32), dtype)
-        elif isinstance(value, ScaledTensor):
+        if isinstance(value, ScaledTensor):
             plain[name] = decode_values(value, dtype)
-        elif name in new:
+        elif name in names:
             plain[name] = value.to(dtype, copy=True)
-        elif name.removesuffix(_OLD[1]) not in bases and name.removesuffix(_SCALE) not in new:
+        elif name.removesuffix(_SCALE_SUFFIX) not in names:
             plain[name] = value
     return plain
 
 
-def _stems(state_dict: Mapping[str, Any], suffix: str) -> set[str]:
-    return {name.removesuffix(suffix) for name in state_dict if name.endswith(suffix)}
-
-
-def _is_valued(state_dict: Mapping[str, Any], name: str) -> bool:
+def _is_scaled_entry(state_dict: Mapping[str, Any], name: str) -> bool:
     """Return whether two entries are a tensor and its payload's scale, not other parameters with such names."""
-    value, scale = state_dict.get(name), state_dict[name + _SCALE]
-    return _is_plain(value) and _is_plain(scale) and value.is_floating_point() and _is_scale(scale)
-
-
-def _is_pair(state_dict: Mapping[str, Any], name: str) -> bool:
-    """Return whether two entries are a payload and its scale, in layout 1."""
-    pair = tuple(state_dict[name + part] for part in _OLD)
-    return all(map(_is_plain, pair)) and pair[0].dtype in STORAGES and _is_scale(pair[1])
-
-
-def _is_plain(x: object) -> TypeGuard[Tensor]:
-    return isinstance(x, Tensor) and not isinstance(x, ScaledTensor)
-
-
-def _is_scale(scale: Tensor) -> bool:
-    if scale.dim() or scale.dtype != torch.float32:
+    value, scale = state_dict.get(name), state_dict[name + _SCALE_SUFFIX]
+    if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in (value, scale)):
+        return False
+    if not value.is_floating_point() or scale.dim() or scale.dtype != torch.float32:
         return False
     return scale.is_meta or bool(scale == _powers.round_to_power(scale))
 
 
-def _entries(name: str, value: ScaledTensor) -> dict[str, Tensor]:
+def _make_entries(name: str, value: ScaledTensor) -> dict[str, Tensor]:
     """Return a parameter's entries: the values under its own name, for every loader, and the scale of their payload."""
-    return {name: _exact_values(value), name + _SCALE: value._scale}
+    return {name: _decode_exactly(value), name + _SCALE_SUFFIX: value._scale}
 
 
-def _exact_values(x: ScaledTensor) -> Tensor:
+def _decode_exactly(x: ScaledTensor) -> Tensor:
     """Return payload x scale in float32, or in float64 if that is its dtype or float32 would lose digits."""
     if x.dtype == torch.float64:
         return decode_values(x, torch.float64)
@@ -111,46 +89,40 @@ def _exact_values(x: ScaledTensor) -> Tensor:
     return wide if bool(lost.any()) else values
 
 
-def _fitting(state_dict: Mapping[str, Any], name: str, parameter: ScaledTensor) -> ScaledTensor | None:
+def _read_entries(state_dict: Mapping[str, Any], name: str, parameter: ScaledTensor) -> ScaledTensor | None:
     """Return a parameter's entries in its own storage and home; None where the file has none."""
-    value = _choose_storage(state_dict, name, parameter)
-    if value is None or value._home is parameter._home:
-        return value
-    return wrap(value._payload, value._scale, value.dtype, parameter._home)
-
-
-def _choose_storage(state_dict: Mapping[str, Any], name: str, parameter: ScaledTensor) -> ScaledTensor | None:
-    storage = parameter._payload.dtype
-    value = _join_entries(state_dict, name, parameter.dtype, storage)
-    if not isinstance(value, Tensor):
-        return None
-    if isinstance(value, ScaledTensor) and value._payload.dtype == storage:
-        return value
+    storage, dtype, home = parameter._payload.dtype, parameter.dtype, parameter._home
+    value = state_dict.get(name)
     try:
+        if name + _SCALE_SUFFIX in state_dict:
+            value = _join_entries(state_dict, name, dtype, storage)
+        if not isinstance(value, Tensor):
+            return None
+        if isinstance(value, ScaledTensor) and value._payload.dtype == storage:
+            return wrap(value._payload, value._scale, value.dtype, home)
         plain = decode_values(value, torch.float32) if isinstance(value, ScaledTensor) else value
-        if plain.dtype not in LOGICALS:
+        if plain.dtype not in LOGICAL_DTYPES:
             raise ValueError(f"it is {plain.dtype} in the file, and payloads are encoded from floating tensors")
-        encoded: ScaledTensor = encode_values(plain.detach(), storage, dtype=parameter.dtype)
+        encoded: ScaledTensor = encode_values(plain.detach(), storage, dtype=dtype)
+        encoded._home = home
         return encoded
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from None
 
 
 def _join_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, storage: torch.dtype) -> Any:
-    """Return one parameter's entries as a tensor; the plain entry if it has no scale or is no such payload."""
-    names = [name, name + _SCALE, *(name + part for part in _OLD)]
-    found = [entry for entry in names if state_dict.get(entry) is not None]
-    if found in ([], names[:1]):
-        return state_dict.get(name)
-    if found == names[2:]:
-        return _join_payload(state_dict, name, dtype)
-    if found != names[:2]:
-        raise ValueError(
-            f"of {name!r} the file has {found}: it is damaged; a scaled parameter is both {name!r} and {names[1]!r} "
-            f"(in older files {names[2]!r} and {names[3]!r}), or a plain {name!r}"
-        )
-    values, scale = state_dict[name], _scale_of(state_dict, names[1])
-    if isinstance(values, ScaledTensor) or not isinstance(values, Tensor) or values.dtype not in LOGICALS:
+    """Return a parameter's values and scale as a tensor; the values if they are no such payload under the scale."""
+    entry = name + _SCALE_SUFFIX
+    values, scale = state_dict.get(name), state_dict[entry]
+    if values is None:
+        raise ValueError(f"the file has {entry!r} alone: it is damaged")
+    if not isinstance(scale, Tensor):
+        raise ValueError(f"{entry!r} is {a_kind(scale)}; the file is damaged")
+    try:
+        scale = _powers.as_scale(scale.detach(), scale.device)
+    except ValueError as error:
+        raise ValueError(f"{error}; the file is damaged") from None
+    if isinstance(values, ScaledTensor) or not isinstance(values, Tensor) or values.dtype not in LOGICAL_DTYPES:
         return values
     payload = (values.detach().double() / scale.double()).to(storage)
     back = payload.double() * scale.double()
@@ -159,26 +131,7 @@ def _join_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, 
     return values
 
 
-def _join_payload(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype) -> ScaledTensor:
-    """Return the tensor of a layout 1 payload and its scale."""
-    payload = state_dict[name + _OLD[0]]
-    if not isinstance(payload, Tensor) or payload.dtype not in STORAGES:
-        said = payload.dtype if isinstance(payload, Tensor) else type(payload).__name__
-        raise ValueError(f"{name + _OLD[0]!r} is {said} in the file: payloads are {', '.join(map(str, STORAGES))}")
-    return wrap(payload.detach(), _scale_of(state_dict, name + _OLD[1]).to(payload.device), dtype)
-
-
-def _scale_of(state_dict: Mapping[str, Any], entry: str) -> Tensor:
-    scale = state_dict[entry]
-    try:
-        if not isinstance(scale, Tensor):
-            raise ValueError(f"it is {a_kind(scale)}")
-        return _powers.as_scale(scale.detach(), scale.device)
-    except ValueError as error:
-        raise ValueError(f"{entry!r}: {error}; the file is damaged") from None
-
-
-def _copy(parameter: ScaledTensor, value: ScaledTensor) -> None:
+def _copy_parts(parameter: ScaledTensor, value: ScaledTensor) -> None:
     """Copy a payload and its scale, bit for bit."""
     with torch.no_grad():
         parameter._payload.copy_(value._payload)
@@ -189,14 +142,14 @@ register(
     StateDictLayout(
         ScaledTensor,
         key="halfulp_scaled",
-        version=VERSION,
+        version=LAYOUT_VERSION,
         what="scaled tensors",
         plain="plain_state_dict",
-        suffix=re.compile(r"\.(payload_scale|payload|scale)$"),
-        older=(1,),
-        entries=_entries,
-        fitting=_fitting,
-        copy=_copy,
+        suffix=re.compile(r"\.payload_scale$"),
+        older=(),
+        entries=_make_entries,
+        fitting=_read_entries,
+        copy=_copy_parts,
     )
 )
 
@@ -227,9 +180,9 @@ def payload_hook(
         raise ValueError(f"storage={kind}: eight-bit payloads cannot be added on the wire, give torch.float16")
     size = dist.get_world_size(group)
     gradients = bucket.gradients()
-    mine = [encode_values(gradient, torch.float32, rms_scale(gradient, kind)) for gradient in gradients]
-    scales = agreed_scales(mine, functools.partial(_largest, group), size, kind)
-    payloads = [_powers.times(x._payload, _powers.ratio(x._scale, scale)) for x, scale in zip(mine, scales)]
+    mine = [encode_values(gradient, torch.float32, measure_rms_scale(gradient, kind)) for gradient in gradients]
+    scales = agree_on_scales(mine, functools.partial(_reduce_to_largest, group), size, kind)
+    payloads = [_powers.times_power(x._payload, _powers.scale_ratio(x._scale, scale)) for x, scale in zip(mine, scales)]
     message = torch.cat([to_storage(payload.reshape(-1), kind) for payload in payloads])
     finished = dist.all_reduce(message, group=group, async_op=True).get_future()
     counts = [gradient.numel() for gradient in gradients]
@@ -249,6 +202,6 @@ if dist.is_available():
     payload_hook.__annotations__ = typing.get_type_hints(payload_hook)
 
 
-def _largest(group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
+def _reduce_to_largest(group: dist.ProcessGroup | None, x: Tensor) -> Tensor:
     dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group)
     return x

@@ -24,17 +24,23 @@ from ..subclass._rule_table import in_quotient_formula, stand_ins
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._payloads import (
-    ORDINARY,
     common_storage,
-    quick_rms_scale,
-    rms_scale,
-    rms_scale_float32,
-    smallest,
+    measure_rms_scale,
+    smallest_number,
     to_float32,
     to_storage,
 )
-from ._registry import EIGHT_BITS, FAMILIES, FAMILY_OF, STORAGES, ComplexOperand, Transient, derives_promoted, rule_of
-from ._scaled_tensor import ScaledTensor, home_of, with_dtypes, wrap
+from ._registry import (
+    EIGHT_BITS,
+    FAMILIES,
+    FAMILY_BY_OPERATOR,
+    STORAGE_DTYPES,
+    ComplexOperand,
+    TransientHome,
+    register_promotion,
+    rule_of,
+)
+from ._scaled_tensor import ScaledTensor, convert_dtypes, find_home, wrap
 
 
 def make_scaled(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
@@ -43,9 +49,9 @@ def make_scaled(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torc
 
 
 # Between which a payload's largest magnitude neither overflows nor leaves others without digits.
-_FITTING = {
+_FITTING_MAGNITUDES = {
     storage: (torch.finfo(storage).smallest_normal / torch.finfo(storage).eps ** 0.5, torch.finfo(storage).max)
-    for storage in STORAGES
+    for storage in STORAGE_DTYPES
 }
 
 
@@ -58,22 +64,32 @@ def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtyp
     if storage in (torch.bfloat16, torch.float32) or not values.numel() or not _powers.is_concrete(values):
         return make_scaled(values, scale, storage, dtype)
     least, most = torch.aminmax(values)
-    low, high, (lowest, largest) = least.item(), most.item(), _FITTING[storage]
+    low, high, (lowest, largest) = least.item(), most.item(), _FITTING_MAGNITUDES[storage]
     if lowest <= max(-low, high) <= largest or low == high == 0.0:
         return wrap(values.to(storage), scale, dtype)
     amax = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().amax()
     power = _powers.round_to_power((amax / largest).clamp(min=1.0), "up")
     if 0.0 < amax.item() < lowest:
         power = _powers.round_to_power(amax)
-    total, rest = _powers.product(scale, power)
-    return make_scaled(_powers.times(values / power, rest), total, storage, dtype)
+    total, rest = _powers.scale_product(scale, power)
+    return make_scaled(_powers.times_power(values / power, rest), total, storage, dtype)
 
 
-def payload_under(x: ScaledTensor, scale: Tensor) -> Tensor:
-    """Return the float32 payload under a deciding scale: see `brought_under`."""
-    if fused.engaged(x._payload):
-        return fused.finish(x._payload, (x._scale, scale), torch.float32, "brought")[0]
-    return _powers.brought_under(to_float32(x), x._scale, scale)
+def move_level_to_scale(
+    payload: Tensor, scale: Tensor, level: Tensor, storage: torch.dtype, dtype: torch.dtype
+) -> ScaledTensor:
+    """Make a scaled tensor of a payload under a scale: a power of two, its level, goes from payload to scale."""
+    if fused.is_fused(payload):
+        return wrap(*fused.finish_payload(payload, (scale, level), storage, "levelled"), dtype)
+    total, rest = _powers.scale_product(scale, level)
+    return make_scaled_to_fit(_powers.times_power(payload.to(torch.float32) / level, rest), total, storage, dtype)
+
+
+def bring_payload_under(x: ScaledTensor, scale: Tensor, storage: torch.dtype = torch.float32) -> Tensor:
+    """Return the payload under a deciding scale, rounded to a storage: see `bring_under_scale`."""
+    if fused.is_fused(x._payload):
+        return fused.finish_payload(x._payload, (x._scale, scale), storage, "brought")[0]
+    return to_storage(_powers.bring_under_scale(to_float32(x), x._scale, scale), storage)
 
 
 def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
@@ -85,21 +101,21 @@ def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     if storage in (torch.bfloat16, torch.float32):
         return x
     payload = to_float32(x)
-    least = torch.full_like(exact, smallest(storage)).copysign(exact)
+    least = torch.full_like(exact, smallest_number(storage)).copysign(exact)
     return wrap(torch.where((payload == 0) & (exact != 0), least, payload).to(storage), x._scale, x.dtype)
 
 
 def encode_values(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None):
     """Encode a plain tensor as payload x scale; the scale is measured unless given."""
     dtype = dtype or values.dtype
-    scale = rms_scale(values, storage) if scale is None else scale
+    scale = measure_rms_scale(values, storage) if scale is None else scale
     wide = values if values.dtype in (torch.float32, torch.float64) else values.to(torch.float32)
     value = _powers.concrete_value(scale)
     payload = wide / (scale.to(wide.dtype) if value is None else value)
     return make_scaled(payload, scale, storage, dtype)
 
 
-def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
+def as_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return a tensor or number as a ScaledTensor with a float32 payload; scaled tensors unchanged.
 
     Numbers are split at the nearest power of two in log2, so that a factor of 0.95 leaves a scale alone; plain tensors
@@ -112,24 +128,26 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
             raise ComplexOperand
         x = x if x.is_floating_point() else x.to(like.dtype)
         x = x.resolve_neg() if x.is_neg() else x  # below autograd torch's own kernels have no such operands
-        return encode_values(x, torch.float32, scale_beside_stand_ins(x, like._payload.dtype))
+        return encode_values(x, torch.float32, measure_scale_beside_stand_ins(x, like._payload.dtype))
     if isinstance(x, complex):
         raise ComplexOperand
     value = float(x)
     scale = (
-        _powers.power_of(abs(value)) if value and abs(value) < float("inf") else (1.0 if value else _powers.ZERO_SCALE)
+        _powers.nearest_power(abs(value))
+        if value and abs(value) < float("inf")
+        else (1.0 if value else _powers.ZERO_SCALE)
     )
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
     return wrap(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
 
 
 # Masks write numbers of at most -STAND_IN for minus infinity: -1e9, the smallest of the dtype.
-STAND_IN = 2.0**24
+INFINITY_STAND_IN = 2.0**24
 # The least magnitude to which a stand-in for infinity may saturate: exp(-128) is 0 in float32.
-LEAST_STAND_IN = 128.0
+LEAST_SATURATED_STAND_IN = 128.0
 
 
-def is_stand_in_free(x: Tensor, size: float, is_negative: bool = True) -> bool:
+def has_no_stand_in(x: Tensor, size: float, is_negative: bool = True) -> bool:
     """Return whether values are concrete and none is as large as what stands for infinity."""
     if not (_powers.is_concrete(x) and not x.requires_grad and x.dtype == torch.float32 and x.numel()):
         return False
@@ -137,11 +155,11 @@ def is_stand_in_free(x: Tensor, size: float, is_negative: bool = True) -> bool:
     return -size < low and high < size
 
 
-def scale_beside_stand_ins(
+def measure_scale_beside_stand_ins(
     x: Tensor,
     storage: torch.dtype,
-    size: float = STAND_IN,
-    least: float = LEAST_STAND_IN,
+    size: float = INFINITY_STAND_IN,
+    least: float = LEAST_SATURATED_STAND_IN,
     is_negative: bool = True,
     is_wide: bool = False,
     among_zeros: bool = True,
@@ -157,45 +175,24 @@ def scale_beside_stand_ins(
         is_negative: only negative numbers, as masks write them.
         among_zeros: whether numbers among zeros alone may stand for infinity.
     """
-    if not x.dim() or not x.numel() or is_stand_in_free(x, size, is_negative):
-        return rms_scale(x, torch.float32)
-    if _powers.is_concrete(x) or x.dtype == torch.float64:
-        large = x <= -size if is_negative else stand_ins(x, size, among_zeros)
-        scale = rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
-        amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
-    else:
-        x = x.detach().to(torch.float32)
-        scale, amax = _measured_at_once(x, x > -size if is_negative else ~stand_ins(x, size, among_zeros))
+    if not x.dim() or not x.numel() or has_no_stand_in(x, size, is_negative):
+        return measure_rms_scale(x, torch.float32)
+    x = x.detach()
+    large = x <= -size if is_negative else stand_ins(x, size, among_zeros)
+    scale = measure_rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
+    amax = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().amax().double()
     # Wide payloads leave room for products of the largest; narrow ones let it saturate.
-    top = _powers.HUGE if is_wide else torch.finfo(torch.float32).max
+    top = _powers.HUGE_SCALE if is_wide else _powers.FLOAT32_MAX
     lowest = (amax / top).to(torch.float32)
     lowest = torch.where(amax >= size, lowest.clamp(min=least / torch.finfo(storage).max), lowest)
     return torch.maximum(scale, _powers.round_to_power(lowest, "up"))
 
 
-def _measured_at_once(x: Tensor, is_other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale of some elements and the largest finite magnitude of all, in one pass that compilers can fuse.
-
-    Squares that leave float32's range leave the largest magnitude to go by; so do tensors of nothing but stand-ins.
-    """
-    size = torch.nan_to_num(x.abs(), 0.0, 0.0, 0.0)
-    others = torch.where(is_other, size, 0.0)
-    amax, top = size.amax(), others.amax()
-    squares, count = others.square().sum(), others.count_nonzero().clamp(min=1)
-    has_range = (squares > ORDINARY[0] ** 2) & squares.isfinite()
-    level = torch.where(has_range, (squares / count).sqrt(), top)
-    level = torch.where(is_other.any(), level, amax)
-    return _powers.round_to_power(level, "nearest"), amax
-
-
-def multiplicand(x: Any, like: ScaledTensor) -> ScaledTensor:
+def as_factor(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return an operand of a product as a scaled tensor; all finite values of a plain one set its scale."""
-    if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
-        return operand(x, like)
-    if _powers.is_concrete(x) or x.dtype == torch.float64:
-        return encode_values(x, torch.float32, rms_scale(x, torch.float32))
-    wide = x.detach().to(torch.float32)
-    return encode_values(x, torch.float32, _measured_at_once(wide, wide > -torch.inf)[0])
+    if isinstance(x, ScaledTensor) or not isinstance(x, Tensor) or not x.is_floating_point():
+        return as_operand(x, like)
+    return encode_values(x, torch.float32)
 
 
 def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:
@@ -206,12 +203,18 @@ def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:
     raise TypeError("no operand is a ScaledTensor")
 
 
-def storage_of(arguments: Iterable[Any]) -> torch.dtype:
+def result_storage(arguments: Iterable[Any]) -> torch.dtype:
     """Return the payload type of a result of these arguments: plain tensors and numbers do not widen it."""
     return common_storage([x._payload.dtype for x in arguments if type(x) is ScaledTensor])
 
 
-def logical_of(arguments: Iterable[Any]) -> torch.dtype:
+def product_storage(operands: Iterable[Any]) -> torch.dtype:
+    """Return the storage of a product: float16 for eight-bit operands, the widest storage for others."""
+    storage = result_storage(operands)
+    return torch.float16 if storage in EIGHT_BITS else storage
+
+
+def logical_dtype(arguments: Iterable[Any]) -> torch.dtype:
     """Return the dtype to which torch would promote these arguments."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     first = tensors[0].dtype
@@ -225,56 +228,56 @@ def logical_of(arguments: Iterable[Any]) -> torch.dtype:
 
 
 # Narrower ranges hold less beside other numbers.
-_STAND_IN = {torch.float8_e4m3fn: 2.0**12}
+_STAND_IN_BY_STORAGE = {torch.float8_e4m3fn: 2.0**12}
 # So many times beyond its range a payload takes a larger scale, as others keep their digits under it.
-_ROOM = {torch.float16: 2.0**6, torch.float8_e5m2: 2.0**6}
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+_SCALE_ROOM_BY_STORAGE = {torch.float16: 2.0**6, torch.float8_e5m2: 2.0**6}
 
 
 def stand_in_size(storage: torch.dtype) -> float:
     """Return from which magnitude on an element among smaller ones stands for infinity."""
-    return _STAND_IN.get(storage, STAND_IN)
+    return _STAND_IN_BY_STORAGE.get(storage, INFINITY_STAND_IN)
 
 
-def _is_plain(x: Any) -> bool:
+def _is_plain_float_tensor(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, ScaledTensor) and bool(x.dim()) and x.is_floating_point()
 
 
-def addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
+def as_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
     """Return an operand as a ScaledTensor; the scale of a plain one is measured without what stands for infinity.
 
     `like` is the scaled tensor that it meets, `factor` a number that it is multiplied by; see `stand_ins` of zeros.
     """
-    if not _is_plain(x):
-        return operand(x, like)
+    if not _is_plain_float_tensor(x):
+        return as_operand(x, like)
     # What a home of float16 keeps in float32 for now is to fit float16 in the end.
     storage = torch.float16 if like._home == torch.float16 else like._payload.dtype
-    size = _size_of(storage, factor)
-    least = min(LEAST_STAND_IN * size / stand_in_size(storage), size)
+    size = _find_size_under_factor(storage, factor)
+    least = min(LEAST_SATURATED_STAND_IN * size / stand_in_size(storage), size)
     is_wide = storage in (torch.float32, torch.bfloat16)
-    scale = scale_beside_stand_ins(x, storage, size, least, is_negative=False, is_wide=is_wide, among_zeros=among_zeros)
+    scale = measure_scale_beside_stand_ins(
+        x, storage, size, least, is_negative=False, is_wide=is_wide, among_zeros=among_zeros
+    )
     made = encode_values(x, torch.float32, scale)
-    if is_wide or is_stand_in_free(x, _powers.HUGE, is_negative=False):
+    if is_wide or has_no_stand_in(x, _powers.HUGE_SCALE, is_negative=False):
         return made
     # Products of what saturates stay finite.
-    held = made._payload.clamp(-_powers.HUGE, _powers.HUGE)
-    return wrap(torch.where(made._payload.isfinite(), held, made._payload), made._scale, made.dtype)
+    return wrap(_powers.clamp_finite(made._payload, _powers.HUGE_SCALE), made._scale, made.dtype)
 
 
-def large_elements(
+def find_stand_ins(
     x: Any, like: ScaledTensor, factor: Any = 1.0, inverse: bool = False, among_zeros: bool = True
 ) -> Tensor | None:
     """Return where a plain operand, or where it is a divisor its inverse, times a number stands for infinity.
 
     None if nowhere; `like` is the scaled tensor that it meets.
     """
-    if not _is_plain(x):
+    if not _is_plain_float_tensor(x):
         return None
-    size = _size_of(like._payload.dtype, factor)
+    size = _find_size_under_factor(like._payload.dtype, factor)
     x = x.detach()
     if inverse:
         x = torch.where(x == 0, 0.0, x.reciprocal())
-    if is_stand_in_free(x, size, is_negative=False):
+    if has_no_stand_in(x, size, is_negative=False):
         return None
     large = stand_ins(x, size, among_zeros)
     if _powers.is_concrete(x):
@@ -282,12 +285,12 @@ def large_elements(
     return large & ~large.all()
 
 
-def _size_of(storage: torch.dtype, factor: Any) -> float:
+def _find_size_under_factor(storage: torch.dtype, factor: Any) -> float:
     number = abs(float(factor)) if isinstance(factor, (int, float)) else 1.0
-    return min(stand_in_size(storage) / number, _FLOAT32_MAX) if number else _FLOAT32_MAX
+    return min(stand_in_size(storage) / number, _powers.FLOAT32_MAX) if number else _powers.FLOAT32_MAX
 
 
-def saturated(values: Tensor, scale: Tensor, storage: torch.dtype, *large: Tensor | None) -> Tensor:
+def saturate_stand_ins(values: Tensor, scale: Tensor, storage: torch.dtype, *large: Tensor | None) -> Tensor:
     """Return a result's float32 payload, clamped to what the storage holds where large elements have led beyond it."""
     places = [place for place in large if place is not None]
     if storage == torch.float32 or not places:
@@ -295,23 +298,25 @@ def saturated(values: Tensor, scale: Tensor, storage: torch.dtype, *large: Tenso
     limits = torch.finfo(storage)
     if _powers.is_concrete(values):
         top = values.abs().nan_to_num(0.0, 0.0, 0.0).amax().item() if values.numel() else 0.0
-        if top * scale.item() <= _FLOAT32_MAX / 2 and top <= limits.max * _ROOM.get(storage, 1.0):
+        if top * scale.item() <= _powers.FLOAT32_MAX / 2 and top <= limits.max * _SCALE_ROOM_BY_STORAGE.get(
+            storage, 1.0
+        ):
             return values
     # A number that is rounded up to the payload's next must not decode to infinity.
-    held = (_FLOAT32_MAX * (1 - limits.eps) / scale).clamp(max=limits.max)
+    held = (_powers.FLOAT32_MAX * (1 - limits.eps) / scale).clamp(max=limits.max)
     is_large = places[0]
     for place in places[1:]:
         is_large = is_large | place
-    return torch.where(is_large & values.isfinite(), torch.minimum(torch.maximum(values, -held), held), values)
+    return torch.where(is_large, _powers.clamp_finite(values, held), values)
 
 
 WideMode = Literal["autocast", "none"]
 WIDE_MODES = ("autocast", "none")
 
-Operands = Callable[[tuple, dict], tuple[tuple, dict]]
+OperandPreparation = Callable[[tuple, dict], tuple[tuple, dict]]
 
 
-def home_for(storage: torch.dtype, wide: str) -> torch.dtype | None:
+def choose_home(storage: torch.dtype, wide: str) -> torch.dtype | None:
     """Return the home of tensors of a storage: float16 for eight bits, as for products; None if nothing is wider."""
     if wide == "none" or storage == torch.float32:
         return None
@@ -326,18 +331,10 @@ def check_wide(wide: object) -> None:
 
 def round_to_home(x: ScaledTensor) -> ScaledTensor:
     """Round the values to the home storage, under a measured scale."""
-    payload = to_float32(x)
     home: Any = x._home  # a dtype: of a tensor without one nothing is rounded
-    quick = quick_rms_scale(payload)
-    level = (
-        rms_scale_float32(payload, home) if quick is None else torch.tensor(quick, dtype=torch.float32, device="cpu")
-    )
-    if fused.engaged(payload):
-        made, scale = fused.finish(payload, (x._scale, level), home, "levelled")
-        return wrap(made, scale, x.dtype, home)
-    scale, rest = _powers.product(x._scale, level)
-    payload = _powers.times(_powers.times(payload, _powers.ratio(torch.ones_like(level), level)), rest)
-    return wrap(to_storage(payload, home), scale, x.dtype, home)
+    made = move_level_to_scale(x._payload, x._scale, measure_rms_scale(x._payload, home), home, x.dtype)
+    made._home = home
+    return made
 
 
 def is_above_home(x: Any) -> bool:
@@ -345,13 +342,13 @@ def is_above_home(x: Any) -> bool:
     return type(x) is ScaledTensor and x._home is not None and x._payload.dtype == torch.float32
 
 
-def _is_wide(x: Any) -> bool:
+def _has_float32_values(x: Any) -> bool:
     if type(x) is ScaledTensor or not isinstance(x, Tensor):
         return is_above_home(x)
     return bool(x.dim()) and x.dtype in (torch.float32, torch.float64)
 
 
-def with_float32_payload(x: Any) -> Any:
+def widen_payload(x: Any) -> Any:
     """Return a scaled tensor with a float32 payload, and anything else unchanged."""
     if type(x) is not ScaledTensor or x._payload.dtype == torch.float32:
         return x
@@ -365,153 +362,161 @@ def _map_tensors(change: Callable[[Any], Any], arguments: tuple, options: dict) 
     return tuple(map(changed, arguments)), {name: changed(x) for name, x in options.items()}
 
 
-operands_in_float32 = functools.partial(_map_tensors, with_float32_payload)
-operands_in_home = functools.partial(_map_tensors, lambda x: round_to_home(x) if is_above_home(x) else x)
+widen_operands = functools.partial(_map_tensors, widen_payload)
+round_operands_to_home = functools.partial(_map_tensors, lambda x: round_to_home(x) if is_above_home(x) else x)
 
 
-def operands_in_widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def widen_operands_if_one_is_wide(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Widen every payload to float32 if one is, or a plain tensor is; lists are left to their rules.
 
     autocast promotes a narrow result that meets a plain float32 tensor: its range may be all that holds the result.
     """
-    if any(map(_is_wide, arguments)) or any(map(_is_wide, options.values())):
-        return tuple(map(with_float32_payload, arguments)), {
-            name: with_float32_payload(x) for name, x in options.items()
-        }
+    if any(map(_has_float32_values, arguments)) or any(map(_has_float32_values, options.values())):
+        return tuple(map(widen_payload, arguments)), {name: widen_payload(x) for name, x in options.items()}
     return arguments, options
 
 
-def operands_of_quotient(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def prepare_quotient_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Widen every payload to float32, unless the second operand is a number."""
     second = arguments[1] if len(arguments) > 1 else options.get("other")
     is_number = not isinstance(second, Tensor) or (type(second) is not ScaledTensor and not second.dim())
-    return operands_in_widest(arguments, options) if is_number else operands_in_float32(arguments, options)
+    return widen_operands_if_one_is_wide(arguments, options) if is_number else widen_operands(arguments, options)
 
 
-def operands_of_sum(arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def prepare_sum_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Widen payloads in a sum with a plain tensor, float32 for autocast, or in an outer sum; else to the widest."""
     a, b = arguments[0], arguments[1] if len(arguments) > 1 else options.get("other")
     if not isinstance(b, Tensor):
         return arguments, options
     is_plain = any(type(x) is not ScaledTensor and x.dim() for x in (a, b))
-    return (operands_in_float32 if is_plain or repeats_both(a, b) else operands_in_widest)(arguments, options)
+    return (widen_operands if is_plain or is_outer_broadcast(a, b) else widen_operands_if_one_is_wide)(
+        arguments, options
+    )
 
 
-def repeats_both(a: Tensor, b: Tensor) -> bool:
+def is_outer_broadcast(a: Tensor, b: Tensor) -> bool:
     """Return whether broadcasting repeats both tensors, as in an outer sum.
 
     Sizes are compared to 1 alone: a graph whose sizes vary would be compiled again where two of them become equal.
     """
-    return _is_repeated(a, b) and _is_repeated(b, a)
+    return _is_broadcast_along(a, b) and _is_broadcast_along(b, a)
 
 
-def _is_repeated(x: Tensor, y: Tensor) -> bool:
+def _is_broadcast_along(x: Tensor, y: Tensor) -> bool:
     sizes = zip(reversed(x.shape), reversed(y.shape))
     return x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in sizes)
 
 
 # By `Family.operands`. Normalisations are left to their rules: they compute in float32 and give results about 1, which
 # lose nothing in the operand's storage.
-_PREPARATIONS: dict[str, Operands | None] = {
-    "float32": operands_in_float32,
-    "home": operands_in_home,
-    "widest": operands_in_widest,
+_PREPARATIONS_BY_FAMILY: dict[str, OperandPreparation | None] = {
+    "float32": widen_operands,
+    "home": round_operands_to_home,
+    "widest": widen_operands_if_one_is_wide,
     "rule": None,
 }
 # Operators that differ from their family.
-_BY_NAME: dict[str, Operands | None] = {
-    **dict.fromkeys(("mul", "addcmul", "lerp", "sign", "sgn"), operands_in_widest),
-    **dict.fromkeys(("dot", "vdot", "addcdiv", "hypot", "softplus", "log_sigmoid_forward"), operands_in_float32),
-    **dict.fromkeys(("embedding", "embedding_dense_backward"), operands_in_home),
+_PREPARATIONS_BY_OPERATOR: dict[str, OperandPreparation | None] = {
+    **dict.fromkeys(("mul", "addcmul", "lerp", "sign", "sgn"), widen_operands_if_one_is_wide),
+    **dict.fromkeys(("dot", "vdot", "addcdiv", "hypot", "softplus", "log_sigmoid_forward"), widen_operands),
+    **dict.fromkeys(("embedding", "embedding_dense_backward"), round_operands_to_home),
     **dict.fromkeys(
-        ("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_dense_backward"), operands_in_home
+        ("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_dense_backward"), round_operands_to_home
     ),
     # Differences too: after cancellation an earlier rounding error is most of what is left.
-    **dict.fromkeys(("div", "floor_divide", "sub"), operands_of_quotient),
-    "add": operands_of_sum,
+    **dict.fromkeys(("div", "floor_divide", "sub"), prepare_quotient_operands),
+    "add": prepare_sum_operands,
 }
 
 
-def operands_of(operator: OpOverload) -> Operands | None:
+def find_operand_preparation(operator: OpOverload) -> OperandPreparation | None:
     """Return how an operator changes its operands' storage before its rule runs; None if it does not.
 
     Nothing for one that writes into an argument, which stays the tensor it is, or runs by the steps it is made of.
     """
-    if operator not in FAMILY_OF or operator._schema.is_mutable:
+    if operator not in FAMILY_BY_OPERATOR or operator._schema.is_mutable:
         return None
     name = operator._schema.name.removeprefix("aten::")
-    return _BY_NAME[name] if name in _BY_NAME else _PREPARATIONS[FAMILIES[FAMILY_OF[operator]].operands]
+    return (
+        _PREPARATIONS_BY_OPERATOR[name]
+        if name in _PREPARATIONS_BY_OPERATOR
+        else _PREPARATIONS_BY_FAMILY[FAMILIES[FAMILY_BY_OPERATOR[operator]].operands]
+    )
 
 
-@derives_promoted
+@register_promotion
 def make_promoted_rule(operator: OpOverload) -> Callable:
     """Return an operator's rule for operands of which one has a home, which the results then have too.
 
     Steps of a formula that divides by a sum have float32 operands, with a home and without.
     """
-    prepare = operands_of(operator)
+    prepare = find_operand_preparation(operator)
     writes = operator._schema.is_mutable
-    accumulates = operator._schema.name.removeprefix("aten::") in _OF_ACCUMULATION
+    accumulates = operator._schema.name.removeprefix("aten::") in _ACCUMULATION_OPERATORS
 
     def run(home: Any, arguments: tuple, options: dict) -> Any:
         if in_quotient_formula():
             if type(home) is not torch.dtype:
-                return _run_transient(operator, arguments, options)
-            arguments, options = (arguments, options) if writes else operands_in_float32(arguments, options)
-        elif type(home) is Transient:
-            arguments, options = _map_tensors(_from_transient, arguments, options)
-            home = home_of(arguments, options)
+                return _run_formula_step(operator, arguments, options)
+            arguments, options = (arguments, options) if writes else widen_operands(arguments, options)
+        elif type(home) is TransientHome:
+            arguments, options = _map_tensors(_round_transient, arguments, options)
+            home = find_home(arguments, options)
             if home is None:
                 return rule_of(operator)(*arguments, **options)
         if prepare is not None:
             arguments, options = prepare(arguments, options)
         results = rule_of(operator)(*arguments, **options)
         written = {id(x) for x in tree_leaves((arguments, options))} if writes else ()
-        results = _with_home(results, home, written)
-        return round_to_home(results) if accumulates and is_above_home(results) and _is_accumulating() else results
+        results = _give_home(results, home, written)
+        return (
+            round_to_home(results)
+            if accumulates and is_above_home(results) and _is_accumulating_gradient()
+            else results
+        )
 
     return run
 
 
-def _with_home(results: Any, home: torch.dtype, written: Container[int]) -> Any:
+def _give_home(results: Any, home: torch.dtype, written: Container[int]) -> Any:
     """Give results the home, except arguments that are written: these keep their own or none."""
     if type(results) is ScaledTensor:
         if id(results) not in written:
             results._home = results._home or home
     elif isinstance(results, (list, tuple)):
         for result in results:
-            _with_home(result, home, written)
+            _give_home(result, home, written)
     return results
 
 
-def _run_transient(operator: OpOverload, arguments: tuple, options: dict) -> Any:
+def _run_formula_step(operator: OpOverload, arguments: tuple, options: dict) -> Any:
     """Run a step of a formula that divides by a sum, on float32 payloads, without a home.
 
     What it makes of nothing but saved values is a step in between; what such a step and others make is a gradient.
     """
     given = [x for x in tree_leaves((arguments, options)) if type(x) is ScaledTensor]
-    saved = [x._payload.dtype for x in given if type(x._home) is not Transient]
+    saved = [x._payload.dtype for x in given if type(x._home) is not TransientHome]
     if operator._schema.is_mutable or not given:
         return rule_of(operator)(*arguments, **options)
-    results = rule_of(operator)(*operands_in_float32(arguments, options)[0], **operands_in_float32((), options)[1])
+    results = rule_of(operator)(*widen_operands(arguments, options)[0], **widen_operands((), options)[1])
     storage = common_storage(saved or [x._home.storage for x in given])
     for result in tree_leaves(results):
         if type(result) is ScaledTensor and result._payload.dtype != storage:
-            result._home = Transient(storage)
-    return tree_map(_from_transient, results) if 0 < len(saved) < len(given) else results
+            result._home = TransientHome(storage)
+    return tree_map(_round_transient, results) if 0 < len(saved) < len(given) else results
 
 
-def _from_transient(x: Any) -> Any:
+def _round_transient(x: Any) -> Any:
     """Round a result of a step in between to the storage of what the step was given."""
-    if type(x) is not ScaledTensor or type(x._home) is not Transient:
+    if type(x) is not ScaledTensor or type(x._home) is not TransientHome:
         return x
-    return with_dtypes(x, x.dtype, x._home.storage)
+    return convert_dtypes(x, x.dtype, x._home.storage)
 
 
 # Operators that autograd runs as a gradient is stored in, or added to, a parameter's `grad`.
-_OF_ACCUMULATION = ("detach", "clone", "new_empty_strided", "add")
+_ACCUMULATION_OPERATORS = ("detach", "clone", "new_empty_strided", "add")
 
 
-def _is_accumulating() -> bool:
+def _is_accumulating_gradient() -> bool:
     node = torch._C._current_autograd_node()
     return node is not None and node.name() == "torch::autograd::AccumulateGrad"

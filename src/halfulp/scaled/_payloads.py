@@ -13,15 +13,15 @@ from . import _powers_of_two as _powers
 from ._powers_of_two import PowerRounding
 from ._registry import EIGHT_BITS
 
-INFINITE = (torch.float16, torch.float8_e5m2)
-_WIDTH = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
+STORAGES_WITH_INFINITY = (torch.float16, torch.float8_e5m2)
+_STORAGE_WIDTHS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
 # The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
-_FEW = 2**30
+_MOST_QUICK_ELEMENTS = 2**30
 # Norms whose squares are normal float32 numbers, unless nearly all elements are far smaller.
-ORDINARY = (2.0**-40, 2.0**40)
+_ORDINARY_NORMS = (2.0**-40, 2.0**40)
 
 
-class Scaled(Protocol):
+class PayloadWithScale(Protocol):
     """The parts of a ScaledTensor that are read here."""
 
     dtype: torch.dtype
@@ -34,27 +34,29 @@ def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
     found = set(storages)
     if len(found) == 1:
         return found.pop()
-    width = max(_WIDTH[storage] for storage in found)
-    widest = [storage for storage in found if _WIDTH[storage] == width]
+    width = max(_STORAGE_WIDTHS[storage] for storage in found)
+    widest = [storage for storage in found if _STORAGE_WIDTHS[storage] == width]
     if len(widest) == 1:
         return widest[0]
     return torch.float16 if width == 0 else torch.float32
 
 
-_SMALLEST = {storage: torch.finfo(storage).smallest_normal * torch.finfo(storage).eps for storage in _WIDTH}
+_SMALLEST_NUMBERS = {
+    storage: torch.finfo(storage).smallest_normal * torch.finfo(storage).eps for storage in _STORAGE_WIDTHS
+}
 
 
-def smallest(storage: torch.dtype) -> float:
+def smallest_number(storage: torch.dtype) -> float:
     """Return the smallest positive number of a payload type."""
-    return _SMALLEST[storage]
+    return _SMALLEST_NUMBERS[storage]
 
 
-def selectable_payload(x: Scaled) -> Tensor:
+def selectable_payload(x: PayloadWithScale) -> Tensor:
     """Return the payload for operators that select or negate elements: unchanged where torch has such kernels."""
     return to_float32(x) if x._payload.dtype in EIGHT_BITS else x._payload
 
 
-def to_float32(x: Scaled) -> Tensor:
+def to_float32(x: PayloadWithScale) -> Tensor:
     """Return the payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
 
@@ -64,19 +66,19 @@ def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
     if storage == values.dtype:
         return values
     if values.dtype == torch.float64 and storage != torch.float32:
-        values = _rounded_to_odd(values)
+        values = _round_to_odd(values)
     if storage in (torch.bfloat16, torch.float32):
         return values.to(storage)
     if _fits(values, storage):
         return values.to(storage)
-    if fused.engaged(values):
-        return fused.finish(values, (), storage, "factor")[0]
+    if fused.is_fused(values):
+        return fused.finish_payload(values, (), storage, "factor")[0]
     largest = torch.finfo(storage).max
-    kept = values if storage in INFINITE else torch.nan
+    kept = values if storage in STORAGES_WITH_INFINITY else torch.nan
     return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
 
 
-def _rounded_to_odd(values: Tensor) -> Tensor:
+def _round_to_odd(values: Tensor) -> Tensor:
     """Round float64 values to float32 with the last bit 1 where digits were cut off.
 
     Of such a value, rounding to 22 bits or fewer makes what it makes of the float64 one (Boldo and Melquiond, IEEE
@@ -97,75 +99,61 @@ def _fits(values: Tensor, storage: torch.dtype) -> bool:
     return -largest <= low.item() and high.item() <= largest
 
 
-def decode_values(x: Scaled, dtype: torch.dtype | None = None) -> Tensor:
+def decode_values(x: PayloadWithScale, dtype: torch.dtype | None = None) -> Tensor:
     """Return payload x scale, computed in float32 (float64 for that dtype) and rounded once, by default to x.dtype."""
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     value = _powers.concrete_value(x._scale)
-    if wide == torch.float32 and x._payload.dtype != wide and fused.engaged(x._payload):
-        scaled = fused.finish(x._payload, (x._scale,), wide, "factor")[0]
+    if wide == torch.float32 and x._payload.dtype != wide and fused.is_fused(x._payload):
+        scaled = fused.finish_payload(x._payload, (x._scale,), wide, "factor")[0]
         return scaled if dtype == wide else scaled.to(dtype)
     if value is not None and type(x._payload) is Tensor and x._payload.dtype != wide:
         scaled = x._payload.to(wide)  # memory of its own: no second pass for the scale 1, no third tensor for others
         scaled = scaled if value == 1.0 else scaled.mul_(value)
     else:
         scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
-    if value is not None and value >= _powers.HUGE and wide == torch.float32:
+    if value is not None and value >= _powers.HUGE_SCALE and wide == torch.float32:
         # A payload may have been rounded up to 2: float32's largest number then decodes to itself, not to infinity.
-        largest = torch.finfo(wide).max
-        scaled = torch.where(x._payload.to(wide).isinf(), scaled, scaled.clamp(-largest, largest))
+        scaled = _powers.clamp_finite(scaled, _powers.FLOAT32_MAX, x._payload.to(wide))
     return scaled if dtype == wide else scaled.to(dtype)
 
 
-def rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
+def measure_rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
     """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
 
-    Without such values `ZERO_SCALE`.
+    Without such values `ZERO_SCALE`. Of values times a power of two it is that times it.
     """
     if not values.numel():
         return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    quick = None if storage in EIGHT_BITS else quick_rms_scale(values, rounding)
+    quick = (
+        None if storage in EIGHT_BITS or values.dtype in EIGHT_BITS else _measure_rms_scale_quickly(values, rounding)
+    )
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
-    finite = torch.nan_to_num(values.detach().to(torch.float64), 0.0, 0.0, 0.0)
-    count = finite.count_nonzero().clamp(min=1)
-    rms = (finite.square().sum() / count).sqrt()
-    amax = finite.abs().amax()
-    lowest = amax / torch.finfo(storage).max
-    scale = _powers.round_to_power(rms.to(torch.float32), rounding)
-    return torch.maximum(scale, _powers.round_to_power(lowest.to(torch.float32), "up"))
-
-
-def quick_rms_scale(values: Tensor, rounding: PowerRounding = "nearest") -> float | None:
-    """Return the scale of `rms_scale` for ordinary concrete values, in two passes, not eight; else None.
-
-    No element of so few is beyond float16's range under it.
-    """
-    if not _powers.is_concrete(values) or values.dtype == torch.float64 or values.requires_grad:
-        return None
-    if values.numel() > _FEW:
-        return None
-    norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
-    if not ORDINARY[0] < norm < ORDINARY[1]:  # squares that leave float32's range, infinities, NaN, zeros
-        return None
-    return _powers.power_of(norm / max(int(values.count_nonzero()), 1) ** 0.5, rounding)
-
-
-def rms_scale_float32(values: Tensor, storage: torch.dtype) -> Tensor:
-    """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
-
-    Without such values the scale of zeros. Two float32 passes; the same for values times a power of two, times it.
-    """
-    if not values.numel():
-        return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    if fused.engaged(values):
-        return fused.level(values, storage, _powers.ZERO_SCALE)
-    finite = torch.nan_to_num(values.to(torch.float32), 0.0, 0.0, 0.0)
+    if rounding == "nearest" and values.dtype in fused.PAYLOAD_CODECS and fused.is_fused(values):
+        return fused.measure_level(values, storage, _powers.ZERO_SCALE)
+    wide = values.detach().to(torch.float64 if values.dtype == torch.float64 else torch.float32)
+    finite = torch.nan_to_num(wide, 0.0, 0.0, 0.0)
     amax = finite.abs().amax()
     # Divided by a power of two next to amax, so that no square that matters leaves float32's range.
     near = _powers.round_to_power(amax)
     finite = finite / near
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
-    scale = _powers.round_to_power(near * rms, "nearest")
+    scale = _powers.round_to_power(near * rms, rounding)
     least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
     return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
+
+
+def _measure_rms_scale_quickly(values: Tensor, rounding: PowerRounding) -> float | None:
+    """Return the scale of `measure_rms_scale` for ordinary concrete values, in two passes, not eight; else None.
+
+    No element of so few is beyond float16's range under it.
+    """
+    if not _powers.is_concrete(values) or values.dtype == torch.float64 or values.requires_grad:
+        return None
+    if values.numel() > _MOST_QUICK_ELEMENTS:
+        return None
+    norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
+    if not _ORDINARY_NORMS[0] < norm < _ORDINARY_NORMS[1]:  # squares that leave float32's range, infinities, NaN, zeros
+        return None
+    return _powers.nearest_power(norm / max(int(values.count_nonzero()), 1) ** 0.5, rounding)

@@ -12,15 +12,16 @@ from torch import Tensor
 PowerRounding = Literal["down", "up", "nearest"]
 POWER_ROUNDINGS = ("down", "up", "nearest")
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
+FLOAT32_MAX = torch.finfo(torch.float32).max
 # Scales from here on belong to numbers that stand for infinity, such as a mask's 1e38.
-HUGE = 2.0**100
+HUGE_SCALE = 2.0**100
 # The scale of a tensor that holds nothing but zeros: below every other, so that it never decides.
-ZERO_SCALE = SMALLEST
+ZERO_SCALE = SMALLEST_SCALE
 
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
-HALF_POWER = 0x003504F3  # mantissa of the square root of 2: from here on the next power is nearer in log2
+SQRT2_MANTISSA_BITS = 0x003504F3  # mantissa of the square root of 2: from here on the next power is nearer in log2
 
 
 def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
@@ -34,23 +35,23 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
     ([4.0, 4.0, 8.0], tensor(8.))
     """
     check_power_rounding(rounding)
-    bits = value.to(torch.float32).clamp(SMALLEST, LARGEST).view(torch.int32)
+    bits = value.to(torch.float32).clamp(SMALLEST_SCALE, LARGEST_SCALE).view(torch.int32)
     if rounding == "up":
         bits = bits + _MANTISSA_BITS
     elif rounding == "nearest":
-        bits = bits + (_MANTISSA_BITS + 1 - HALF_POWER)
+        bits = bits + (_MANTISSA_BITS + 1 - SQRT2_MANTISSA_BITS)
     return (bits & _EXPONENT_BITS).view(torch.float32)
 
 
-def power_of(value: float, rounding: PowerRounding = "nearest") -> float:
-    """Round one Python number in the same way.
+def nearest_power(value: float, rounding: PowerRounding = "nearest") -> float:
+    """Round a Python number to a power of two in [2^-126, 2^127].
 
-    >>> power_of(0.95), power_of(0.95, "down"), power_of(3.0)
+    >>> nearest_power(0.95), nearest_power(0.95, "down"), nearest_power(3.0)
     (1.0, 0.5, 4.0)
     """
-    if not value > SMALLEST:
-        return SMALLEST
-    mantissa, exponent = math.frexp(min(value, LARGEST))
+    if not value > SMALLEST_SCALE:
+        return SMALLEST_SCALE
+    mantissa, exponent = math.frexp(min(value, LARGEST_SCALE))
     if rounding == "down" or mantissa == 0.5:
         return math.ldexp(0.5, exponent)
     return math.ldexp(1.0 if rounding == "up" or mantissa >= math.sqrt(0.5) else 0.5, min(exponent, 127))
@@ -74,7 +75,7 @@ def as_scale(scale: Tensor | float, device: torch.device | str | None = None) ->
         if concrete_value(scale) is None:  # on an accelerator or being traced: its value is not looked at
             return scale.to(torch.float32)
     value = float(scale)
-    if not SMALLEST <= value <= LARGEST or math.frexp(value)[0] != 0.5:
+    if not SMALLEST_SCALE <= value <= LARGEST_SCALE or math.frexp(value)[0] != 0.5:
         raise ValueError(f"scale={value!r}: allowed are powers of two from 2**-126 to 2**127, and None")
     return torch.full((), value, dtype=torch.float32, device=device)  # torch.tensor would copy it to the device
 
@@ -89,12 +90,12 @@ def is_concrete(x: Tensor) -> bool:
     return type(x) is Tensor and x.is_cpu and not torch.compiler.is_dynamo_compiling()
 
 
-def is_plain(x: Tensor) -> bool:
+def is_untraced(x: Tensor) -> bool:
     """Return whether x is computed now: it is no stand-in of a tracer for a tensor of later calls."""
     return type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
 
 
-def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
+def scale_product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
     """Return the product of scales and powers of two as a scale, and the factor beyond its range, mostly 1.
 
     Raises:
@@ -104,20 +105,20 @@ def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
     values: list[Any] = [concrete_value(factor) if isinstance(factor, Tensor) else factor for factor in factors]
     if None not in values:
         value = math.prod(values)
-        within = min(max(value, SMALLEST), LARGEST)
+        within = min(max(value, SMALLEST_SCALE), LARGEST_SCALE)
         return torch.tensor(within, dtype=torch.float32, device="cpu"), value / within
     total = scales[0].double()
     for scale in scales[1:]:
         total = total * scale
     number = math.prod(factor for factor in factors if not isinstance(factor, Tensor))
     total = total if number == 1.0 else total * number
-    held = compute_once(total.clamp(SMALLEST, LARGEST).to(torch.float32))
+    held = materialize_scale(total.clamp(SMALLEST_SCALE, LARGEST_SCALE).to(torch.float32))
     return held, (total / held).to(torch.float32)
 
 
-def compute_once(scale: Tensor) -> Tensor:
+def materialize_scale(scale: Tensor) -> Tensor:
     """Return a traced scale that compilers materialize, so that its inputs are not computed again at every use."""
-    return scale if is_plain(scale) else torch.as_strided_copy(scale, (), ())
+    return scale if is_untraced(scale) else torch.as_strided_copy(scale, (), ())
 
 
 def maximum_scale(*scales: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def maximum_scale(*scales: Tensor) -> Tensor:
     result = scales[0]
     for scale in scales[1:]:
         result = torch.maximum(result, scale)
-    return result.clone() if len(scales) == 1 else compute_once(result)
+    return result.clone() if len(scales) == 1 else materialize_scale(result)
 
 
 def deciding_value(values: Sequence[float]) -> float:
@@ -136,7 +137,7 @@ def deciding_value(values: Sequence[float]) -> float:
 
     Under the scale of a 1e38 that some step has written instead of infinity, nothing else would be left.
     """
-    others = [value for value in values if ZERO_SCALE < value < HUGE]
+    others = [value for value in values if ZERO_SCALE < value < HUGE_SCALE]
     return max(others or values)
 
 
@@ -145,45 +146,49 @@ def deciding_scale(*scales: Tensor) -> Tensor:
     values: list[Any] = [concrete_value(scale) for scale in scales]
     if None not in values:
         return torch.tensor(deciding_value(values), dtype=torch.float32, device="cpu")
-    if len(scales) > 1 and is_plain(scales[0]) and len({scale.device for scale in scales}) == 1:
+    if len(scales) > 1 and is_untraced(scales[0]) and len({scale.device for scale in scales}) == 1:
         held = torch.stack(scales)
-        usual = torch.where(held < HUGE, held, ZERO_SCALE).amax()
+        usual = torch.where(held < HUGE_SCALE, held, ZERO_SCALE).amax()
         return torch.where(usual == ZERO_SCALE, held.amax(), usual)
-    scale = maximum_scale(*(torch.where(scale < HUGE, scale, ZERO_SCALE) for scale in scales))
-    return compute_once(torch.where(scale == ZERO_SCALE, maximum_scale(*scales), scale))
+    scale = maximum_scale(*(torch.where(scale < HUGE_SCALE, scale, ZERO_SCALE) for scale in scales))
+    return materialize_scale(torch.where(scale == ZERO_SCALE, maximum_scale(*scales), scale))
 
 
-def ratio(scale: Tensor, other: Tensor) -> Tensor | float:
+def scale_ratio(scale: Tensor, other: Tensor) -> Tensor | float:
     """Return scale / other as a factor for a payload; a float where both are concrete."""
     over, under = concrete_value(scale), concrete_value(other)
     if over is not None and under is not None:
         return over / under
     # At least the smallest normal number: an infinite payload times a factor of 0 would be NaN.
-    return (scale / other).clamp(min=SMALLEST)
+    return (scale / other).clamp(min=SMALLEST_SCALE)
 
 
-def brought_under(payload: Tensor, scale: Tensor, other: Tensor) -> Tensor:
+def bring_under_scale(payload: Tensor, scale: Tensor, other: Tensor) -> Tensor:
     """Return a float32 payload under another, deciding scale, where stand-ins for infinity stay finite.
 
     Traced, the factor is at most 2^100, so that nothing but a product is to be computed.
     """
     over, under = concrete_value(scale), concrete_value(other)
     if over is None or under is None:
-        return times(payload, (scale / other).clamp(SMALLEST, HUGE))
-    return times_at_most(payload, over / under)
+        return times_power(payload, (scale / other).clamp(SMALLEST_SCALE, HUGE_SCALE))
+    return times_power_within_range(payload, over / under)
 
 
-def times_at_most(payload: Tensor, factor: float) -> Tensor:
+def times_power_within_range(payload: Tensor, factor: float) -> Tensor:
     """Return a float32 payload times a power of two, where products of finite elements stay finite."""
-    moved = times(payload, factor)
-    largest = torch.finfo(torch.float32).max
-    return moved if factor <= HUGE else torch.where(payload.isfinite(), moved.clamp(-largest, largest), payload)
+    moved = times_power(payload, factor)
+    return moved if factor <= HUGE_SCALE else clamp_finite(moved, FLOAT32_MAX, payload)
 
 
-def times(payload: Tensor, factor: Tensor | float) -> Tensor:
+def clamp_finite(values: Tensor, largest: Tensor | float, origin: Tensor | None = None) -> Tensor:
+    """Return values within a range, but for infinities, of these or of the numbers that they are made of."""
+    return torch.where((values if origin is None else origin).isinf(), values, values.clamp(-largest, largest))
+
+
+def times_power(payload: Tensor, factor: Tensor | float) -> Tensor:
     """Return a float32 payload times a power of two: exact within float32's range."""
     if isinstance(factor, Tensor):
         return payload * factor
-    if factor < SMALLEST:  # as float32 it might be 0, and infinity times 0 is NaN
-        return payload * SMALLEST * max(factor / SMALLEST, SMALLEST)
-    return payload if factor == 1.0 else payload * min(factor, LARGEST)
+    if factor < SMALLEST_SCALE:  # as float32 it might be 0, and infinity times 0 is NaN
+        return payload * SMALLEST_SCALE * max(factor / SMALLEST_SCALE, SMALLEST_SCALE)
+    return payload if factor == 1.0 else payload * min(factor, LARGEST_SCALE)

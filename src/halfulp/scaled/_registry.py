@@ -14,20 +14,20 @@ from ..kernels import present
 from ..subclass import RuleTable
 from ..subclass._rule_table import Given, Rule
 
-STORAGES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
-LOGICALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STORAGE_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
+LOGICAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def check_storage(dtype: object) -> torch.dtype:
     """Raise unless payloads can have this dtype."""
-    if not isinstance(dtype, torch.dtype) or dtype not in STORAGES:
-        raise ValueError(f"dtype={dtype}: a payload is one of {', '.join(map(str, STORAGES))}")
+    if not isinstance(dtype, torch.dtype) or dtype not in STORAGE_DTYPES:
+        raise ValueError(f"dtype={dtype}: a payload is one of {', '.join(map(str, STORAGE_DTYPES))}")
     return dtype
 
 
 @dataclass(frozen=True)
-class Transient:
+class TransientHome:
     """The home of a float32 result that lives within one formula, and outside of it is rounded to a storage."""
 
     storage: torch.dtype
@@ -44,12 +44,12 @@ def check_home(home: object) -> torch.dtype | None:
 
 def check_logical(dtype: object) -> None:
     """Raise unless values can have this dtype."""
-    if dtype not in LOGICALS:
-        raise ValueError(f"dtype={dtype}: a logical dtype is one of {', '.join(map(str, LOGICALS))}")
+    if dtype not in LOGICAL_DTYPES:
+        raise ValueError(f"dtype={dtype}: a logical dtype is one of {', '.join(map(str, LOGICAL_DTYPES))}")
 
 
-Operands = Literal["float32", "home", "widest", "rule"]
-OPERANDS = ("float32", "home", "widest", "rule")
+OperandStorage = Literal["float32", "home", "widest", "rule"]
+OPERAND_STORAGES = ("float32", "home", "widest", "rule")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Family:
     name: str
     payload: str
     scale: str
-    operands: Operands = "widest"
+    operands: OperandStorage = "widest"
 
 
 FAMILIES: dict[str, Family] = {}
@@ -87,8 +87,8 @@ def register_family(family: Family) -> Family:
         raise ValueError(f"a family is called {family.name!r} already: give another name")
     if not (family.name.strip() and family.payload.strip() and family.scale.strip()):
         raise ValueError(f"{family}: say in words what the payload and the scale of a result are")
-    if family.operands not in OPERANDS:
-        raise ValueError(f"operands={family.operands!r}: allowed are {', '.join(map(repr, OPERANDS))}")
+    if family.operands not in OPERAND_STORAGES:
+        raise ValueError(f"operands={family.operands!r}: allowed are {', '.join(map(repr, OPERAND_STORAGES))}")
     FAMILIES[family.name] = family
     return family
 
@@ -166,18 +166,18 @@ for _family in (
 
 
 # Rules of operators that torch defines after this package is imported, by the operators' names.
-LATER_RULES: dict[str, Rule] = {}
+RULES_OF_LATER_OPERATORS: dict[str, Rule] = {}
 
-_table = RuleTable()
-RULES = _table.rules
-rule_of = _table.of
-derives = _table.derives
+_rule_table = RuleTable()
+RULES = _rule_table.rules
+rule_of = _rule_table.of
+register_rule_derivation = _rule_table.derives
 # For tensors with a home: a rule is a function of the home, the arguments and the options.
-_promoted = RuleTable()
-promoted_rule_of = _promoted.of
-derives_promoted = _promoted.derives
+_promoted_rule_table = RuleTable()
+promoted_rule_of = _promoted_rule_table.of
+register_promotion = _promoted_rule_table.derives
 # The family of every registered operator.
-FAMILY_OF: dict[OpOverload, str] = {}
+FAMILY_BY_OPERATOR: dict[OpOverload, str] = {}
 
 
 class ComplexOperand(Exception):
@@ -209,12 +209,12 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     """
     if family not in FAMILIES:
         raise ValueError(unknown("family", family, FAMILIES))
-    register: Callable[[Given], Given] = _table.implements(*operators)
+    register: Callable[[Given], Given] = _rule_table.implements(*operators)
 
     def with_family(rule: Given) -> Given:
-        FAMILY_OF.update(dict.fromkeys(present(operators), family))
+        FAMILY_BY_OPERATOR.update(dict.fromkeys(present(operators), family))
         for operator in present(operators):
-            _promoted.forget(operator)
+            _promoted_rule_table.forget(operator)
         return register(rule)
 
     return with_family

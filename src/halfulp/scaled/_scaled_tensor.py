@@ -18,13 +18,13 @@ from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, in_quotient_formula
 from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _powers_of_two as _powers
-from ._payloads import common_storage, decode_values, rms_scale, to_float32, to_storage
+from ._payloads import common_storage, decode_values, measure_rms_scale, to_float32, to_storage
 from ._powers_of_two import PowerRounding
 from ._registry import (
-    LOGICALS,
+    LOGICAL_DTYPES,
     RULES,
     ComplexOperand,
-    Transient,
+    TransientHome,
     check_home,
     check_logical,
     check_storage,
@@ -34,12 +34,12 @@ from ._registry import (
 )
 
 # The logical dtype, the storage (None of plain tensors) and the home.
-Kind = tuple[torch.dtype, torch.dtype | None, Any]
+TensorKind = tuple[torch.dtype, torch.dtype | None, Any]
 
-_make = torch.Tensor._make_wrapper_subclass
+_make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 # Of what pickle stores; a file of another layout is refused.
-SAVED_LAYOUT = 1
-_data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
+PICKLE_LAYOUT_VERSION = 1
+_DATA_DESCRIPTOR: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 
 
 @refuses_fully_shard
@@ -106,7 +106,7 @@ class ScaledTensor(CompositeTensor):
     ) -> Any:
         refuse_make_fx("ScaledTensor")
         try:
-            home = home_of(arguments, options)
+            home = find_home(arguments, options)
             if home is not None or in_quotient_formula():
                 return promoted_rule_of(operator)(home, arguments, options or {})
             return rule_of(operator)(*arguments, **(options or {}))
@@ -154,15 +154,17 @@ class ScaledTensor(CompositeTensor):
         check_storage(dtype)
         check_home(home)
         _powers.check_power_rounding(rounding)
-        if x.dtype not in LOGICALS:
-            raise ValueError(f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICALS))}; integers carry no scale")
+        if x.dtype not in LOGICAL_DTYPES:
+            raise ValueError(
+                f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}; integers carry no scale"
+            )
         if x.layout != torch.strided:
             raise ValueError(f"x has layout {x.layout}: a scaled tensor is dense, x.to_dense()")
         require_float64(x.device, "ScaledTensors")
         if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
             x = x.decode(x.dtype)
         given = None if scale is None else _powers.as_scale(scale, x.device)
-        made: ScaledTensor = convert(x, _encode, (x.dtype, dtype, home), dtype, given, rounding, home)
+        made: ScaledTensor = convert_tensor(x, _encode_tensor, (x.dtype, dtype, home), dtype, given, rounding, home)
         return made
 
     @staticmethod
@@ -194,7 +196,7 @@ class ScaledTensor(CompositeTensor):
         >>> x.exp().payload.dtype, (x.exp() * x).payload.dtype, (x.exp() @ x.mT).payload.dtype
         (torch.float32, torch.float32, torch.float16)
         """
-        home: torch.dtype | None = None if type(self._home) is Transient else self._home
+        home: torch.dtype | None = None if type(self._home) is TransientHome else self._home
         return home
 
     # torch's distributed checkpoints look up every entry of a state_dict as an attribute of the module or tensor.
@@ -202,7 +204,7 @@ class ScaledTensor(CompositeTensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        made: ScaledTensor = convert(self, rescaled, None, _powers.as_scale(scale, self.device))
+        made: ScaledTensor = convert_tensor(self, change_scale, None, _powers.as_scale(scale, self.device))
         return made
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -213,7 +215,7 @@ class ScaledTensor(CompositeTensor):
         tensor([0.1250, 0.1875])
         """
         target = dtype or self.dtype
-        plain: Tensor = convert(self, _decode, (target, None, None), target)
+        plain: Tensor = convert_tensor(self, _decode_tensor, (target, None, None), target)
         return plain
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
@@ -245,13 +247,13 @@ class ScaledTensor(CompositeTensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         x, marks = self, saved_marks(self)
-        if type(x._home) is Transient:
-            x = with_dtypes(x.detach(), x.dtype, x._home.storage)
+        if type(x._home) is TransientHome:
+            x = convert_dtypes(x.detach(), x.dtype, x._home.storage)
         payload = x._payload.detach()
         # torch.load has no storage class for eight-bit floats.
         stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
         home = () if x._home is None else (x._home,)
-        return rebuild_scaled_tensor, (SAVED_LAYOUT, stored, payload.dtype, x._scale, x.dtype, *marks, *home)
+        return rebuild_scaled_tensor, (PICKLE_LAYOUT_VERSION, stored, payload.dtype, x._scale, x.dtype, *marks, *home)
 
     @property
     def data(self) -> Tensor:
@@ -265,7 +267,7 @@ class ScaledTensor(CompositeTensor):
         >>> x
         ScaledTensor([0.1250, 0.2500, 0.5000], scale=2^-2, payload=torch.float16)
         """
-        detached: Tensor = _data.__get__(self)
+        detached: Tensor = _DATA_DESCRIPTOR.__get__(self)
         return detached
 
     @data.setter
@@ -277,7 +279,7 @@ class ScaledTensor(CompositeTensor):
             held = wrap(made._payload, made._scale, self.dtype, self._home)
         else:
             raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
-        _data.__set__(self, held)
+        _DATA_DESCRIPTOR.__set__(self, held)
         self._payload, self._scale = held._payload, held._scale
 
     @untraced
@@ -307,7 +309,7 @@ class ScaledTensor(CompositeTensor):
             return self.detach().decode()
         if expected not in (None, ScaledTensor):
             return None
-        return with_dtypes(self.detach(), *context)
+        return convert_dtypes(self.detach(), *context)
 
 
 @untraced
@@ -315,7 +317,7 @@ def wrap(
     payload: Tensor, scale: Tensor, dtype: torch.dtype, home: torch.dtype | None = None, requires_grad: bool = False
 ) -> ScaledTensor:
     """Return payload x scale as a ScaledTensor, unchecked. Rules leave the home to their caller."""
-    made = _make(
+    made = _make_wrapper_subclass(
         ScaledTensor,
         payload.shape,
         payload.stride(),
@@ -331,7 +333,7 @@ def wrap(
     return made
 
 
-def home_of(arguments: Iterable[Any], options: dict[str, Any] | None) -> torch.dtype | None:
+def find_home(arguments: Iterable[Any], options: dict[str, Any] | None) -> torch.dtype | None:
     """Return the home of the first argument that has one, in lists too."""
     for x in arguments:
         kind = type(x)
@@ -339,29 +341,29 @@ def home_of(arguments: Iterable[Any], options: dict[str, Any] | None) -> torch.d
             home: torch.dtype | None = x._home
             if home is not None:
                 return home
-        elif (kind is list or kind is tuple) and (home := home_of(x, None)) is not None:
+        elif (kind is list or kind is tuple) and (home := find_home(x, None)) is not None:
             return home
-    return home_of(options.values(), None) if options else None
+    return find_home(options.values(), None) if options else None
 
 
-def plain(x: Any) -> Any:
+def to_plain(x: Any) -> Any:
     """Return a scaled tensor's values in its logical dtype, and anything else unchanged."""
     return decode_values(x) if isinstance(x, ScaledTensor) else x
 
 
-def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+def change_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     """Return the same values under another scale, in the same storage."""
-    payload = _powers.times(to_float32(x), _powers.ratio(x._scale, scale))
+    payload = _powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale))
     return wrap(to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
 def _run_in_complex_numbers(operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run an operator on values, with plain results: complex numbers carry no scale."""
-    with lazy_conjugates():
-        return operator(*tree_map(plain, arguments), **tree_map(plain, options))
+    with enable_lazy_conjugates():
+        return operator(*tree_map(to_plain, arguments), **tree_map(to_plain, options))
 
 
-def lazy_conjugates() -> AbstractContextManager[Any]:
+def enable_lazy_conjugates() -> AbstractContextManager[Any]:
     """Let torch see that a complex tensor is still to be conjugated or negated, inside a rule too.
 
     Below autograd torch leaves out what does so, for its own kernels have no such operands any more; but formulas of
@@ -382,19 +384,19 @@ def _refuse_sparse(operator: Any, arguments: tuple[Any, ...], options: dict[str,
         ) from None
 
 
-def with_dtypes(
+def convert_dtypes(
     x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: torch.dtype | None = None
 ) -> ScaledTensor:
     """Return the values in another logical dtype and storage, under a measured scale if the storage is narrower."""
     if common_storage((x._payload.dtype, storage)) == storage:
         return wrap(to_storage(to_float32(x), storage), x._scale, dtype, home)
     payload = to_float32(x)
-    level = rms_scale(payload, storage)
-    scale, rest = _powers.product(x._scale, level)
-    return wrap(to_storage(_powers.times(payload / level, rest), storage), scale, dtype, home)
+    level = measure_rms_scale(payload, storage)
+    scale, rest = _powers.scale_product(x._scale, level)
+    return wrap(to_storage(_powers.times_power(payload / level, rest), storage), scale, dtype, home)
 
 
-class _Conversion(torch.autograd.Function):
+class _ConvertTensor(torch.autograd.Function):
     """The identity on values, from one kind of tensor to another, as gradients go back and tangents go on.
 
     Its arguments: a tensor of any kind; a function of it and of what follows; the kind of the result if that is another
@@ -404,7 +406,7 @@ class _Conversion(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, function: Callable[..., Tensor], kind: Kind | None, *rest: Any) -> Tensor:
+    def forward(x: Tensor, function: Callable[..., Tensor], kind: TensorKind | None, *rest: Any) -> Tensor:
         return function(x, *rest)
 
     @staticmethod
@@ -412,55 +414,57 @@ class _Conversion(torch.autograd.Function):
         x, _, context.kind, *_ = inputs
         context.others = [None] * (len(inputs) - 1)
         scaled = isinstance(x, ScaledTensor)
-        context.given = (x.dtype, x._payload.dtype, x._home) if scaled else (x.dtype, None, None)
+        context.kind_of_input = (x.dtype, x._payload.dtype, x._home) if scaled else (x.dtype, None, None)
 
     @staticmethod
     @untraced
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _of_kind(gradient, *context.given), *context.others
+        return _convert_to_kind(gradient, *context.kind_of_input), *context.others
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
-        return tangent.clone() if context.kind is None else _of_kind(tangent, *context.kind)
+        return tangent.clone() if context.kind is None else _convert_to_kind(tangent, *context.kind)
 
 
-convert: Callable[..., Any] = _Conversion.apply
+convert_tensor: Callable[..., Any] = _ConvertTensor.apply
 
 
-def _of_kind(x: Tensor, dtype: torch.dtype, storage: torch.dtype | None, home: Any) -> Tensor:
+def _convert_to_kind(x: Tensor, dtype: torch.dtype, storage: torch.dtype | None, home: Any) -> Tensor:
     """Return values as a plain tensor, or where there is a storage as a scaled one; a scaled one as it is."""
     if storage is not None:
         return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, None, "nearest", home)
     return x.decode(dtype) if isinstance(x, ScaledTensor) else x.to(dtype)
 
 
-def _encode(x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: PowerRounding, home: Any) -> ScaledTensor:
+def _encode_tensor(
+    x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: PowerRounding, home: Any
+) -> ScaledTensor:
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
     if scale is None:
-        scale = rms_scale(x, storage, rounding)
+        scale = measure_rms_scale(x, storage, rounding)
     payload = wide / scale.to(wide.dtype)
-    _check_fits(wide, payload.to(torch.float32), storage, scale)
+    _check_payload_fits(wide, payload.to(torch.float32), storage, scale)
     return wrap(to_storage(payload, storage), scale, x.dtype, home)
 
 
-def _decode(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+def _decode_tensor(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
     value = decode_values(x, dtype)
     return value.clone() if value is x._payload else value
 
 
-def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
+def _check_payload_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
     """Raise if a finite value is beyond the payload's range; values that are not concrete saturate instead."""
     if not _powers.is_concrete(payload) or not payload.numel():
         return
     largest = torch.finfo(storage).max
     if bool(((payload.abs() > largest) & x.isfinite()).any()):
         amax = x[x.isfinite()].abs().max().item()
-        if amax / largest > _powers.LARGEST:
+        if amax / largest > _powers.LARGEST_SCALE:
             raise ValueError(
                 f"a value of magnitude {amax:g} is beyond what any scale holds: {storage} ends at {largest:g} and "
-                f"scales at 2**127, which makes {largest * _powers.LARGEST:g}"
+                f"scales at 2**127, which makes {largest * _powers.LARGEST_SCALE:g}"
             )
-        wanted = _powers.power_of(amax / largest, "up")
+        wanted = _powers.nearest_power(amax / largest, "up")
         raise ValueError(
             f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: give scale="
             f"{wanted:g} or more, or None"
@@ -482,7 +486,7 @@ def rebuild_scaled_tensor(
     Raises:
         ValueError: the file was written by a version of another layout.
     """
-    check_layout(version, SAVED_LAYOUT, "ScaledTensor", "x.payload and x.scale")
+    check_layout(version, PICKLE_LAYOUT_VERSION, "ScaledTensor", "x.payload and x.scale")
     return with_saved_marks(wrap(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 
 

@@ -39,43 +39,45 @@ from ..subclass.models._float32_products import class_of
 from ..subclass.models._parameter_holders import check_holders
 from . import _rescale
 from ._float8 import linear_fp8
-from ._operands import WideMode, check_wide, encode_values, home_for, is_above_home, round_to_home, with_float32_payload
-from ._registry import LOGICALS, check_storage, implements
-from ._rescale import Rescale
-from ._scaled_tensor import ScaledTensor, convert
+from ._operands import WideMode, check_wide, choose_home, encode_values, is_above_home, round_to_home, widen_payload
+from ._registry import LOGICAL_DTYPES, check_storage, implements
+from ._rescale import RescalePlaces
+from ._scaled_tensor import ScaledTensor, convert_tensor
 
-_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-_LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT)
+_RECURRENT_CLASSES = (nn.RNNBase, nn.RNNCellBase)
+_PRODUCT_LAYER_CLASSES = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT_CLASSES)
 
 # An operator for compilers, which do not trace autograd functions that make tensor subclasses.
-_bring_home = define_operator("bring_home(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
+_round_to_home_operator = define_operator(
+    "bring_home(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x)
+)
 torch.library.register_autograd("halfulp::bring_home", lambda context, gradient: gradient)
 
 
-@implements(_bring_home, family="rescaling")
-def bring_home(x: ScaledTensor) -> ScaledTensor:
+@implements(_round_to_home_operator, family="rescaling")
+def round_copy_to_home(x: ScaledTensor) -> ScaledTensor:
     """Round the values to the home storage, under a measured scale; return a copy of what is no wider."""
     return round_to_home(x) if is_above_home(x) else x.clone()
 
 
-def install(model: nn.Module) -> None:
+def install_home_hooks(model: nn.Module) -> None:
     """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
     for module in model.modules():
-        if _is_product(module) and any(
+        if _is_product_layer(module) and any(
             isinstance(p, ScaledTensor) and p.home is not None for p in module.parameters(recurse=False)
         ):
-            module.register_forward_pre_hook(_bring_inputs_home, with_kwargs=True)
-            if isinstance(module, _RECURRENT):
-                module.register_forward_hook(_bring_results_home)
+            module.register_forward_pre_hook(_round_inputs_to_home, with_kwargs=True)
+            if isinstance(module, _RECURRENT_CLASSES):
+                module.register_forward_hook(_round_results_to_home)
 
 
-def _is_product(module: nn.Module) -> bool:
+def _is_product_layer(module: nn.Module) -> bool:
     # transformers' layer of GPT-2, known by name: the library is not imported for it.
-    return isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
+    return isinstance(module, _PRODUCT_LAYER_CLASSES) or type(module).__name__ == "Conv1D"
 
 
 @untraced
-def _bring_inputs_home(
+def _round_inputs_to_home(
     module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     """Round a layer's inputs to the home: a forward pre-hook. Compiled graphs leave it to the products' rules."""
@@ -88,14 +90,14 @@ def _bring_inputs_home(
 
     def entered(x: Any) -> Any:
         if id(x) not in found:
-            found[id(x)] = convert(x, round_to_home, None) if is_above_home(x) else x
+            found[id(x)] = convert_tensor(x, round_to_home, None) if is_above_home(x) else x
         return found[id(x)]
 
     return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
 
 
 # Backward nodes of operators that move elements and save none of them.
-_MOVES = frozenset(
+_MOVING_BACKWARD_NODES = frozenset(
     f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Clone")
 )
 
@@ -106,55 +108,60 @@ def _narrow_last_factors(node: Any) -> None:
     A factor that what computed it keeps too (a result of tanh, an operand given from outside) stays, as a narrow copy
     would be memory on top; so does what has hooks already, as of offloading and checkpointing.
     """
-    while node is not None and node.name() in _MOVES:
+    while node is not None and node.name() in _MOVING_BACKWARD_NODES:
         node = node.next_functions[0][0]
     if node is None or node.name() != "MulBackward0":
         return
     makers = [maker for maker, _ in node.next_functions]
     for maker, saved in zip(makers, (node._raw_saved_self, node._raw_saved_other)):
-        is_kept = maker is None or maker.name() in _MOVES or hasattr(maker, "_raw_saved_result")
-        if not is_kept and not isinstance(maker, _LEAF) and saved.unpack_hook is None and is_above_home(saved.data):
-            saved.register_hooks(round_to_home, with_float32_payload)
+        is_kept = maker is None or maker.name() in _MOVING_BACKWARD_NODES or hasattr(maker, "_raw_saved_result")
+        if (
+            not is_kept
+            and not isinstance(maker, _ACCUMULATE_GRAD_CLASS)
+            and saved.unpack_hook is None
+            and is_above_home(saved.data)
+        ):
+            saved.register_hooks(round_to_home, widen_payload)
 
 
-_functions: Any = torch._C._functions
-_LEAF = _functions.AccumulateGrad
+_autograd_functions: Any = torch._C._functions
+_ACCUMULATE_GRAD_CLASS = _autograd_functions.AccumulateGrad
 
 
 @untraced
-def _bring_results_home(module: nn.Module, arguments: tuple[Any, ...], results: Any) -> Any:
+def _round_results_to_home(module: nn.Module, arguments: tuple[Any, ...], results: Any) -> Any:
     """Round a recurrent layer's results to the home: without a fused kernel it ends in pointwise operators."""
     if torch.compiler.is_compiling():
-        return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
-    return tree_map(lambda x: convert(x, round_to_home, None) if is_above_home(x) else x, results)
+        return tree_map(lambda x: _round_to_home_operator(x) if isinstance(x, ScaledTensor) else x, results)
+    return tree_map(lambda x: convert_tensor(x, round_to_home, None) if is_above_home(x) else x, results)
 
 
 # `like` makes the result a scaled tensor, in compiled graphs too: operators of plain tensors give plain ones.
-_encode_like = define_operator(
+_encode_like_operator = define_operator(
     "scaled_like(Tensor x, Tensor like, ScalarType storage) -> Tensor",
     lambda x, like, storage: x.clone(),
     lambda x, like, storage: torch.empty_like(x),
 )
 
 
-@implements(_encode_like, family="creation")
-def scaled_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
+@implements(_encode_like_operator, family="creation")
+def encode_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
     """Encode a plain tensor as payload x scale, the scale measured."""
     made: ScaledTensor = encode_values(x, storage)
     return made.clone() if made._payload is x else made
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_dtype(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
 @untraced
-def _backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+def _decode_gradient(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     plain = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
     return plain, None, None
 
 
-torch.library.register_autograd("halfulp::scaled_like", _backward, setup_context=_remember)
+torch.library.register_autograd("halfulp::scaled_like", _decode_gradient, setup_context=_save_dtype)
 
 
 def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
@@ -166,13 +173,13 @@ def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -
     def entered(x: Any) -> Any:
         if not _is_plain_float(x):
             return x
-        return _encode_like(x, like, storage) if torch.compiler.is_compiling() else encode(x, storage)
+        return _encode_like_operator(x, like, storage) if torch.compiler.is_compiling() else encode(x, storage)
 
     return tree_map(entered, arguments)
 
 
 def _is_plain_float(x: Any) -> bool:
-    if not isinstance(x, Tensor) or isinstance(x, ScaledTensor) or x.dtype not in LOGICALS:
+    if not isinstance(x, Tensor) or isinstance(x, ScaledTensor) or x.dtype not in LOGICAL_DTYPES:
         return False
     if x.layout != torch.strided:
         raise ValueError(f"an argument has layout {x.layout}: scaled tensors are dense, x.to_dense()")
@@ -180,9 +187,11 @@ def _is_plain_float(x: Any) -> bool:
 
 
 # A plain input with a plain gradient: what computed it is differentiated in its own dtype.
-_plain_input = define_operator("plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
+_plain_input_operator = define_operator(
+    "plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x)
+)
 torch.library.register_autograd(
-    "halfulp::plain_input", lambda context, gradient: _backward(context, gradient)[0], setup_context=_remember
+    "halfulp::plain_input", lambda context, gradient: _decode_gradient(context, gradient)[0], setup_context=_save_dtype
 )
 
 
@@ -193,17 +202,19 @@ def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options
     def entered(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
             # Compilers do not trace autograd functions whose gradients change class.
-            return _plain_input(x) if torch.compiler.is_compiling() else convert(x, torch.clone, None)
+            return _plain_input_operator(x) if torch.compiler.is_compiling() else convert_tensor(x, torch.clone, None)
         return x
 
     return tree_map(entered, (arguments, options))
 
 
 # A module, or a function.
-Given = TypeVar("Given", bound=Callable[..., Any])
+ModuleOrFunction = TypeVar("Given", bound=Callable[..., Any])
 
 
-def scalify_function(function: Given, dtype: torch.dtype = torch.float16, wide: WideMode = "autocast") -> Given:
+def scalify_function(
+    function: ModuleOrFunction, dtype: torch.dtype = torch.float16, wide: WideMode = "autocast"
+) -> ModuleOrFunction:
     """Return a function that encodes its floating arguments when called, except those with "mask" in their names.
 
     What comes out is as what went in: with plain arguments the scaled tensors among the results, however nested, are
@@ -231,7 +242,7 @@ def scalify_function(function: Given, dtype: torch.dtype = torch.float16, wide: 
     if not callable(function):
         raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
 
-    like = ScaledTensor(torch.ones((), dtype=torch.float32, device="cpu"), 1.0, home=home_for(dtype, wide))
+    like = ScaledTensor(torch.ones((), dtype=torch.float32, device="cpu"), 1.0, home=choose_home(dtype, wide))
     positions = _positional_names(function)
 
     def names() -> Iterator[str]:
@@ -249,7 +260,7 @@ def scalify_function(function: Given, dtype: torch.dtype = torch.float16, wide: 
             return results
         return tree_map(lambda x: x.decode() if isinstance(x, ScaledTensor) else x, results)
 
-    return cast(Given, scaled)
+    return cast(ModuleOrFunction, scaled)
 
 
 def _positional_names(function: Callable[..., Any]) -> list[str]:
@@ -262,17 +273,17 @@ def _positional_names(function: Callable[..., Any]) -> list[str]:
 
 
 # Payload types with float32's range: gradients need no rescale to stay within it.
-_FULL_RANGE = (torch.float32, torch.bfloat16)
+_FULL_RANGE_STORAGES = (torch.float32, torch.bfloat16)
 
 
 def scalify(
-    model: Given,
+    model: ModuleOrFunction,
     dtype: torch.dtype = torch.float16,
     matmul: str | None = None,
     where: Where = None,
-    rescale: Rescale = "auto",
+    rescale: RescalePlaces = "auto",
     wide: WideMode = "autocast",
-) -> Given:
+) -> ModuleOrFunction:
     """Hold a model's parameters as payload x scale, in place, so that all tensors of its passes carry scales.
 
     From "Scalify" (Balança et al., arXiv 2407.17353). Every matched parameter becomes an nn.Parameter that is a
@@ -336,20 +347,20 @@ def scalify(
             raise ValueError("matmul, where and rescale are for models: a function has no modules")
         return scalify_function(model, dtype, wide)
     if rescale == "auto":
-        rescale = None if dtype in _FULL_RANGE and matmul is None else "norms"
-    sides = _rescale.sides_of(model, rescale)
-    found = [place for place in matching_parameters(module_parameters(model), where) if _takes_scale(place)]
+        rescale = None if dtype in _FULL_RANGE_STORAGES and matmul is None else "norms"
+    sides = _rescale.find_rescale_sides(model, rescale)
+    found = [place for place in matching_parameters(module_parameters(model), where) if _can_be_scaled(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
-    values = converted(found, lambda place: _scale_parameter(place, dtype, home_for(dtype, wide)))
+    values = converted(found, lambda place: _scale_parameter(place, dtype, choose_home(dtype, wide)))
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
     put_converted(model, found, values)
     warn_of_narrow_averages()
-    _rescale.remove(model)
-    _rescale.install(sides)
-    remove_hooks(model.modules(), lambda hook: hook in (_bring_inputs_home, _bring_results_home))
-    install(model)
-    _set_products(model, matmul)
+    _rescale.remove_rescales(model)
+    _rescale.install_rescales(sides)
+    remove_hooks(model.modules(), lambda hook: hook in (_round_inputs_to_home, _round_results_to_home))
+    install_home_hooks(model)
+    _set_product_forwards(model, matmul)
     return model
 
 
@@ -373,19 +384,19 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     >>> type(back.weight).__name__, torch.equal(back.weight, start)
     ('Parameter', True)
     """
-    if dtype is not None and dtype not in LOGICALS:
-        raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
+    if dtype is not None and dtype not in LOGICAL_DTYPES:
+        raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}, and None")
     found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
     put_plain(model, found, converted(found, lambda place: decoded_parameter(place, dtype)))
-    _rescale.remove(model)
-    own = (_keep_gradients_plain, _bring_inputs_home, _bring_results_home)
+    _rescale.remove_rescales(model)
+    own = (_keep_gradients_plain, _round_inputs_to_home, _round_results_to_home)
     remove_hooks(model.modules(), lambda hook: hook in own)
-    _set_products(model, None)
+    _set_product_forwards(model, None)
     return model
 
 
-def _takes_scale(place: ParameterRef) -> bool:
+def _can_be_scaled(place: ParameterRef) -> bool:
     check_has_shape(place)
     if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
         raise ValueError(
@@ -397,7 +408,7 @@ def _takes_scale(place: ParameterRef) -> bool:
             f"parameter {place.name!r} has layout {place.value.layout}: scaled tensors are dense; leave it out by "
             "where="
         )
-    return place.value.dtype in LOGICALS
+    return place.value.dtype in LOGICAL_DTYPES
 
 
 def _scale_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype | None) -> nn.Parameter:
@@ -407,39 +418,39 @@ def _scale_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype 
             f"parameter {place.name!r} is {a_kind(old)}: scalify takes plain tensors and ScaledTensors; leave "
             "it out by where="
         )
-    new = nn.Parameter(_encode(old, dtype, home), old.requires_grad)
+    new = nn.Parameter(_encode_detached(old, dtype, home), old.requires_grad)
     if old.grad is not None:
-        new.grad = _encode(old.grad, dtype, home)
+        new.grad = _encode_detached(old.grad, dtype, home)
     return with_attributes(new, old)
 
 
-def _encode(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:
+def _encode_detached(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:
     return ScaledTensor.encode(x.detach(), dtype, home=home).detach()
 
 
-def _set_products(model: nn.Module, matmul: str | None) -> None:
+def _set_product_forwards(model: nn.Module, matmul: str | None) -> None:
     """Give linear layers with a scaled weight the forward of a kind of products, or restore their own."""
     for module in model.modules():
         given = module.__dict__.get("forward")
-        if isinstance(given, functools.partial) and given.func in (_linear, _transposed_linear):
+        if isinstance(given, functools.partial) and given.func in (_run_linear_fp8, _run_conv1d_fp8):
             del module.__dict__["forward"]
-        forward = eight_bit_forward(module) if matmul == "fp8" else None
+        forward = find_eight_bit_forward(module) if matmul == "fp8" else None
         if forward is not None and isinstance(module.weight, ScaledTensor):
             module.forward = functools.partial(forward, module)
 
 
-def eight_bit_forward(module: nn.Module) -> Callable[..., Any] | None:
+def find_eight_bit_forward(module: nn.Module) -> Callable[..., Any] | None:
     """Return the eight-bit forward of a linear layer; None for subclasses with a forward of their own."""
     if isinstance(module, nn.Linear) and class_of(module).forward is nn.Linear.forward:
-        return _linear
+        return _run_linear_fp8
     # transformers' layer of GPT-2, known by name: the library is not imported for it.
     is_transposed = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
-    return _transposed_linear if is_transposed else None
+    return _run_conv1d_fp8 if is_transposed else None
 
 
-def _linear(module: nn.Linear, input: Tensor) -> Tensor:
+def _run_linear_fp8(module: nn.Linear, input: Tensor) -> Tensor:
     return linear_fp8(input, module.weight, module.bias)
 
 
-def _transposed_linear(module: Any, x: Tensor) -> Tensor:
+def _run_conv1d_fp8(module: Any, x: Tensor) -> Tensor:
     return linear_fp8(x, module.weight.t(), module.bias)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._registry import LOGICALS
+from halfulp.scaled._registry import LOGICAL_DTYPES
 from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
@@ -139,7 +139,7 @@ LIKE = {
 
 @pytest.mark.parametrize("case", LIKE)
 @pytest.mark.parametrize("asked", [False, True])
-@pytest.mark.parametrize("logical", LOGICALS)
+@pytest.mark.parametrize("logical", LOGICAL_DTYPES)
 def test_numbers_like_another_are_float32s_whatever_the_logical_dtype(case, asked, logical, seed):
     x = ScaledTensor(torch.randn(64), 1.0, torch.float32 if asked else logical)
     options = {"dtype": logical} if asked else {}

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._registry import FAMILY_OF
+from halfulp.scaled._registry import FAMILY_BY_OPERATOR
 from halfulp.subclass import strict
 from halfulp.testing import check_rule
 
@@ -279,7 +279,7 @@ def test_as_on_plain_tensors(case, dtype, seed):
         assert torch.allclose(x.decode(), y, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=1e-7)
 
 
-FOREACH = {str(x): x for x in FAMILY_OF if x._schema.name.startswith("aten::_foreach_")}
+FOREACH = {str(x): x for x in FAMILY_BY_OPERATOR if x._schema.name.startswith("aten::_foreach_")}
 COUNT = 3
 GIVEN = {
     "List[Tensor]": lambda: [torch.rand(3, 3) * 0.8 + 0.1 for _ in range(COUNT)],

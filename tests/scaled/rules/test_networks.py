@@ -124,13 +124,13 @@ def test_attention_of_bfloat16_multiplies_in_bfloat16_on_cuda(monkeypatch):
         storage, width=8, device="cuda", operator=torch.ops.aten._scaled_dot_product_efficient_attention.default
     ):
         x = types.SimpleNamespace(shape=(2, 3, 5, width), device=torch.device(device))
-        return _networks._kernel_dtype(operator, storage, torch.float32, x, x)
+        return _networks._choose_kernel_dtype(operator, storage, torch.float32, x, x)
 
-    monkeypatch.setattr(_networks, "has_bfloat16", lambda device: True)
+    monkeypatch.setattr(_networks, "has_bfloat16_products", lambda device: True)
     assert chosen(torch.bfloat16) == torch.bfloat16
     for wide in (chosen(torch.float16), chosen(torch.bfloat16, width=12), chosen(torch.bfloat16, device="cpu")):
         assert wide == torch.float32
-    monkeypatch.setattr(_networks, "has_bfloat16", lambda device: False)
+    monkeypatch.setattr(_networks, "has_bfloat16_products", lambda device: False)
     assert chosen(torch.bfloat16) == torch.float32
 
 

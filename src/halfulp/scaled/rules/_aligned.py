@@ -13,115 +13,121 @@ from ...kernels import torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
-    addend,
+    as_addend,
+    as_operand,
+    find_stand_ins,
     first_scaled,
     keep_nonzero,
-    large_elements,
-    logical_of,
+    logical_dtype,
     make_scaled,
     make_scaled_to_fit,
-    operand,
-    saturated,
-    storage_of,
+    result_storage,
+    saturate_stand_ins,
 )
-from .._payloads import decode_values, smallest, to_float32
+from .._payloads import decode_values, smallest_number, to_float32
 from .._registry import implements
-from .._scaled_tensor import ScaledTensor, plain, wrap
+from .._scaled_tensor import ScaledTensor, to_plain, wrap
 from ._vocabulary import (
-    align,
+    align_constants,
+    align_operands,
     align_with_constants,
     aligned,
-    constants_under,
     homogeneous,
-    payloads_under,
+    measured_scale,
+    scale_payloads,
     unit_scale,
-    value_of,
-    values_under,
 )
 
 aten = torch_operators("aten")
 # The largest eps: numbers added to keep a divisor from 0 are no larger.
 _LARGEST_EPS = 1e-3
 # Payload types whose smallest number is no larger, next to which it is as good as 0.
-_SMALL = 2.0**-16
+_LARGEST_NEGLIGIBLE_NUMBER = 2.0**-16
 
 
-def scaled_by_number(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
+def move_power_to_scale(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, float]:
     """Return x with the power of two next to a number in its scale, and the rest of the number."""
-    x = addend(x, like, factor)
+    x = as_addend(x, like, factor)
     if factor == 1:
         return x, 1.0
-    power = _powers.power_of(abs(float(factor))) if factor else 1.0
-    scale, rest = _powers.product(x._scale, power)
-    wide = wrap(_powers.times(to_float32(x), rest), scale, x.dtype)
+    power = _powers.nearest_power(abs(float(factor))) if factor else 1.0
+    scale, rest = _powers.scale_product(x._scale, power)
+    wide = wrap(_powers.times_power(to_float32(x), rest), scale, x.dtype)
     return wide, float(factor) / power
 
 
-def _sum(operator: Callable, a: Any, b: Any, alpha: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype]:
+def _add_payloads(operator: Callable, a: Any, b: Any, alpha: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype]:
     """Return both payloads, op(a, alpha b) and the scale of the three, and the storage."""
     if type(a) is ScaledTensor and type(b) is ScaledTensor and alpha == 1:
-        (x, y), scale, storage, _ = align(a, b)
+        (x, y), scale, storage, _ = align_operands(a, b)
         return x, y, operator(x, y), scale, storage
     like = first_scaled((a, b))
-    storage = storage_of((a, b))
-    moved, factor = scaled_by_number(b, alpha, like)
-    (x, y), scale, *_ = align(addend(a, like), moved)
+    storage = result_storage((a, b))
+    moved, factor = move_power_to_scale(b, alpha, like)
+    (x, y), scale, *_ = align_operands(as_addend(a, like), moved)
     total = operator(x, y, alpha=factor)
-    total = saturated(total, scale, storage, large_elements(a, like), large_elements(b, like, alpha))
+    total = saturate_stand_ins(total, scale, storage, find_stand_ins(a, like), find_stand_ins(b, like, alpha))
     return x, y, total, scale, storage
 
 
-def _fused_sum(a: Any, b: Any, alpha: Any, sign: float) -> ScaledTensor | None:
+def _add_by_fused_kernel(a: Any, b: Any, alpha: Any, sign: float) -> ScaledTensor | None:
     """Return a + sign b of two scaled tensors that lie alike by one kernel; None of others."""
     if type(a) is not ScaledTensor or type(b) is not ScaledTensor or type(alpha) is bool or alpha != 1:
         return None
     x, y = a._payload, b._payload
-    if not fused.engaged(x) or not fused.engaged(y):
+    if not fused.is_fused(x) or not fused.is_fused(y):
         return None
-    storage = storage_of((a, b))
-    keep = sign > 0 and smallest(storage) <= _SMALL and storage not in (torch.bfloat16, torch.float32)
-    if fused.is_pair(x, y):
-        payload, scale = fused.add(x, y, a._scale, b._scale, storage, sign, keep)
-    elif sign > 0 and fused.is_pair(y, x):
-        payload, scale = fused.add(y, x, b._scale, a._scale, storage, sign, keep)
+    storage = result_storage((a, b))
+    keep = (
+        sign > 0
+        and smallest_number(storage) <= _LARGEST_NEGLIGIBLE_NUMBER
+        and storage not in (torch.bfloat16, torch.float32)
+    )
+    if fused.is_elementwise_pair(x, y):
+        payload, scale = fused.add_payloads(x, y, a._scale, b._scale, storage, sign, keep)
+    elif sign > 0 and fused.is_elementwise_pair(y, x):
+        payload, scale = fused.add_payloads(y, x, b._scale, a._scale, storage, sign, keep)
     else:
         return None
-    return wrap(payload, scale, logical_of((a, b)))
+    return wrap(payload, scale, logical_dtype((a, b)))
 
 
 @implements(aten.add.Tensor, aten.add.Scalar, family="alignment")
 def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a + alpha b under the larger scale."""
-    made = _fused_sum(a, b, alpha, 1.0)
+    made = _add_by_fused_kernel(a, b, alpha, 1.0)
     if made is not None:
         return made
-    x, y, total, scale, storage = _sum(torch.add, a, b, alpha)
-    made_up = make_scaled_to_fit(total, scale, storage, logical_of((a, b)))
+    x, y, total, scale, storage = _add_payloads(torch.add, a, b, alpha)
+    made_up = make_scaled_to_fit(total, scale, storage, logical_dtype((a, b)))
     # The eps of an optimizer or a normalisation must not vanish: it keeps a divisor from 0.
-    if _vanishes(b, scale, storage):
+    if _is_vanishing_number(b, scale, storage):
         return keep_nonzero(made_up, total)
     return _keep_sum_of_one_sign(made_up, total, scale, x, y)
 
 
 def _keep_sum_of_one_sign(rounded: ScaledTensor, total: Tensor, scale: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Keep sums of numbers of one sign from rounding to 0: what is divided by a sum of positives is finite."""
-    if smallest(rounded._payload.dtype) > _SMALL or rounded._payload.dtype in (torch.float32, torch.bfloat16):
+    if smallest_number(rounded._payload.dtype) > _LARGEST_NEGLIGIBLE_NUMBER or rounded._payload.dtype in (
+        torch.float32,
+        torch.bfloat16,
+    ):
         return rounded
-    if _powers.is_concrete(total) and not _has_vanished(rounded, total, scale):
+    if _powers.is_concrete(total) and not _has_vanished_element(rounded, total, scale):
         return rounded
     is_one_sign = ((x >= 0) & (y >= 0)) | ((x <= 0) & (y <= 0))
     return keep_nonzero(rounded, torch.where(is_one_sign, total, 0.0))
 
 
-def _has_vanished(rounded: ScaledTensor, total: Tensor, scale: Tensor) -> bool:
+def _has_vanished_element(rounded: ScaledTensor, total: Tensor, scale: Tensor) -> bool:
     """Return whether rounding made an element 0, or may have, beside NaN: by two passes, as every sum asks."""
-    least = smallest(rounded._payload.dtype) / 2
+    least = smallest_number(rounded._payload.dtype) / 2
     if rounded._scale is not scale:
         least *= rounded._scale.item() / scale.item()
     return not torch.equal(torch.nn.functional.hardshrink(total, least), total)
 
 
-def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
+def _is_vanishing_number(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
     """Return whether a positive number is below the payload's range under the scale; True if that is unknown.
 
     Compiled optimizers divide by what has the other sign, and add a tensor of one number.
@@ -135,55 +141,55 @@ def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
     if not isinstance(number, (int, float)) or not number > 0:
         return False
     held = _powers.concrete_value(scale)
-    return number < (_LARGEST_EPS if held is None else smallest(storage) * held)
+    return number < (_LARGEST_EPS if held is None else smallest_number(storage) * held)
 
 
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")
 def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a - alpha b under the larger scale."""
-    made = _fused_sum(a, b, alpha, -1.0)
+    made = _add_by_fused_kernel(a, b, alpha, -1.0)
     if made is not None:
         return made
-    *_, total, scale, storage = _sum(torch.sub, a, b, alpha)
-    return make_scaled_to_fit(total, scale, storage, logical_of((a, b)))
+    *_, total, scale, storage = _add_payloads(torch.sub, a, b, alpha)
+    return make_scaled_to_fit(total, scale, storage, logical_dtype((a, b)))
 
 
 implements(aten.rsub.Tensor, aten.rsub.Scalar, family="alignment")(lambda a, b, alpha=1: sub(b, a, alpha))
 
 
-def _choice(operator: OpOverload) -> None:
+def _register_choice(operator: OpOverload) -> None:
     """Register an operator that selects one of two: constants do not decide the scale."""
 
     def pick(a: Any, b: Any) -> Tensor:
         (x, y), scale = align_with_constants([a, b])
-        return payloads_under(operator(x, y), [scale], [a, b])
+        return scale_payloads(operator(x, y), [scale], [a, b])
 
     implements(operator, family="alignment")(pick)
 
 
 for _operator in (aten.maximum.default, aten.minimum.default, aten.fmax.default, aten.fmin.default):
-    _choice(_operator)
+    _register_choice(_operator)
 
 
 @implements(aten.where.self, family="alignment")
 def where(condition: Tensor, a: Any, b: Any) -> Tensor:
     """a or b under the larger scale, which constants do not decide."""
-    condition = plain(condition)
+    condition = to_plain(condition)
     if not any(isinstance(x, ScaledTensor) for x in (a, b)):
         return torch.where(condition, a, b)
     (x, y), scale = align_with_constants([a, b])
-    return payloads_under(torch.where(condition, x, y), [scale], [a, b])
+    return scale_payloads(torch.where(condition, x, y), [scale], [a, b])
 
 
 @implements(aten.hypot.default, family="alignment")
 def hypot(a: Any, b: Any) -> Tensor:
     """Return the root of a^2 + b^2 under the larger scale."""
-    (x, y), scale, storage, dtype = align(a, b)
+    (x, y), scale, storage, dtype = align_operands(a, b)
     total = torch.hypot(x, y)
     return keep_nonzero(make_scaled_to_fit(total, scale, storage, dtype), total)
 
 
-def _concatenation(operator: OpOverload) -> None:
+def _register_concatenation(operator: OpOverload) -> None:
     """Register an operator that joins tensors: under the largest scale."""
 
     def join(tensors: Sequence[Any], dim: int = 0) -> Tensor:
@@ -191,21 +197,21 @@ def _concatenation(operator: OpOverload) -> None:
         for x in tensors[1:]:
             dtype = torch.promote_types(dtype, x.dtype)
         payloads, scale = align_with_constants(list(tensors))
-        return make_scaled(operator(payloads, dim), scale, storage_of(tensors), dtype)
+        return make_scaled(operator(payloads, dim), scale, result_storage(tensors), dtype)
 
     implements(operator, family="alignment")(join)
 
 
-_concatenation(aten.cat.default)
-_concatenation(aten.stack.default)
+_register_concatenation(aten.cat.default)
+_register_concatenation(aten.stack.default)
 
 
-def _with_scale_of_bounds(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
+def _lower_scale_to_bounds(x: ScaledTensor, low: Any, high: Any) -> ScaledTensor:
     """Return x under the power of two of its larger bound, if two numbers bound it and that is the smaller scale."""
     bounds = [abs(float(b)) for b in (low, high) if isinstance(b, (int, float))]
     if len(bounds) < 2 or not 0 < max(bounds) < float("inf"):
         return x
-    limit = torch.full_like(x._scale, _powers.power_of(max(bounds)))
+    limit = torch.full_like(x._scale, _powers.nearest_power(max(bounds)))
     return wrap(x._payload, torch.minimum(x._scale, limit), x.dtype)
 
 
@@ -216,12 +222,12 @@ def clamp(x: Any, low: Any = None, high: Any = None) -> Tensor:
     if not isinstance(x, ScaledTensor) or any(isinstance(b, Tensor) and b.dim() for b in given[1:]):
         payloads, scale = align_with_constants(given)
     else:
-        bounds, scale = constants_under(_with_scale_of_bounds(x, low, high), *given[1:], room=False)
+        bounds, scale = align_constants(_lower_scale_to_bounds(x, low, high), *given[1:], room=False)
         bounds = [torch.full((), b, dtype=torch.float32, device=x.device) if type(b) is float else b for b in bounds]
-        payloads = [_powers.times(to_float32(x), _powers.ratio(x._scale, scale)), *bounds]
+        payloads = [_powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale)), *bounds]
     values = payloads.pop(0)
     limits = [None if bound is None else payloads.pop(0) for bound in (low, high)]
-    return payloads_under(torch.clamp(values, *limits), [scale], given)
+    return scale_payloads(torch.clamp(values, *limits), [scale], given)
 
 
 implements(aten.clamp_min.default, aten.clamp_min.Tensor, family="alignment")(lambda x, low: clamp(x, low, None))
@@ -229,11 +235,11 @@ implements(aten.clamp_max.default, aten.clamp_max.Tensor, family="alignment")(la
 implements(aten.hardtanh.default, family="gated")(lambda x, low=-1, high=1: clamp(x, low, high))
 
 
-def with_constant(operator: Any, x: ScaledTensor, value: Any) -> Tensor:
+def apply_with_constant(operator: Any, x: ScaledTensor, value: Any) -> Tensor:
     """Return op(payload, payload of a constant) under x's scale."""
-    (payload,), scale = constants_under(x, value)
-    own = _powers.times(to_float32(x), _powers.ratio(x._scale, scale))
-    return payloads_under(operator(own, payload), [scale], [x])
+    (payload,), scale = align_constants(x, value)
+    own = _powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale))
+    return scale_payloads(operator(own, payload), [scale], [x])
 
 
 @implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor, family="alignment")
@@ -242,7 +248,7 @@ def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
     if not isinstance(x, ScaledTensor):
         return torch.masked_fill(x, mask, decode_values(value, x.dtype))
     # masked_fill reads a constant that is a tensor, and waits for its device.
-    return with_constant(
+    return apply_with_constant(
         lambda p, c: torch.where(mask, c, p) if isinstance(c, Tensor) else torch.masked_fill(p, mask, c), x, value
     )
 
@@ -251,22 +257,22 @@ def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
 def nan_to_num(x: ScaledTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
     """Replace NaN and infinities under x's scale; torch's default replacements saturate."""
     numbers = [0.0 if n is None else n for n in (nan, posinf, neginf)]
-    constants, scale = constants_under(x, *numbers)
+    constants, scale = align_constants(x, *numbers)
     largest = torch.finfo(x.dtype).max
-    defaults, _ = constants_under(wrap(x._payload, scale, x.dtype), largest, -largest, room=False)
+    defaults, _ = align_constants(wrap(x._payload, scale, x.dtype), largest, -largest, room=False)
     constants = [constants[0], *(d if n is None else c for n, c, d in zip((posinf, neginf), constants[1:], defaults))]
-    payload = _powers.times(to_float32(x), _powers.ratio(x._scale, scale))
+    payload = _powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale))
     infinity = float("inf")
     for found, number in zip((payload.isnan(), payload == infinity, payload == -infinity), constants):
         payload = torch.where(found, number, payload)
-    return payloads_under(payload, [scale], [x])
+    return scale_payloads(payload, [scale], [x])
 
 
 @implements(aten.constant_pad_nd.default, family="alignment")
 def constant_pad_nd(x: ScaledTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     """Return a constant around x, under x's scale."""
     if not value:
-        return payloads_under(aten.constant_pad_nd.default(to_float32(x), pad), [x._scale], [x])
+        return scale_payloads(aten.constant_pad_nd.default(to_float32(x), pad), [x._scale], [x])
 
     def padded(payload: Tensor, constant: Any) -> Tensor:
         if not isinstance(constant, Tensor):
@@ -276,7 +282,7 @@ def constant_pad_nd(x: ScaledTensor, pad: Sequence[int], value: Any = 0) -> Tens
             aten.constant_pad_nd.default(inside, pad), aten.constant_pad_nd.default(payload, pad), constant
         )
 
-    return with_constant(padded, x, value)
+    return apply_with_constant(padded, x, value)
 
 
 @implements(aten.fill.Scalar, aten.fill.Tensor, family="alignment")
@@ -284,7 +290,7 @@ def fill(x: Any, value: Any) -> Tensor:
     """Fill with one number, under its own power of two."""
     if not isinstance(x, ScaledTensor):
         return torch.full_like(x, 0).copy_(decode_values(value))
-    number = operand(value, x)
+    number = as_operand(value, x)
     payload = torch.empty_like(x._payload, dtype=torch.float32).copy_(to_float32(number))
     return make_scaled(payload, number._scale.clone(), x._payload.dtype, x.dtype)
 
@@ -297,32 +303,27 @@ def copy(x: Any, source: Any, non_blocking: bool = False) -> Tensor:
     """Return the source's values in x's shape, storage and dtype, under the source's scale."""
     if not isinstance(x, ScaledTensor):
         return aten.copy.default(x, decode_values(source), non_blocking)
-    given = operand(source, x)
+    given = as_operand(source, x)
     payload = aten.copy.default(torch.empty_like(x._payload, dtype=torch.float32), to_float32(given), non_blocking)
     scale = given._scale.to(x.device) if given._scale.device != x.device else given._scale.clone()
     return make_scaled(payload, scale, x._payload.dtype, x.dtype)
 
 
-# A remainder is no larger than dividend and divisor: fmod takes the dividend's scale, remainder the divisor's.
-implements(aten.fmod.Tensor, aten.fmod.Scalar, family="alignment")(lambda x, y: _remainder(aten.fmod.Tensor, x, y, x))
-implements(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor, family="alignment")(
-    lambda x, y: _remainder(aten.remainder.Tensor, x, y, y)
+measured_scale(
+    *(aten.fmod.Tensor, aten.fmod.Scalar, aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor),
+    family="alignment",
 )
-
-
-def _remainder(operator: OpOverload, x: Any, y: Any, keep: Any) -> Tensor:
-    like = first_scaled((x, y))
-    a, b = operand(x, like), operand(y, like)
-    values = operator(value_of(a), value_of(b))
-    return values_under(values, operand(keep, like)._scale, storage_of((x, y)), logical_of((x, y)))
-
-
 unit_scale(aten.heaviside.default, family="alignment")
 homogeneous(aten.copysign.Tensor, family="alignment", self=1, other=0)
 homogeneous(aten.copysign.Scalar, family="alignment", self=1)
-_PADS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
-homogeneous(*(getattr(aten, name).default for name in _PADS), family="alignment", self=1)
-homogeneous(*(getattr(aten, f"{name}_backward").default for name in _PADS), family="alignment", grad_output=1, self=0)
+_PADDING_OPERATORS = [f"{kind}_pad{n}d" for kind in ("reflection", "replication") for n in (1, 2, 3)]
+homogeneous(*(getattr(aten, name).default for name in _PADDING_OPERATORS), family="alignment", self=1)
+homogeneous(
+    *(getattr(aten, f"{name}_backward").default for name in _PADDING_OPERATORS),
+    family="alignment",
+    grad_output=1,
+    self=0,
+)
 aligned(
     *(aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default),
     *(aten.as_strided_scatter.default, aten.masked_scatter.default),

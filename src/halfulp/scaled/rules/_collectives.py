@@ -17,16 +17,16 @@ from .._operands import make_scaled
 from .._payloads import to_float32, to_storage
 from .._registry import EIGHT_BITS, RULES, implements
 from .._scaled_tensor import ScaledTensor, wrap
-from .._write import write
+from .._write import write_values
 from ._vocabulary import sqrt_of_count
 
 
-def wire_storage(x: ScaledTensor) -> torch.dtype:
+def choose_wire_storage(x: ScaledTensor) -> torch.dtype:
     """Return the type in which a payload is sent to be added or compared: float16 for eight bits."""
     return torch.float16 if x._payload.dtype in EIGHT_BITS else x._payload.dtype
 
 
-def agreed_scales(
+def agree_on_scales(
     tensors: Sequence[ScaledTensor],
     largest: Callable[[Tensor], Tensor],
     terms: int = 1,
@@ -38,43 +38,47 @@ def agreed_scales(
     travel in `storage`, each in its own by default.
     """
     scales = torch.stack([x._scale for x in tensors])
-    amaxes = torch.stack([_amax(x) for x in tensors])
+    amaxes = torch.stack([_measure_amax(x) for x in tensors])
     scales, amaxes = largest(torch.cat([scales, amaxes])).chunk(2)
-    limits = [terms / torch.finfo(storage or wire_storage(x)).max for x in tensors]
+    limits = [terms / torch.finfo(storage or choose_wire_storage(x)).max for x in tensors]
     needed = torch.stack([amax * limit for amax, limit in zip(amaxes.unbind(), limits)])
     needed = _powers.round_to_power(needed, "up")
-    return list(torch.maximum(scales * sqrt_of_count(terms), needed).clamp(max=_powers.LARGEST).unbind())
+    return list(torch.maximum(scales * sqrt_of_count(terms), needed).clamp(max=_powers.LARGEST_SCALE).unbind())
 
 
-def _amax(x: ScaledTensor) -> Tensor:
+def _measure_amax(x: ScaledTensor) -> Tensor:
     if not x.numel():
         return x._scale.new_zeros(())
     return torch.nan_to_num(to_float32(x), 0.0, 0.0, 0.0).abs().amax() * x._scale
 
 
-def payload_to_send(x: ScaledTensor, scale: Tensor) -> Tensor:
+def make_payload_to_send(x: ScaledTensor, scale: Tensor) -> Tensor:
     """Return the payload to send, under an agreed scale."""
-    return to_storage(_powers.times(to_float32(x), _powers.ratio(x._scale, scale)), wire_storage(x)).contiguous()
+    return to_storage(
+        _powers.times_power(to_float32(x), _powers.scale_ratio(x._scale, scale)), choose_wire_storage(x)
+    ).contiguous()
 
 
-_REDUCTIONS = ("sum", "avg", "max", "min")
+_SUPPORTED_REDUCTIONS = ("sum", "avg", "max", "min")
 
 
-def _agreed_scale(x: ScaledTensor, group: Any, terms: int = 1) -> Tensor:
-    return agreed_scales([x], lambda numbers: run_and_wait("all_reduce", numbers, "max", group), terms)[0]
+def _agree_on_scale(x: ScaledTensor, group: Any, terms: int = 1) -> Tensor:
+    return agree_on_scales([x], lambda numbers: run_and_wait("all_reduce", numbers, "max", group), terms)[0]
 
 
 def _reduce_payloads(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> ScaledTensor:
     """Return the payloads under an agreed scale, reduced: some backends have no average."""
-    if reduction not in _REDUCTIONS:
+    if reduction not in _SUPPORTED_REDUCTIONS:
         raise NotImplementedError(
             f"{name} of scaled tensors by {reduction}: allowed are SUM, AVG, MAX and MIN; for others send x.decode()"
         )
     adds = reduction in ("sum", "avg")
     size = group_size(arguments[-1]) if adds else 1
-    scale = _agreed_scale(x, arguments[-1], size)
-    values = run_and_wait(name, payload_to_send(x, scale), "sum" if adds else reduction, *arguments).to(torch.float32)
-    return make_scaled(values / size if reduction == "avg" else values, scale, wire_storage(x), x.dtype)
+    scale = _agree_on_scale(x, arguments[-1], size)
+    values = run_and_wait(name, make_payload_to_send(x, scale), "sum" if adds else reduction, *arguments).to(
+        torch.float32
+    )
+    return make_scaled(values / size if reduction == "avg" else values, scale, choose_wire_storage(x), x.dtype)
 
 
 def all_reduce(x: ScaledTensor, reduction: str, group: Any) -> ScaledTensor:
@@ -89,15 +93,15 @@ def reduce_scatter(x: ScaledTensor, reduction: str, size: int, group: Any) -> Sc
 
 def all_gather(x: ScaledTensor, size: int, group: Any) -> ScaledTensor:
     """Return every rank's payload under the largest scale, one after another."""
-    agreed = _agreed_scale(x, group)
-    payload = payload_to_send(x, agreed)
+    agreed = _agree_on_scale(x, group)
+    payload = make_payload_to_send(x, agreed)
     return wrap(run_and_wait("all_gather_into_tensor", payload, size, group), agreed, x.dtype)
 
 
 def all_to_all(x: ScaledTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> ScaledTensor:
     """Send rows of the payload to every rank under the largest scale; return the rows received."""
-    agreed = _agreed_scale(x, group)
-    payload = run_and_wait("all_to_all_single", payload_to_send(x, agreed), output_sizes, input_sizes, group)
+    agreed = _agree_on_scale(x, group)
+    payload = run_and_wait("all_to_all_single", make_payload_to_send(x, agreed), output_sizes, input_sizes, group)
     return wrap(payload, agreed, x.dtype)
 
 
@@ -113,16 +117,16 @@ def wait_tensor(x: ScaledTensor) -> ScaledTensor:
     return wrap(x._payload, x._scale, x.dtype)
 
 
-_functional = torch_operators("_c10d_functional")
-_rules: dict[Any, Callable[..., Any]] = {
-    _functional.all_reduce: all_reduce,
-    _functional.reduce_scatter_tensor: reduce_scatter,
-    _functional.all_gather_into_tensor: all_gather,
-    _functional.all_to_all_single: all_to_all,
-    _functional.broadcast: broadcast,
-    _functional.wait_tensor: wait_tensor,
+_functional_collectives = torch_operators("_c10d_functional")
+_rules_by_collective: dict[Any, Callable[..., Any]] = {
+    _functional_collectives.all_reduce: all_reduce,
+    _functional_collectives.reduce_scatter_tensor: reduce_scatter,
+    _functional_collectives.all_gather_into_tensor: all_gather,
+    _functional_collectives.all_to_all_single: all_to_all,
+    _functional_collectives.broadcast: broadcast,
+    _functional_collectives.wait_tensor: wait_tensor,
 }
-for _packet, _rule in _rules.items() if dist.is_available() else ():
+for _packet, _rule in _rules_by_collective.items() if dist.is_available() else ():
     implements(_packet.default, family="collectives")(_rule)
-for _eager, _rule in eager_rules(RULES, write).items():
+for _eager, _rule in eager_rules(RULES, write_values).items():
     implements(_eager, family="collectives")(_rule)

@@ -17,45 +17,45 @@ from torch._ops import OpOverload
 from ...kernels import require_float64, torch_operators
 from ...subclass._foreach import foreach_rule
 from .. import _powers_of_two as _powers
-from .._operands import encode_values, first_scaled, make_scaled, operand
-from .._payloads import decode_values, to_float32
-from .._registry import EIGHT_BITS, LOGICALS, implements
-from .._scaled_tensor import ScaledTensor, plain, wrap
-from .._write import check_written_at, write
-from ._aligned import scaled_by_number
+from .._operands import as_operand, encode_values, first_scaled
+from .._payloads import decode_values
+from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements
+from .._scaled_tensor import ScaledTensor, to_plain, wrap
+from .._write import check_indexed_write, write_values
+from ._aligned import move_power_to_scale
 from ._vocabulary import (
     align_with_constants,
     data_movement,
+    decode_value,
     decoded,
+    encode_measured,
     homogeneous,
     is_constant,
-    measured_like,
     measured_scale,
-    payloads_under,
+    scale_payloads,
     unit_scale,
-    value_of,
 )
 
 aten = torch_operators("aten")
 
 
-def constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
+def make_constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
     """Return a plain tensor of one number as it is, or of x's storage, or another, where its dtype is a logical one."""
-    if plain.dtype not in LOGICALS:
+    if plain.dtype not in LOGICAL_DTYPES:
         return plain.fill_(value)
     storage = storage or x._payload.dtype
     finite = value == value and abs(value) != float("inf")
     # An infinity has the scale of zeros, so that it decides no other scale.
-    power = _powers.power_of(abs(value)) if value and finite else (1.0 if value != value else _powers.ZERO_SCALE)
+    power = _powers.nearest_power(abs(value)) if value and finite else (1.0 if value != value else _powers.ZERO_SCALE)
     mantissa = value / power if finite else value
-    if power == _powers.LARGEST:  # the next number above float32's largest would be infinity
+    if power == _powers.LARGEST_SCALE:  # the next number above float32's largest would be infinity
         mantissa = math.copysign(min(abs(mantissa), 2 - torch.finfo(storage).eps), mantissa)
     payload = torch.empty_like(plain, dtype=storage).fill_(mantissa)
     scale = torch.full((), power, dtype=torch.float32, device=plain.device)
     return wrap(payload, scale, plain.dtype)
 
 
-def _storage_like(x: ScaledTensor) -> torch.dtype:
+def _choose_storage_like(x: ScaledTensor) -> torch.dtype:
     """Return x's storage, or float16 beside an eight-bit parameter.
 
     Tensors made like a parameter are mostly moments of torch.optim, which divides by their roots: eight bits cannot
@@ -65,7 +65,7 @@ def _storage_like(x: ScaledTensor) -> torch.dtype:
     return torch.float16 if is_narrow else x._payload.dtype
 
 
-def _filled(operator: OpOverload, value: float | None, is_like: bool) -> None:
+def _register_filling(operator: OpOverload, value: float | None, is_like: bool) -> None:
     """Register an operator that makes a tensor with x's dtype and device: of its shape and memory format, or another.
 
     value: of all elements; the operator's argument by default.
@@ -75,22 +75,22 @@ def _filled(operator: OpOverload, value: float | None, is_like: bool) -> None:
         number = float(arguments[-1] if value is None else value)
         options["dtype"] = options.get("dtype") or x.dtype
         if is_like:
-            return constant(x, torch.empty_like(x._payload, **options), number, _storage_like(x))
-        return constant(x, x._payload.new_empty(arguments[0], **options), number)
+            return make_constant(x, torch.empty_like(x._payload, **options), number, _choose_storage_like(x))
+        return make_constant(x, x._payload.new_empty(arguments[0], **options), number)
 
     implements(operator, family="creation")(fill)
 
 
 # Empty tensors hold zeros of any scale: elements that are never written must not be read.
 for _name, _value in (("zeros", 0.0), ("ones", 1.0), ("full", None), ("empty", 0.0)):
-    _filled(getattr(aten, f"{_name}_like").default, _value, is_like=True)
-    _filled(getattr(aten, f"new_{_name}").default, _value, is_like=False)
+    _register_filling(getattr(aten, f"{_name}_like").default, _value, is_like=True)
+    _register_filling(getattr(aten, f"new_{_name}").default, _value, is_like=False)
 
 
 @implements(aten.eye.out, aten.eye.m_out, family="creation")
 def eye_out(*sizes: int, out: Tensor) -> Tensor:
     """Write ones into the diagonal, zeros elsewhere."""
-    return write(out, torch.eye(*sizes, dtype=torch.float32, device=out.device))
+    return write_values(out, torch.eye(*sizes, dtype=torch.float32, device=out.device))
 
 
 @implements(aten.new_empty_strided.default, family="creation")
@@ -98,7 +98,7 @@ def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -
     """Return zeros; their scale decides nothing."""
     options["dtype"] = options.get("dtype") or x.dtype
     plain = x._payload.new_empty_strided(size, stride, **options)
-    if plain.dtype not in LOGICALS:
+    if plain.dtype not in LOGICAL_DTYPES:
         return plain.zero_()
     payload = x._payload.new_empty_strided(size, stride, **(options | {"dtype": x._payload.dtype})).zero_()
     return wrap(payload, torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=plain.device), plain.dtype)
@@ -115,18 +115,14 @@ measured_scale(
 )
 
 
-@implements(aten.native_dropout_backward.default, family="random")
-def native_dropout_backward(gradient: ScaledTensor, mask: Tensor, factor: float) -> Tensor:
-    """Return the gradient where the mask is true, times a factor about 1."""
-    values = aten.native_dropout_backward.default(to_float32(gradient), mask, factor)
-    return make_scaled(values, gradient._scale.clone(), gradient._payload.dtype, gradient.dtype)
+homogeneous(aten.native_dropout_backward.default, family="random", grad_output=1)
 
 
 def _register_drawing(operator: OpOverload) -> None:
     """Register an operator that uses only the shape of its tensor."""
 
     def draw(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-        return measured_like(operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options), [x])
+        return encode_measured(operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options), [x])
 
     implements(operator, family="random")(draw)
 
@@ -142,20 +138,20 @@ for _operator in (
 def normal_(x: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
     """Write normal numbers in place."""
 
-    return write(x, aten.normal_functional.default(x, mean, std, generator=generator))
+    return write_values(x, aten.normal_functional.default(x, mean, std, generator=generator))
 
 
 @implements(aten.bernoulli_.float, family="random")
 def bernoulli_(x: Any, p: float = 0.5, *, generator: Any = None) -> Tensor:
     """Write zeros and ones in place, drawn in the order of memory as torch draws them."""
     like = torch.empty_like(x._payload if isinstance(x, ScaledTensor) else x, dtype=torch.float32)
-    return write(x, like.bernoulli_(p, generator=generator))
+    return write_values(x, like.bernoulli_(p, generator=generator))
 
 
-def _draw_like(operator: OpOverload) -> None:
+def _register_drawing_like(operator: OpOverload) -> None:
     def like(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
         dtype = options.get("dtype") or x.dtype
-        if dtype not in LOGICALS:
+        if dtype not in LOGICAL_DTYPES:
             return operator(torch.empty_like(x._payload, dtype=dtype), *arguments, **options)
         options["dtype"] = torch.float32
         values = operator(torch.empty_like(x._payload, dtype=torch.float32), *arguments, **options)
@@ -167,7 +163,7 @@ def _draw_like(operator: OpOverload) -> None:
 for _packet in (aten.rand_like, aten.randn_like, aten.randint_like):
     for _name in _packet.overloads():
         if not _name.endswith("out") and "Tensor" not in _name:
-            _draw_like(getattr(_packet, _name))
+            _register_drawing_like(getattr(_packet, _name))
 
 
 data_movement(
@@ -197,7 +193,7 @@ def to_copy(
     x: ScaledTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **layout: Any
 ) -> Tensor:
     """Change logical dtype or device, keeping payload and scale; for integers and booleans convert the value."""
-    if dtype is not None and dtype not in LOGICALS:
+    if dtype is not None and dtype not in LOGICAL_DTYPES:
         return aten._to_copy.default(decode_values(x), dtype=dtype, device=device, memory_format=memory_format)
     if device is not None:
         require_float64(torch.device(device), "ScaledTensors")
@@ -229,20 +225,20 @@ def is_pinned(x: ScaledTensor, device: Any = None) -> bool:
     return aten.is_pinned.default(x._payload, device)
 
 
-def write_aligned(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
+def compute_aligned_write(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
     """Return compute(payload, source's payload) under the larger scale, which constants do not decide."""
     like = first_scaled((x, source))
     if is_constant(source) and not isinstance(x, ScaledTensor):
-        x = operand(x, like)
-    (base, values), scale = align_with_constants([operand(x, like) if is_constant(x) else x, source])
-    return payloads_under(compute(base, values), [scale], [x, source])
+        x = as_operand(x, like)
+    (base, values), scale = align_with_constants([as_operand(x, like) if is_constant(x) else x, source])
+    return scale_payloads(compute(base, values), [scale], [x, source])
 
 
 @implements(aten.index_put.default, aten._unsafe_index_put.default, family="indexing")
 def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Tensor:
     """Write values at indices, or add them there."""
     operator = aten.index_put.default
-    return write_aligned(x, values, lambda p, v: operator(p, indices, v, accumulate))
+    return compute_aligned_write(x, values, lambda p, v: operator(p, indices, v, accumulate))
 
 
 @implements(aten._index_put_impl_.default, family="indexing")
@@ -250,65 +246,41 @@ def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False,
     """Write values at indices, or add them, in place: `index_put`."""
     result = index_put(x, indices, values, accumulate)
     given = {"indices": indices, "values": values, "accumulate": accumulate}
-    check_written_at("_index_put_impl_", given, x, result)
-    return write(x, result)
+    check_indexed_write("_index_put_impl_", given, x, result)
+    return write_values(x, result)
 
 
-def _register_writing(operator: OpOverload) -> None:
+def _register_indexed_writing(operator: OpOverload) -> None:
     """Register an operator that writes, or adds, a source at indices of a dimension."""
 
     def rule(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-        return write_aligned(x, source, lambda p, v: operator(p, dim, index, v))
-
-    implements(operator, family="indexing")(rule)
-
-
-def _register_combining(operator: OpOverload) -> None:
-    """Register an operator that reduces at indices: sums and extrema under the larger scale, products by value."""
-
-    def rule(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-        def compute(p: Tensor, v: Tensor) -> Tensor:
-            return operator(p, dim, index, v, reduce, include_self=include_self)
-
-        if reduce == "prod":
-            return measured_like(compute(value_of(x), value_of(source)), [t for t in (x, source) if t.dim()] or [x])
-        return write_aligned(x, source, compute)
+        return compute_aligned_write(x, source, lambda p, v: operator(p, dim, index, v))
 
     implements(operator, family="indexing")(rule)
 
 
 for _operator in (aten.scatter.src, aten.scatter_add.default, aten.index_copy.default):
-    _register_writing(_operator)
-for _operator in (aten.scatter_reduce.two, aten.index_reduce.default):
-    _register_combining(_operator)
+    _register_indexed_writing(_operator)
+measured_scale(
+    *(aten.scatter_reduce.two, aten.index_reduce.default, aten.scatter.reduce, aten.scatter.value_reduce),
+    family="indexing",
+)
 
 
 @implements(aten.scatter.value, family="indexing")
 def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
     """Return a constant at indices, under x's scale."""
-    constant = operand(value, x) if isinstance(value, ScaledTensor) else _constant(value, x)
-    return write_aligned(x, constant, lambda p, v: aten.scatter.src(p, dim, index, v.expand(index.shape).clone()))
-
-
-@implements(aten.scatter.reduce, family="indexing")
-def scatter_with(x: Any, dim: int, index: Tensor, source: Any, *, reduce: str) -> Tensor:
-    """Return a source added to or multiplied with what is at indices."""
-    if reduce == "add":
-        return write_aligned(x, source, lambda p, v: torch.scatter(p, dim, index, v, reduce="add"))
-    return measured_like(torch.scatter(value_of(x), dim, index, value_of(source), reduce=reduce), [x])
-
-
-@implements(aten.scatter.value_reduce, family="indexing")
-def scatter_value_with(x: Any, dim: int, index: Tensor, value: Any, *, reduce: str) -> Tensor:
-    """Return a number added to or multiplied with what is at indices."""
-    return measured_like(torch.scatter(value_of(x), dim, index, value, reduce=reduce), [x])
+    constant = as_operand(value, x) if isinstance(value, ScaledTensor) else _make_number_tensor(value, x)
+    return compute_aligned_write(
+        x, constant, lambda p, v: aten.scatter.src(p, dim, index, v.expand(index.shape).clone())
+    )
 
 
 @implements(aten.index_add.default, family="indexing")
 def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor:
     """Return a source, alpha times, added at indices of a dimension."""
-    moved, factor = (source, 1.0) if alpha == 1 else scaled_by_number(source, alpha, first_scaled((x, source)))
-    return write_aligned(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
+    moved, factor = (source, 1.0) if alpha == 1 else move_power_to_scale(source, alpha, first_scaled((x, source)))
+    return compute_aligned_write(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
 
 
 @implements(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, family="indexing")
@@ -318,8 +290,8 @@ def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
         return aten.index_fill.int_Tensor(x, dim, index, decode_values(value, x.dtype))
     if isinstance(value, ScaledTensor):
         value = decode_values(value, torch.float32)
-    constant = value if isinstance(value, Tensor) else _constant(value, x)
-    return write_aligned(x, constant, lambda p, v: _fill_at_indices(p, dim, index, v))
+    constant = value if isinstance(value, Tensor) else _make_number_tensor(value, x)
+    return compute_aligned_write(x, constant, lambda p, v: _fill_at_indices(p, dim, index, v))
 
 
 def _fill_at_indices(payload: Tensor, dim: int, index: Tensor, constant: Tensor) -> Tensor:
@@ -334,13 +306,13 @@ def _fill_at_indices(payload: Tensor, dim: int, index: Tensor, constant: Tensor)
 @implements(aten.put.default, family="indexing")
 def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
     """Return x with a source written, or added, at indices into the flattened x."""
-    return write_aligned(x, source, lambda p, v: aten.put.default(p, index, v, accumulate))
+    return compute_aligned_write(x, source, lambda p, v: aten.put.default(p, index, v, accumulate))
 
 
 homogeneous(aten.embedding_dense_backward.default, family="indexing", grad_output=1)
 
 
-def _constant(value: Any, x: Tensor) -> Tensor:
+def _make_number_tensor(value: Any, x: Tensor) -> Tensor:
     """Return a number as a float32 tensor without dimensions, beside x."""
     return torch.full((), value, dtype=torch.float32, device=x.device)
 
@@ -351,10 +323,10 @@ decoded(aten._fft_r2c.default, aten.complex.default, aten.polar.default, family=
 @implements(aten.view_as_complex.default, family="complex")
 def view_as_complex(x: ScaledTensor) -> Tensor:
     """Return the values as complex numbers: a copy, as the payload's memory does not hold them."""
-    return torch.view_as_complex(value_of(x).contiguous())
+    return torch.view_as_complex(decode_value(x).contiguous())
 
 
-def _register_loops() -> None:
+def _register_foreach_operators() -> None:
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         packet, _, overload = name.removeprefix("aten::").partition(".")
         if name.startswith("aten::_foreach_") and not overload.endswith("out"):
@@ -364,10 +336,10 @@ def _register_loops() -> None:
                 implements(operator, family="foreach")(rule)
 
 
-_register_loops()
+_register_foreach_operators()
 
 
-def _register_refusal(operator: OpOverload) -> None:
+def _register_fused_step_refusal(operator: OpOverload) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise NotImplementedError(
             f"{operator} reads memory as plain numbers, and ScaledTensors have a scale: make the optimizer with "
@@ -381,13 +353,13 @@ for _name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
     for _packet in (getattr(aten, _name), getattr(aten, f"{_name}_")):
         for _overload in _packet.overloads():
             if not _overload.endswith("out"):
-                _register_refusal(getattr(_packet, _overload))
+                _register_fused_step_refusal(getattr(_packet, _overload))
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default, family="foreach")
 def unscale_(gradients: Any, found: Tensor, inverse: Tensor) -> None:
     """Multiply gradients by a number, in place, and record whether one is infinite or NaN."""
-    factor = plain(inverse)
+    factor = to_plain(inverse)
     for gradient in gradients:
         payload = gradient._payload if isinstance(gradient, ScaledTensor) else gradient
         found.copy_(torch.maximum(found, (~payload.to(torch.float32).isfinite()).any().to(found.dtype)))

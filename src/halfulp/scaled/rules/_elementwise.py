@@ -12,74 +12,75 @@ from torch._ops import OpOverload
 from ...kernels import present, torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
-from .._operands import encode_values, first_scaled, logical_of, make_scaled, operand, storage_of
-from .._payloads import selectable_payload, to_float32
-from .._powers_of_two import ratio, times
+from .._operands import as_operand, encode_values, first_scaled, logical_dtype, make_scaled, result_storage
+from .._payloads import to_float32
+from .._powers_of_two import scale_ratio, times_power
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor
-from .._write import write
+from .._write import write_values
 from ._vocabulary import (
-    constants_under,
+    align_constants,
+    decode_value,
     decoded,
     gate,
     homogeneous,
     make_result,
     measured_scale,
     overloads,
-    payloads_under,
-    power_of_scale,
+    raise_scale,
     scale_one,
+    scale_payloads,
     unit_scale,
-    value_of,
-    values_under,
 )
 
 aten = torch_operators("aten")
 
 
-def values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+def encode_values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Return float32 values under a scale, or under the larger one that the largest finite value needs."""
     if storage not in (torch.float32, torch.bfloat16) and values.numel():
         largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
         scale = _powers.maximum_scale(scale, needed)
-    return make_scaled(_powers.times(values, _powers.ratio(scale_one(values), scale)), scale.clone(), storage, dtype)
+    return make_scaled(
+        _powers.times_power(values, _powers.scale_ratio(scale_one(values), scale)), scale.clone(), storage, dtype
+    )
 
 
-def zero_at_zero(*operators: OpOverload) -> None:
+def register_zero_at_zero(*operators: OpOverload) -> None:
     """Register functions with f(0) = 0 and a slope there: tanh, erf, log1p.
 
     op(p s) computed on values in float32. Its scale is s where that is below 1, as f(x) is about x there and would
     vanish under the scale 1; else 1, or what the largest result needs.
     """
     for operator in present(operators):
-        implements(operator, family="unit output")(_rule_on_values(operator, vanishes=True))
+        implements(operator, family="unit output")(_make_value_rule(operator, vanishes=True))
 
 
-def growing(*operators: OpOverload) -> None:
+def register_growing(*operators: OpOverload) -> None:
     """Register functions that are about 1 around 0 and leave every range elsewhere: exp, cosh.
 
     op(p s) computed on values in float32, under the scale 1 or what the largest finite result needs.
     """
     for operator in present(operators):
-        implements(operator, family="unit output")(_rule_on_values(operator, vanishes=False))
+        implements(operator, family="unit output")(_make_value_rule(operator, vanishes=False))
 
 
-def _rule_on_values(operator: OpOverload, vanishes: bool) -> Callable:
+def _make_value_rule(operator: OpOverload, vanishes: bool) -> Callable:
     def compute(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-        values = operator(value_of(x), *arguments, **options)
+        values = operator(decode_value(x), *arguments, **options)
         if not vanishes:
-            return values_to_fit(values, scale_one(values), x._payload.dtype, x.dtype)
+            return encode_values_to_fit(values, scale_one(values), x._payload.dtype, x.dtype)
         own = _powers.concrete_value(x._scale)
         least = None if own is None else torch.tensor(min(own, 1.0), dtype=torch.float32, device="cpu")
         scale = torch.clamp(x._scale, max=1.0) if least is None else least
-        return values_to_fit(values, scale, x._payload.dtype, x.dtype)
+        return encode_values_to_fit(values, scale, x._payload.dtype, x.dtype)
 
     return compute
 
 
-growing(aten.exp.default, aten.exp2.default, aten.cosh.default)
-zero_at_zero(
+register_growing(aten.exp.default, aten.exp2.default, aten.cosh.default)
+register_zero_at_zero(
     *(aten.tanh.default, aten.sin.default, aten.asin.default, aten.atan.default, aten.asinh.default),
     *(aten.atanh.default, aten.erf.default, aten.log1p.default, aten.expm1.default, aten.sinh.default),
     *(aten.tan.default, aten.erfinv.default, aten.frac.default, aten.special_bessel_j1.default),
@@ -91,6 +92,7 @@ unit_scale(
     *(aten.erfc.default, aten.sinc.default, aten.logit.default, aten.atan2.default, aten.angle.default),
     *(aten.special_ndtri.default, aten.special_i0e.default, aten.special_bessel_j0.default),
     *(aten.special_spherical_bessel_j0.default, aten.igamma.default, aten.igammac.default, aten.frexp.Tensor),
+    *(aten.sign.default, aten.sgn.default),
     family="unit output",
 )
 homogeneous(
@@ -98,13 +100,6 @@ homogeneous(
     family="unit output",
     grad_output=1,
 )
-
-
-@implements(aten.sign.default, aten.sgn.default, family="unit output")
-def sign(x: ScaledTensor) -> Tensor:
-    """-1, 0 or 1, of the payload, under the scale 1."""
-    values = torch.sign(to_float32(x))
-    return make_scaled(values, scale_one(values), x._payload.dtype, x.dtype)
 
 
 # Exponents whose torch kernels commute with powers of two bit for bit; others are computed by logarithms.
@@ -128,24 +123,24 @@ def sqrt_of_scale(scale: Tensor) -> tuple[Tensor, Tensor | float]:
 def sqrt(x: ScaledTensor) -> Tensor:
     """sqrt(p) sqrt(s), for an odd power of two sqrt(2 p) sqrt(s / 2)."""
     scale, under = sqrt_of_scale(x._scale)
-    return make_scaled(torch.sqrt(_powers.times(to_float32(x), under)), scale, x._payload.dtype, x.dtype)
+    return make_scaled(torch.sqrt(_powers.times_power(to_float32(x), under)), scale, x._payload.dtype, x.dtype)
 
 
 @implements(aten.rsqrt.default, family="power law")
 def rsqrt(x: ScaledTensor) -> Tensor:
     """1 / sqrt(p) under 1 / sqrt(s), likewise."""
     scale, under = sqrt_of_scale(x._scale)
-    return make_scaled(torch.rsqrt(_powers.times(to_float32(x), under)), 1.0 / scale, x._payload.dtype, x.dtype)
+    return make_scaled(torch.rsqrt(_powers.times_power(to_float32(x), under)), 1.0 / scale, x._payload.dtype, x.dtype)
 
 
 @implements(aten.pow.Tensor_Scalar, family="power law")
-def power_of_number(x: ScaledTensor, exponent: Any) -> Tensor:
+def pow_tensor_scalar(x: ScaledTensor, exponent: Any) -> Tensor:
     """p^n s^n for the exponents that torch computes without logarithms, roots included; else on values."""
     if exponent in (0.5, -0.5):
         return sqrt(x) if exponent > 0 else rsqrt(x)
     if exponent not in _EXACT_DEGREES:
         return run_on_values(aten.pow.Tensor_Scalar, x, exponent)
-    scale, rest = power_of_scale(x._scale, int(exponent))
+    scale, rest = raise_scale(x._scale, int(exponent))
     return make_result(torch.pow(to_float32(x), exponent), scale, rest, x._payload.dtype, x.dtype)
 
 
@@ -159,14 +154,14 @@ gate(
     family="gated",
 )
 homogeneous(aten.leaky_relu.default, family="pass-through")
-gate(aten.softplus.default, family="gated", at_least_one=True)
+gate(aten.softplus.default, aten.log_sigmoid_forward.default, family="gated", at_least_one=True)
 unit_scale(aten.hardsigmoid.default, family="gated")
 homogeneous(
     *(aten.gelu_backward.default, aten.silu_backward.default, aten.mish_backward.default),
     *(aten.hardswish_backward.default, aten.hardsigmoid_backward.default, aten.hardtanh_backward.default),
     *(aten.leaky_relu_backward.default, aten.elu_backward.default, aten.softplus_backward.default),
     *(aten.softshrink_backward.default, aten.glu_backward.default, aten.log_sigmoid_backward.default),
-    aten.rrelu_with_noise_backward.default,
+    *(aten.rrelu_with_noise_backward.default, aten.threshold_backward.default),
     family="gated",
     grad_output=1,
 )
@@ -178,60 +173,40 @@ gate(aten._prelu_kernel.default, family="gated")
 def prelu_backward(gradient: Any, x: Any, weight: Any) -> tuple[Tensor, Tensor]:
     """Return the gradient to x under gs, and to the slopes under gs xs."""
     like = first_scaled((gradient, x, weight))
-    g, p = operand(gradient, like), operand(x, like)
-    to_x, to_weight = aten._prelu_kernel_backward.default(to_float32(g), to_float32(p), value_of(weight))
+    g, p = as_operand(gradient, like), as_operand(x, like)
+    to_x, to_weight = aten._prelu_kernel_backward.default(to_float32(g), to_float32(p), decode_value(weight))
     holder = gradient if isinstance(gradient, ScaledTensor) else like
-    return payloads_under(to_x, [g._scale], [holder]), payloads_under(to_weight, [g._scale, p._scale], [holder])
-
-
-@implements(aten.threshold_backward.default, family="gated")
-def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
-    """Return the gradient where x is above the threshold."""
-    like = first_scaled((gradient, x))
-    g = operand(gradient, like)
-    holder = gradient if isinstance(gradient, ScaledTensor) else like
-    compared = operand(x, like)
-    pair = (selectable_payload(g), selectable_payload(compared) if threshold == 0 else value_of(x))
-    pair = pair if pair[0].dtype == pair[1].dtype else (to_float32(g), pair[1].to(torch.float32))
-    return payloads_under(aten.threshold_backward.default(*pair, threshold), [g._scale], [holder])
+    return scale_payloads(to_x, [g._scale], [holder]), scale_payloads(to_weight, [g._scale, p._scale], [holder])
 
 
 @implements(aten.threshold.default, family="gated")
 def threshold(x: ScaledTensor, threshold: Any, value: Any) -> Tensor:
     """x where it is above the threshold, else a constant, under x's scale."""
-    (constant,), scale = constants_under(x, value)
-    payload = times(to_float32(x), ratio(x._scale, scale))
-    return payloads_under(torch.where(value_of(x) <= threshold, constant, payload), [scale], [x])
-
-
-@implements(aten.log_sigmoid_forward.default, family="gated")
-def log_sigmoid_forward(x: ScaledTensor) -> tuple[Tensor, Tensor]:
-    """log(sigmoid) under x's scale or 1, the larger; the buffer as values."""
-    values, buffer = aten.log_sigmoid_forward.default(value_of(x))
-    one = torch.ones_like(x._scale)
-    return values_under(values, torch.maximum(x._scale, one), x._payload.dtype, x.dtype), buffer
+    (constant,), scale = align_constants(x, value)
+    payload = times_power(to_float32(x), scale_ratio(x._scale, scale))
+    return scale_payloads(torch.where(decode_value(x) <= threshold, constant, payload), [scale], [x])
 
 
 @implements(aten.rrelu_with_noise_functional.default, family="gated")
 def rrelu_functional(x: ScaledTensor, noise: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """x with random slopes below zero, under x's scale; the slopes."""
-    slopes = value_of(noise).clone()
+    slopes = decode_value(noise).clone()
     y = aten.rrelu_with_noise.default(to_float32(x), slopes, *arguments, **options)
-    return payloads_under(y, [x._scale], [x]), payloads_under(slopes, [], [x])
+    return scale_payloads(y, [x._scale], [x]), scale_payloads(slopes, [], [x])
 
 
 @implements(aten.rrelu_with_noise.default, family="gated")
 def rrelu_with_noise(x: ScaledTensor, noise: Any, *arguments: Any, **options: Any) -> Tensor:
     """x with random slopes below zero, under x's scale; the slopes are written into the noise."""
     y, slopes = rrelu_functional(x, noise, *arguments, **options)
-    write(noise, slopes)
+    write_values(noise, slopes)
     return y
 
 
 @implements(aten.rrelu_with_noise_.default, family="gated")
 def rrelu_with_noise_(x: ScaledTensor, noise: Any, *arguments: Any, **options: Any) -> Tensor:
     """As `rrelu_with_noise`, in place."""
-    return write(x, rrelu_with_noise(x, noise, *arguments, **options))
+    return write_values(x, rrelu_with_noise(x, noise, *arguments, **options))
 
 
 measured_scale(
@@ -269,12 +244,12 @@ def ctc_loss_backward(
 ) -> Tensor:
     """Return the gradient from a loss and path sums computed again: rounded, large logarithms are wrong by factors."""
     given = (gradient, x)
-    values = value_of(x)
+    values = decode_value(x)
     operator = aten._ctc_loss.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss.default
     backward = aten._ctc_loss_backward.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss_backward.default
     loss, alpha = operator(values, targets, lengths, target_lengths, *options)
-    found = backward(value_of(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
-    return encode_values(found, storage_of(given), dtype=logical_of(given))
+    found = backward(decode_value(gradient), values, targets, lengths, target_lengths, loss, alpha, *options)
+    return encode_values(found, result_storage(given), dtype=logical_dtype(given))
 
 
 # Sparse results are plain: scaled tensors are dense.

@@ -13,156 +13,98 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...kernels import torch_operators
 from ...subclass._rule_table import arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
-from .._operands import first_scaled, logical_of, make_scaled, operand, storage_of
-from .._payloads import decode_values, rms_scale_float32, to_float32, to_storage
+from .._operands import (
+    as_operand,
+    bring_payload_under,
+    first_scaled,
+    logical_dtype,
+    make_scaled,
+    move_level_to_scale,
+    product_storage,
+    result_storage,
+)
+from .._payloads import to_float32, to_storage
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, wrap
-from .._write import write
-from ._products import product_over, product_storage
+from .._write import write_values
 from ._vocabulary import (
     data_movement,
-    make_result,
+    decode_value,
+    make_scaled_result,
     measured_scale,
-    payloads_under,
-    power_of_scale,
-    scale_one,
+    scale_payloads,
+    scale_values,
+    scale_values_by_one,
     sqrt_of_count,
-    value_of,
-    values_under_one,
 )
 
 aten = torch_operators("aten")
 
 
-# From here on eps / s^2 plus squares may leave float32's range.
-_LARGEST_EPS = 2.0**100
+def _scale_statistics(x: ScaledTensor, eps: float, mean: Tensor | None, deviation: Tensor) -> tuple[Any, ScaledTensor]:
+    """Return a mean under x's scale s, and a reciprocal deviation under 1 / s, or under the root of 1 / eps if smaller.
 
-
-class NormInput:
-    """The data of a normalisation: payloads where the scale is known and eps small beside it, else decoded values."""
-
-    def __init__(self, x: ScaledTensor, eps: float) -> None:
-        scale = _powers.concrete_value(x._scale)
-        self.x, self.given_eps = x, eps
-        own_eps = math.inf if scale is None else eps / scale**2
-        self.exact = own_eps < _LARGEST_EPS
-        self.data = to_float32(x) if self.exact else decode_values(x, torch.float32)
-        self.eps = own_eps if self.exact else eps
-
-    def mean(self, mean: Tensor) -> ScaledTensor:
-        """Return a mean of the data under x's scale."""
-        if not self.exact and fused.engaged(mean):
-            return wrap(*fused.finish(mean, (self.x._scale,), torch.float32, "values"), torch.float32)
-        own = self.x._scale.clone()
-        return wrap(mean if self.exact else _powers.times(mean, _powers.ratio(scale_one(own), own)), own, torch.float32)
-
-    def deviation(self, deviation: Tensor) -> ScaledTensor:
-        """Return a reciprocal standard deviation of the data, under 1 / x's scale, or under eps' root if smaller."""
-        if not self.exact and fused.engaged(deviation):
-            largest = largest_deviation(self.given_eps)
-            return wrap(*fused.finish(deviation, (self.x._scale,), torch.float32, "deviation", largest), torch.float32)
-        held = scale_one(deviation) if not self.exact else reciprocal(self.x._scale)
-        limit = deviation_scale(self.x, self.given_eps)
-        return wrap(_powers.times(deviation, _powers.ratio(held, limit)), limit.clone(), torch.float32)
-
-
-def reciprocal(scale: Tensor) -> Tensor:
-    """Return 1 / s, for the largest scale the smallest one."""
-    return power_of_scale(scale, -1)[0]
-
-
-def deviation_scale(x: ScaledTensor, eps: float) -> Tensor:
-    """Return a scale for 1 / sqrt(var + eps)."""
-    inverse = reciprocal(x._scale)
-    if not eps > 0:
-        return inverse
-    return torch.minimum(inverse, torch.full_like(inverse, largest_deviation(eps)))
-
-
-def largest_deviation(eps: float) -> float:
-    """Return the largest scale of 1 / sqrt(var + eps)."""
-    return _powers.power_of(eps**-0.5, "down") if eps > 0 else math.inf
+    The gradient of x takes the deviation's scale.
+    """
+    largest = _powers.nearest_power(eps**-0.5, "down") if eps > 0 else _powers.LARGEST_SCALE
+    scale = x._scale.reciprocal().clamp(_powers.SMALLEST_SCALE, largest)
+    held = None if mean is None else scale_values(mean, x._scale, torch.float32, torch.float32)
+    return held, scale_values(deviation, scale, torch.float32, torch.float32)
 
 
 def _make_normalised(y: Tensor, *operands: Any) -> ScaledTensor:
     given = [x for x in operands if isinstance(x, Tensor)]
-    return values_under_one(y, storage_of(given), logical_of(given))
+    return scale_values_by_one(y, result_storage(given), logical_dtype(given))
 
 
-def _operand_values(*tensors: Any) -> list[Any]:
-    return [value_of(x) for x in tensors]
+def _decode_operands(*tensors: Any) -> list[Any]:
+    return [decode_value(x) for x in tensors]
 
 
 @implements(aten.native_layer_norm.default, family="norm")
 def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1."""
-    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
-    y, mean, deviation = aten.native_layer_norm.default(given.data, shape, *_operand_values(weight, bias), given.eps)
-    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
+    """(x - mean) / sqrt(var + eps) weight + bias under the scale 1."""
+    p = as_operand(x, first_scaled((x, weight, bias)))
+    y, *statistics = aten.native_layer_norm.default(*_decode_operands(p), shape, *_decode_operands(weight, bias), eps)
+    return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)
 
 
 @implements(aten.native_group_norm.default, family="norm")
 def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: int, eps: float) -> tuple:
-    """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1, over groups of channels."""
-    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
-    sizes = (n, c, hw, group)
-    y, mean, deviation = aten.native_group_norm.default(given.data, *_operand_values(weight, bias), *sizes, given.eps)
-    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
+    """(x - mean) / sqrt(var + eps) weight + bias under the scale 1, over groups of channels."""
+    p = as_operand(x, first_scaled((x, weight, bias)))
+    y, *statistics = aten.native_group_norm.default(*_decode_operands(p, weight, bias), n, c, hw, group, eps)
+    return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)
 
 
 @implements(aten._fused_rms_norm.default, family="norm")
 def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:
-    """p / sqrt(mean(p^2) + eps / s^2) weight under the scale 1."""
+    """x / sqrt(mean(x^2) + eps) weight under the scale 1."""
     # torch's default is that of the type in which it computes.
     eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps
-    given = NormInput(operand(x, first_scaled((x, weight))), eps)
-    dims = list(range(-len(shape), 0))
-    deviation = (given.data.square().mean(dims, keepdim=True) + given.eps).rsqrt()
-    y = given.data * deviation
-    y = y if weight is None else y * value_of(weight)
-    return _make_normalised(y, x, weight), given.deviation(deviation)
+    p = as_operand(x, first_scaled((x, weight)))
+    values = decode_value(p)
+    deviation = (values.square().mean(list(range(-len(shape), 0)), keepdim=True) + eps).rsqrt()
+    y = values * deviation
+    y = y if weight is None else y * decode_value(weight)
+    return _make_normalised(y, x, weight), _scale_statistics(p, eps, None, deviation)[1]
 
 
-def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
-    """Return saved statistics in the space of x's payload."""
-    found = []
-    if fused.engaged(x._payload):
-        for saved, mode in ((mean, "ratio"), (deviation, "factor")):
-            if saved is not None:
-                saved = operand(saved, x)
-                found.append(fused.finish(saved._payload, (saved._scale, x._scale), torch.float32, mode)[0])
-        return found
-    for saved, scale in ((mean, x._scale), (deviation, reciprocal(x._scale))):
-        if saved is not None:
-            saved = operand(saved, x)
-            found.append(_powers.times(to_float32(saved), _powers.ratio(saved._scale, scale)))
-    return found
-
-
-def _gradients(g: ScaledTensor, x: ScaledTensor, results: Any, rows: int, deviation: Tensor, holder: Any) -> tuple:
+def _scale_norm_gradients(g: ScaledTensor, results: Any, rows: int, level: Tensor, holder: Any) -> tuple:
     """Put x's gradient under gs times the deviation's scale, and the summed gradients of weight and bias under gs c."""
     to_x, *others = results
-    if to_x is not None and fused.engaged(to_x):
-        storage, dtype = storage_of([holder]), logical_of([holder])
-        to_x = wrap(*fused.finish(to_x, (g._scale, deviation, x._scale), storage, "paired"), dtype)
-    elif to_x is not None:
-        to_x = _powers.times(to_x, _powers.ratio(reciprocal(x._scale), deviation))
-        to_x = payloads_under(to_x, [g._scale, deviation], [holder])
+    if to_x is not None:
+        to_x = move_level_to_scale(to_x, g._scale, level, result_storage([holder]), logical_dtype([holder]))
     sum_scale = sqrt_of_count(rows)
-    return to_x, *(y if y is None else payloads_under(y, [g._scale], [holder], sum_scale) for y in others)
+    return to_x, *(y if y is None else scale_payloads(y, [g._scale], [holder], sum_scale) for y in others)
 
 
-def _scale_of(deviation: Any, x: ScaledTensor) -> Tensor:
-    return deviation._scale if isinstance(deviation, ScaledTensor) else reciprocal(x._scale)
-
-
-def _keep_requested(results: Any, mask: Any) -> list[Any]:
+def _keep_requested_gradients(results: Any, mask: Any) -> list[Any]:
     return [y if wanted else None for y, wanted in zip(results, mask)]
 
 
@@ -170,20 +112,17 @@ def _keep_requested(results: Any, mask: Any) -> list[Any]:
 def layer_norm_backward(
     gradient: Any, x: Any, shape: Any, mean: Any, deviation: Any, weight: Any, bias: Any, mask: Any
 ) -> tuple:
-    """Return the gradient in payloads: to x under gs / xs."""
+    """Return the gradients: to x under gs / xs."""
     like = first_scaled((gradient, x, weight))
-    g, p = operand(gradient, like), operand(x, like)
-    saved = _statistics(p, mean, deviation)
-    arguments = (to_float32(g), to_float32(p), shape, *saved, *_operand_values(weight, bias), mask)
-    results = _keep_requested(aten.native_layer_norm_backward.default(*arguments), mask)
-    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), first_scaled((gradient, like)))
-
-
-def _rows(x: Tensor, shape: Any) -> int:
-    rows = 1
-    for size in x.shape[: x.dim() - len(shape)]:
-        rows *= size
-    return rows
+    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    values, *saved = _decode_operands(x, mean, deviation)
+    results = aten.native_layer_norm_backward.default(
+        to_float32(g), values, shape, *saved, *_decode_operands(weight, bias), mask
+    )
+    rows = math.prod(x.shape[: x.dim() - len(shape)])
+    return _scale_norm_gradients(
+        g, _keep_requested_gradients(results, mask), rows, as_operand(deviation, like)._scale, holder
+    )
 
 
 @implements(aten.native_group_norm_backward.default, family="norm")
@@ -192,57 +131,53 @@ def group_norm_backward(
 ) -> tuple:
     """Return the gradients of group normalisation with respect to its input, weight and bias."""
     like = first_scaled((gradient, x, weight))
-    g, p = operand(gradient, like), operand(x, like)
-    saved = _statistics(p, mean, deviation)
-    arguments = (to_float32(g), to_float32(p), *saved, value_of(weight), n, c, hw, group, mask)
-    results = _keep_requested(aten.native_group_norm_backward.default(*arguments), mask)
-    return _gradients(g, p, results, n * hw, _scale_of(deviation, p), first_scaled((gradient, like)))
+    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    values = _decode_operands(x, mean, deviation, weight)
+    results = aten.native_group_norm_backward.default(to_float32(g), *values, n, c, hw, group, mask)
+    return _scale_norm_gradients(
+        g, _keep_requested_gradients(results, mask), n * hw, as_operand(deviation, like)._scale, holder
+    )
 
 
 @implements(aten._fused_rms_norm_backward.default, family="norm")
 def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight: Any, mask: Any) -> tuple:
-    """d (g w - xhat mean(g w xhat)) with xhat = p d: to x under gs / xs."""
+    """d (g w - xhat mean(g w xhat)) with xhat = x d: to x under gs / xs."""
     like = first_scaled((gradient, x, weight))
-    g, p = operand(gradient, like), operand(x, like)
-    (inverse,) = _statistics(p, None, deviation)
-    dims = list(range(-len(shape), 0))
-    xhat = to_float32(p) * inverse
-    weighted = to_float32(g) if weight is None else to_float32(g) * value_of(weight)
-    to_x = inverse * (weighted - xhat * (weighted * xhat).mean(dims, keepdim=True))
+    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    values, inverse = _decode_operands(x, deviation)
+    xhat = values * inverse
+    weighted = to_float32(g) if weight is None else to_float32(g) * decode_value(weight)
+    to_x = inverse * (weighted - xhat * (weighted * xhat).mean(list(range(-len(shape), 0)), keepdim=True))
     outer = list(range(x.dim() - len(shape)))
     to_weight = None
     if mask[1] and weight is not None:
         to_weight = to_float32(g) * xhat
         to_weight = to_weight.sum(outer) if outer else to_weight
-    results = (to_x if mask[0] else None, to_weight)
-    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), first_scaled((gradient, like)))
+    results, rows = (to_x if mask[0] else None, to_weight), math.prod(x.shape[: len(outer)])
+    return _scale_norm_gradients(g, results, rows, as_operand(deviation, like)._scale, holder)
 
 
-def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
-    """Normalised over the batch; the saved statistics; the mean and the unbiased variance of the batch as values."""
-    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
-    channels = x.shape[1]
-    zeros = torch.zeros(channels, dtype=torch.float32, device=given.data.device)
-    y, mean, deviation, average, variance = aten._native_batch_norm_legit_functional.default(
-        given.data, *_operand_values(weight, bias), zeros, zeros.clone(), True, 1.0, given.eps
+def _normalise_batch(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
+    """Normalise over the batch; return the saved statistics too, and the mean and unbiased variance as values."""
+    p = as_operand(x, first_scaled((x, weight, bias)))
+    zeros = torch.zeros(x.shape[1], dtype=torch.float32, device=p.device)
+    y, *statistics, mean, variance = aten._native_batch_norm_legit_functional.default(
+        *_decode_operands(p, weight, bias), zeros, zeros.clone(), True, 1.0, eps
     )
-    scale = given.x._scale.clone() if given.exact else scale_one(y)
-    square, rest = _powers.product(scale, scale)
-    batch = (wrap(average, scale, torch.float32), wrap(_powers.times(variance, rest), square, torch.float32))
-    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation), batch
+    return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics), (mean, variance)
 
 
-def _step_average(running: Any, batch: ScaledTensor, momentum: float) -> Any:
+def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
     """Return a moving average after one step: scaled if the average is."""
     if not isinstance(running, ScaledTensor):
-        return running * (1 - momentum) + decode_values(batch, running.dtype) * momentum
+        return running * (1 - momentum) + batch.to(running.dtype) * momentum
     wide = wrap(to_float32(running), running._scale, running.dtype)
-    mean: Any = batch * momentum + wide * (1 - momentum)
+    mean: Any = wide * (1 - momentum) + batch * momentum
     return make_scaled(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
 
 
 def _normalise_in_evaluation(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: float) -> tuple:
-    values = _operand_values(x, weight, bias, mean, variance)
+    values = _decode_operands(x, weight, bias, mean, variance)
     y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
     empty = torch.empty(0, dtype=torch.float32, device=y.device)
     return _make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()
@@ -255,10 +190,10 @@ def batch_norm(
     """Normalised over the batch in training, the running statistics moved in place; else by those."""
     if not training:
         return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
-    y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
+    y, saved, deviation, batch = _normalise_batch(x, weight, bias, eps)
     for running, new in zip((mean, variance), batch):
         if running is not None:
-            write(running, _step_average(running, new, momentum))
+            write_values(running, _step_running_average(running, new, momentum))
     return y, saved, deviation
 
 
@@ -275,11 +210,17 @@ def batch_norm_functional(
     """Normalise like `native_batch_norm`, returning the moved running statistics as results."""
     if not training:
         return *_normalise_in_evaluation(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
-    y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
-    return y, saved, deviation, _step_average(mean, batch[0], momentum), _step_average(variance, batch[1], momentum)
+    y, saved, deviation, batch = _normalise_batch(x, weight, bias, eps)
+    return (
+        y,
+        saved,
+        deviation,
+        _step_running_average(mean, batch[0], momentum),
+        _step_running_average(variance, batch[1], momentum),
+    )
 
 
-def _register_variants() -> None:
+def _register_backend_batch_norms() -> None:
     """Register the operators of other backends: the same results, of which some are followed by an empty reserve."""
 
     normal: Callable[..., tuple] = batch_norm
@@ -310,7 +251,7 @@ def _register_variants() -> None:
         implements(operator, family="norm")(rule)
 
 
-_register_variants()
+_register_backend_batch_norms()
 
 
 @implements(aten.native_batch_norm_backward.default, family="norm")
@@ -326,51 +267,33 @@ def batch_norm_backward(
     eps: float,
     mask: Any,
 ) -> tuple:
-    """Return the gradient in payloads: to x under gs / xs, to weight and bias under gs c."""
+    """Return the gradients: to x under gs / xs, to weight and bias under gs c."""
     like = first_scaled((gradient, x, weight, mean, variance))
-    g, p = operand(gradient, like), operand(x, like)
-    rows, holder = x.numel() // max(x.shape[1], 1), first_scaled((gradient, like))
-    if train:
-        statistics = (None, None, *_statistics(p, saved, deviation), True, 0.0, mask)
-        results = aten.native_batch_norm_backward.default(to_float32(g), to_float32(p), value_of(weight), *statistics)
-        return _gradients(g, p, _keep_requested(results, mask), rows, _scale_of(deviation, p), holder)
-    statistics = (*_operand_values(x, weight, mean, variance), None, None, False, eps, mask)
-    to_x, *others = _keep_requested(aten.native_batch_norm_backward.default(to_float32(g), *statistics), mask)
-    scale = deviation_scale(p, eps)
-    to_x = to_x if to_x is None else _powers.times(to_x, _powers.ratio(scale_one(to_x), reciprocal(p._scale)))
-    return _gradients(g, p, (to_x, *others), rows, scale, holder)
+    g, holder = as_operand(gradient, like), first_scaled((gradient, like))
+    values = _decode_operands(x, weight, mean, variance, saved, deviation)
+    results = aten.native_batch_norm_backward.default(to_float32(g), *values, train, eps, mask)
+    level = deviation if train else (values[3] + eps).rsqrt()
+    rows = x.numel() // max(x.shape[1], 1)
+    return _scale_norm_gradients(
+        g, _keep_requested_gradients(results, mask), rows, as_operand(level, like)._scale, holder
+    )
 
 
 # The arguments of other backends' operators: with a reserve at the end, or with the input first and no mask.
-_backward: Callable[..., tuple] = batch_norm_backward
-implements(aten.batch_norm_backward.default, family="norm")(lambda *given: _backward(*given[:10]))
+_batch_norm_backward_rule: Callable[..., tuple] = batch_norm_backward
+implements(aten.batch_norm_backward.default, family="norm")(lambda *given: _batch_norm_backward_rule(*given[:10]))
 implements(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default, family="norm")(
-    lambda x, gradient, *given: _backward(gradient, x, *given[:5], True, given[5], (True, True, True))
+    lambda x, gradient, *given: _batch_norm_backward_rule(gradient, x, *given[:5], True, given[5], (True, True, True))
 )
 
 
-@implements(aten._weight_norm_interface_backward.default, family="norm")
-def weight_norm_backward(gradient: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Tensor, Tensor]:
-    """Return gradients to v: g / |v| (gradient - v <gradient, v> / |v|^2), and to g: <gradient, v> / |v|."""
-    given = (gradient, v, g, norms)
-    like = first_scaled(given)
-    to_w, x, size, length = (operand(y, like) for y in given)
-    # The norms are brought under v's scale, so that v / |v| needs none.
-    n = _powers.times(to_float32(length), _powers.ratio(length._scale, x._scale))
-    dims = [i for i in range(v.dim()) if i != dim % v.dim()]
-    unit = to_float32(x) / n
-    along = (to_float32(to_w) * unit).sum(dims, keepdim=True)
-    to_v = to_float32(size) / n * (to_float32(to_w) - unit * along)
-    storage, dtype = storage_of(given), logical_of(given)
-    inverse, _ = power_of_scale(x._scale, -1)
-    scale, rest = _powers.product(to_w._scale, size._scale, inverse)
-    return make_result(to_v, scale, rest, storage, dtype), make_result(along, to_w._scale.clone(), 1.0, storage, dtype)
+measured_scale(aten._weight_norm_interface_backward.default, family="norm")
 
 
-_INPUTS = ("query", "key", "value")
-_BIAS = ("attn_mask", "attn_bias")
+_ATTENTION_INPUT_NAMES = ("query", "key", "value")
+_ATTENTION_BIAS_NAMES = ("attn_mask", "attn_bias")
 # Kernels that take 16-bit operands only; the others take float32.
-_NARROW = {
+_SIXTEEN_BIT_ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention.default,
@@ -378,27 +301,31 @@ _NARROW = {
 }
 # Kernels of either: torch chooses them by the logical dtype. With bfloat16 they are several times as fast, and it has
 # float32's range; float16 would flush gradients of small logits.
-_EFFICIENT = {
+_EFFICIENT_ATTENTION = {
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
 }
-_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a multiple of
+_ROW_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a multiple of
 
 
 def _has_bfloat16_kernel(query: Tensor, value: Tensor) -> bool:
     sides = (query.shape[-1], value.shape[-1])
-    return query.device.type == "cuda" and has_bfloat16(query.device) and all(n % _ALIGNMENT == 0 for n in sides)
+    return (
+        query.device.type == "cuda"
+        and has_bfloat16_products(query.device)
+        and all(n % _ROW_ALIGNMENT == 0 for n in sides)
+    )
 
 
 @functools.cache
-def has_bfloat16(device: torch.device) -> bool:
+def has_bfloat16_products(device: torch.device) -> bool:
     """Return whether a CUDA device multiplies bfloat16 matrices: compute capability 8.0 and above."""
     if not torch.cuda.is_available() or torch.version.hip:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _attention(operator: OpOverload) -> None:
+def _register_attention(operator: OpOverload) -> None:
     """Register a forward kernel: logits are values, so the query takes its own scale and the key's; v keeps sv.
 
     kernel(pq (sq sk), pk, pv) under the scale sv. The log-sum-exp that the backward kernel wants is plain.
@@ -406,21 +333,20 @@ def _attention(operator: OpOverload) -> None:
 
     def attend(*arguments: Any, **options: Any) -> tuple:
         given = arguments_by_name(operator, arguments, options)
-        inputs = [given[name] for name in _INPUTS]
-        query, key, value, storage = _operands(inputs, given)
-        dtype = logical_of(inputs)
-        kernel = _kernel_dtype(operator, storage, dtype, query, value)
-        output, *others = call_by_name(
-            operator, given | _payloads(query, key, value, kernel) | _bias_values(given, kernel)
+        inputs = [given[name] for name in _ATTENTION_INPUT_NAMES]
+        query, key, value, storage = _scale_attention_operands(inputs, given)
+        dtype = logical_dtype(inputs)
+        kernel = _choose_kernel_dtype(operator, storage, dtype, query, value)
+        output, *others = call_with_named_arguments(
+            operator,
+            given | _make_attention_payloads(query, key, value, kernel) | _decode_attention_bias(given, kernel),
         )
-        if fused.engaged(output):
-            return _fused_output(output, value._scale, storage, dtype), *others
-        return make_result(output.to(torch.float32), value._scale.clone(), 1.0, storage, dtype), *others
+        return make_scaled_result(output, (value._scale,), storage, dtype), *others
 
     implements(operator, family="attention")(attend)
 
 
-def _attention_backward(operator: OpOverload) -> None:
+def _register_attention_backward(operator: OpOverload) -> None:
     """Register a backward kernel.
 
     With kernel(pg, pq (sq sk), pk, pv) = dq, dk, dv, db the gradients are sg sv sk dq, sg sv / sk dk, which is
@@ -431,100 +357,76 @@ def _attention_backward(operator: OpOverload) -> None:
     def attend_backward(*arguments: Any, **options: Any) -> tuple:
         given = arguments_by_name(operator, arguments, options)
         of_output = next(name for name in given if name.startswith("grad_out"))
-        tensors = [given[name] for name in (of_output, *_INPUTS, "out")]
-        gradient, query, key, value, output, storage = _operands(tensors, given)
-        kernel = _kernel_dtype(operator, storage, query.dtype, query, value)
-        bias = _bias_values(given, kernel)
-        payloads = _payloads(query, key, value, kernel) | {
-            of_output: _narrow_payload(gradient, kernel),
-            "out": _output_under(output, value._scale, kernel),
-            "logsumexp": value_of(given["logsumexp"]),
+        tensors = [given[name] for name in (of_output, *_ATTENTION_INPUT_NAMES, "out")]
+        gradient, query, key, value, output, storage = _scale_attention_operands(tensors, given)
+        kernel = _choose_kernel_dtype(operator, storage, query.dtype, query, value)
+        bias = _decode_attention_bias(given, kernel)
+        payloads = _make_attention_payloads(query, key, value, kernel) | {
+            of_output: _round_payload(gradient, kernel),
+            "out": bring_payload_under(output, value._scale, kernel),
+            "logsumexp": decode_value(given["logsumexp"]),
         }
-        results = call_by_name(operator, given | payloads | bias)
+        results = call_with_named_arguments(operator, given | payloads | bias)
         sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
+        to_query, to_key, to_value, *others = results
         sum_scale = sqrt_of_count(key.shape[-2])
-        if fused.engaged(results[0]) and not bias:
-            one = 1.0 / sum_scale
-            to_query, to_key, to_value, *others = results
-            return (
-                wrap(*fused.finish(to_query, (sg, sv, sk), storage, "product", one, sum_scale), query.dtype),
-                wrap(*fused.finish(to_key, (sg, sv, sq, sk), storage, "paired", one, sum_scale), key.dtype),
-                _fused_output(to_value, sg, storage, value.dtype),
-                *others,
-            )
-        parts = [
-            ((sg, sv, sk, 1.0 / sum_scale), (sum_scale,), query.dtype),
-            ((sg, sv, sq, 1.0 / sum_scale), (sum_scale, 1.0 / product_over(sq, sk)), key.dtype),
-            ((sg,), (), value.dtype),
-            ((sg, sv, 1.0 / sum_scale), (sum_scale,), next((given[name].dtype for name in bias), None)),
-        ]
-        return tuple(_gradient(y, *part, storage) for y, part in zip(results, parts))
+        factors = {"number": 1.0 / sum_scale, "factor": sum_scale}
+        to_key = to_key.to(torch.float32) / _powers.scale_product(sq, sk)[0]
+        if bias and others and isinstance(others[0], Tensor):
+            dtype = next(given[name].dtype for name in bias)
+            others[0] = make_scaled_result(others[0], (sg, sv), storage, dtype, **factors)
+        return (
+            make_scaled_result(to_query, (sg, sv, sk), storage, query.dtype, **factors),
+            make_scaled_result(to_key, (sg, sv, sq), storage, key.dtype, **factors),
+            make_scaled_result(to_value, (sg,), storage, value.dtype),
+            *others,
+        )
 
     implements(operator, family="attention")(attend_backward)
 
 
-def _operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
+def _scale_attention_operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
     """Return tensors as payload x scale, then the storage of their result."""
     like = first_scaled([*tensors, *given.values()])
     scaled = [x for x in tensors if isinstance(x, ScaledTensor)]
-    return *(operand(x, like) for x in tensors), product_storage(tuple(scaled) or (like,))
+    return *(as_operand(x, like) for x in tensors), product_storage(tuple(scaled) or (like,))
 
 
-def call_by_name(operator: OpOverload, given: dict[str, Any]) -> Any:
+def call_with_named_arguments(operator: OpOverload, given: dict[str, Any]) -> Any:
     schema = operator._schema.arguments
     positional = [given[argument.name] for argument in schema if not argument.kwarg_only]
     return operator(*positional, **{argument.name: given[argument.name] for argument in schema if argument.kwarg_only})
 
 
-def _kernel_dtype(
+def _choose_kernel_dtype(
     operator: OpOverload, storage: torch.dtype, dtype: torch.dtype, query: Tensor, value: Tensor
 ) -> torch.dtype:
-    if operator in _EFFICIENT and storage == torch.bfloat16 and _has_bfloat16_kernel(query, value):
+    if operator in _EFFICIENT_ATTENTION and storage == torch.bfloat16 and _has_bfloat16_kernel(query, value):
         return storage
-    if operator not in _NARROW:
+    if operator not in _SIXTEEN_BIT_ATTENTION:
         return torch.float32
     return next((x for x in (storage, dtype) if x in (torch.float16, torch.bfloat16)), torch.float16)
 
 
-def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype) -> dict[str, Tensor]:
-    others = {"key": _narrow_payload(key, kernel), "value": _narrow_payload(value, kernel)}
-    if fused.engaged(query._payload):
-        return {"query": fused.finish(query._payload, (query._scale, key._scale), kernel, "factor")[0], **others}
-    payload = _powers.times(to_float32(query), product_over(query._scale, key._scale))
-    return {"query": to_storage(payload, kernel), **others}
+def _make_attention_payloads(
+    query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype
+) -> dict[str, Tensor]:
+    others = {"key": _round_payload(key, kernel), "value": _round_payload(value, kernel)}
+    if fused.is_fused(query._payload):
+        own = fused.finish_payload(query._payload, (query._scale, key._scale), kernel, "factor")[0]
+    else:
+        own = to_storage(to_float32(query) * _powers.scale_product(query._scale, key._scale)[0], kernel)
+    return {"query": own, **others}
 
 
-def _narrow_payload(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
+def _round_payload(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
     return x._payload if x._payload.dtype == kernel else to_storage(to_float32(x), kernel)
 
 
-def _output_under(output: ScaledTensor, scale: Tensor, kernel: torch.dtype) -> Tensor:
-    """Return the output's payload under the scale of values."""
-    if fused.engaged(output._payload):
-        return fused.finish(output._payload, (output._scale, scale), kernel, "ratio")[0]
-    return to_storage(_powers.times(to_float32(output), product_over(output._scale, scale=scale)), kernel)
-
-
-def _fused_output(y: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    if y.dtype == storage:
-        return wrap(y, scale.clone(), dtype)
-    return wrap(*fused.finish(y, (scale,), storage), dtype)
-
-
-def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
+def _decode_attention_bias(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
     """Return the logits' bias as values; boolean masks stay."""
-    found = {name: given[name] for name in _BIAS if isinstance(given.get(name), Tensor)}
-    return {name: value_of(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
-
-
-def _gradient(y: Any, scales: tuple, factors: tuple, dtype: torch.dtype | None, storage: torch.dtype) -> Any:
-    if not isinstance(y, Tensor):
-        return y
-    scale, rest = _powers.product(*scales)
-    values = y.to(torch.float32)
-    for factor in factors:
-        values = _powers.times(values, factor)
-    return make_result(values, scale, rest, storage, dtype or y.dtype)
+    found = {name: given[name] for name in _ATTENTION_BIAS_NAMES if isinstance(given.get(name), Tensor)}
+    return {name: decode_value(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
 
 
 for _operator in (
@@ -534,7 +436,7 @@ for _operator in (
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_fused_attention_overrideable.default,
 ):
-    _attention(_operator)
+    _register_attention(_operator)
 
 for _operator in (
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
@@ -543,7 +445,7 @@ for _operator in (
     aten._scaled_dot_product_cudnn_attention_backward.default,
     aten._scaled_dot_product_fused_attention_overrideable_backward.default,
 ):
-    _attention_backward(_operator)
+    _register_attention_backward(_operator)
 
 # The fused attention of torch.nn's inference: on values.
 measured_scale(
@@ -564,55 +466,15 @@ def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, *arguments: Any,
     return aten._fused_sdp_choice.default(*map(plain, (query, key, value, *arguments)), **options)
 
 
-def _layer(operator: OpOverload, states: int) -> None:
-    """Register a fused layer computed on values; results after the states are for its backward, and stay plain."""
-
-    def run(*arguments: Any, **options: Any) -> tuple:
-        leaves = tree_leaves((arguments, options))
-        storage, dtype = storage_of(leaves), logical_of(leaves)
-        arguments, options = tree_map(value_of, (arguments, options))
-        results = operator(*arguments, **options)
-        one = torch.ones((), dtype=torch.float32, device=results[0].device)
-        return *(_encode_measured(y, one, storage, dtype) for y in results[:states]), *results[states:]
-
-    implements(operator, family="recurrent")(run)
-
-
-def _layer_backward(operator: OpOverload) -> None:
-    """Register a backward: linear in the gradients of its results, which are aligned to their largest scale."""
-
-    def run_backward(*arguments: Any, **options: Any) -> Any:
-        leaves = tree_leaves((arguments, options))
-        storage, dtype = storage_of(leaves), logical_of(leaves)
-        given = arguments_by_name(operator, arguments, options)
-        names = [name for name, x in given.items() if name.startswith("grad_") and isinstance(x, Tensor)]
-        like = next(x for x in leaves if isinstance(x, ScaledTensor))
-        gradients = [operand(given[name], like) for name in names]
-        scale = _powers.maximum_scale(*(x._scale for x in gradients))
-        payloads = [_powers.times(to_float32(x), _powers.ratio(x._scale, scale)) for x in gradients]
-        given = tree_map(value_of, given) | dict(zip(names, payloads))
-        return tree_map(lambda y: _encode_measured(y, scale, storage, dtype), call_by_name(operator, given))
-
-    implements(operator, family="recurrent")(run_backward)
-
-
-def _encode_measured(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
-    """Encode float32 values, divided by a known scale, under a measured one."""
-    if not isinstance(y, Tensor) or not y.is_floating_point():
-        return y
-    level = rms_scale_float32(y, storage)
-    scale, rest = _powers.product(scale, level)
-    return make_scaled(_powers.times(y / level, rest), scale, storage, dtype)
-
-
-_layer(aten.mkldnn_rnn_layer.default, 3)
-_layer(aten._cudnn_rnn.default, 3)
-_layer(aten._thnn_fused_lstm_cell.default, 2)
-_layer(aten._thnn_fused_gru_cell.default, 1)
-_layer_backward(aten.mkldnn_rnn_layer_backward.default)
-_layer_backward(aten._cudnn_rnn_backward.default)
-_layer_backward(aten._thnn_fused_lstm_cell_backward_impl.default)
-_layer_backward(aten._thnn_fused_gru_cell_backward.default)
+# Results after the states are for the backward pass, and stay plain.
+measured_scale(aten.mkldnn_rnn_layer.default, aten._cudnn_rnn.default, family="recurrent", scaled=3)
+measured_scale(aten._thnn_fused_lstm_cell.default, family="recurrent", scaled=2)
+measured_scale(aten._thnn_fused_gru_cell.default, family="recurrent", scaled=1)
+measured_scale(
+    *(aten.mkldnn_rnn_layer_backward.default, aten._cudnn_rnn_backward.default),
+    *(aten._thnn_fused_lstm_cell_backward_impl.default, aten._thnn_fused_gru_cell_backward.default),
+    family="recurrent",
+)
 data_movement(aten._pack_padded_sequence_backward.default, family="pass-through")
 
 
@@ -623,7 +485,7 @@ def pack_padded_sequence(x: ScaledTensor, lengths: Tensor, batch_first: bool) ->
     return ScaledTensor(payload, x._scale.clone(), x.dtype), sizes
 
 
-def _chunks(operator: OpOverload, split: OpOverload) -> None:
+def _register_chunks(operator: OpOverload, split: OpOverload) -> None:
     """Register a split whose parts are written in place, as gates are: each owns its memory and its scale."""
 
     def chunks(x: ScaledTensor, *arguments: Any) -> list[Tensor]:
@@ -632,5 +494,5 @@ def _chunks(operator: OpOverload, split: OpOverload) -> None:
     implements(operator, family="pass-through")(chunks)
 
 
-_chunks(aten.unsafe_split.Tensor, aten.split.Tensor)
-_chunks(aten.unsafe_split_with_sizes.default, aten.split_with_sizes.default)
+_register_chunks(aten.unsafe_split.Tensor, aten.split.Tensor)
+_register_chunks(aten.unsafe_split_with_sizes.default, aten.split_with_sizes.default)

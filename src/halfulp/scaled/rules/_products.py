@@ -17,48 +17,55 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...environment._narrow_products import widened_dtypes
-from ...kernels import define_operator, present, torch_operators
+from ...kernels import define_operator, torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
-from .._derivation import run_on_values
 from .._float8 import eight_bit_engine
 from .._operands import (
-    addend,
+    as_addend,
+    as_factor,
+    as_operand,
+    find_stand_ins,
     first_scaled,
     keep_nonzero,
-    large_elements,
-    logical_of,
-    make_scaled,
+    logical_dtype,
     make_scaled_to_fit,
-    multiplicand,
-    operand,
-    saturated,
-    storage_of,
+    product_storage,
+    result_storage,
+    saturate_stand_ins,
 )
 from .._payloads import to_float32
-from .._powers_of_two import power_of
-from .._registry import EIGHT_BITS, LATER_RULES, implements
+from .._powers_of_two import nearest_power
+from .._registry import EIGHT_BITS, RULES_OF_LATER_OPERATORS, ComplexOperand, implements
 from .._scaled_tensor import ScaledTensor, wrap
 from ._aligned import add
-from ._vocabulary import align, is_fused, make_result, measured_like, measured_scale, overloads, sqrt_of_count, value_of
+from ._vocabulary import (
+    align_operands,
+    decode_value,
+    encode_measured,
+    make_result,
+    make_scaled_result,
+    measured_scale,
+    overloads,
+    sqrt_of_count,
+)
 
 aten = torch_operators("aten")
-SIDE = 16  # torch._scaled_mm takes multiples of this
-_WIDE = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
+EIGHT_BIT_SIDE_MULTIPLE = 16  # torch._scaled_mm takes multiples of this
 
 
-def wide_product(operator: OpOverload, a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of two matrices, or batches of some, of float16: exact products, summed in float32."""
-    if present([_WIDE[operator]]) and has_wide_products(a.device):
-        return _WIDE[operator](a, b, torch.float32)
-    return operator(a.to(torch.float32), b.to(torch.float32))
+def _compute_wide_product(a: Tensor, b: Tensor) -> Tensor:
+    packet = aten.mm if a.dim() == 2 else aten.bmm
+    if hasattr(packet, "dtype") and has_wide_products(a.device):
+        return packet.dtype(a, b, torch.float32)
+    return packet.default(a.to(torch.float32), b.to(torch.float32))
 
 
-# `wide_product` as one operator of a graph: compilers cannot ask the device while they trace, and not all of them know
-# torch's products with another dtype.
-traced_wide_product = define_operator(
+# The product of two matrices, or batches of some, of float16: exact products, summed in float32. An operator, as
+# compilers cannot ask the device while they trace, and not all of them know torch's products with another dtype.
+wide_product = define_operator(
     "wide_product(Tensor a, Tensor b) -> Tensor",
-    lambda a, b: wide_product(aten.mm.default if a.dim() == 2 else aten.bmm.default, a, b),
+    _compute_wide_product,
     lambda a, b: a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32),
 )
 
@@ -77,13 +84,7 @@ def has_wide_products(device: torch.device) -> bool:
     return True
 
 
-def product_storage(operands: tuple) -> torch.dtype:
-    """Return the storage of a product: float16 for eight-bit operands, the widest storage for others."""
-    storage = storage_of(operands)
-    return torch.float16 if storage in EIGHT_BITS else storage
-
-
-def reciprocal_of_scale(scale: Tensor) -> Tensor | float:
+def invert_scale(scale: Tensor) -> Tensor | float:
     """Return 1 / scale as a factor; 1 for zeros of any scale, whose quotients would decide alignments."""
     value = _powers.concrete_value(scale)
     if value is not None:
@@ -91,7 +92,7 @@ def reciprocal_of_scale(scale: Tensor) -> Tensor | float:
     return torch.where(scale == _powers.ZERO_SCALE, torch.ones_like(scale), scale).double().reciprocal()
 
 
-def product_over(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
+def scale_quotient(*factors: Tensor | float, scale: Tensor | None = None) -> Tensor | float:
     """Return the product of some scales divided by another: the factor that brings payloads under it.
 
     It stays a normal float32 number, as an infinity under the scale of zeros must not meet a factor of 0.
@@ -99,12 +100,12 @@ def product_over(*factors: Tensor | float, scale: Tensor | None = None) -> Tenso
     values: list[Any] = [_powers.concrete_value(factor) if isinstance(factor, Tensor) else factor for factor in factors]
     held = 1.0 if scale is None else _powers.concrete_value(scale)
     if held is not None and None not in values:
-        return min(max(math.prod(values) / held, _powers.SMALLEST), _powers.LARGEST)
+        return min(max(math.prod(values) / held, _powers.SMALLEST_SCALE), _powers.LARGEST_SCALE)
     first: Any = factors[0]
     total = first.double() if scale is None else scale.double().reciprocal() * first
     for factor in factors[1:]:
         total = total * factor
-    return total.clamp(_powers.SMALLEST, _powers.LARGEST).to(torch.float32)
+    return total.clamp(_powers.SMALLEST_SCALE, _powers.LARGEST_SCALE).to(torch.float32)
 
 
 def is_symbolic(value: Any) -> bool:
@@ -119,83 +120,66 @@ def split_number(value: Any) -> tuple[Any, float]:
     """
     if is_symbolic(value):
         return value, 1.0
+    if isinstance(value, complex):
+        raise ComplexOperand
     value = float(value)
     if not math.isfinite(value):
         return value, 1.0
-    power = power_of(abs(value)) if value else _powers.ZERO_SCALE
+    power = nearest_power(abs(value)) if value else _powers.ZERO_SCALE
     return value / power, power
 
 
-def zero_scale_like(x: ScaledTensor) -> Tensor:
+def make_zero_scale(x: ScaledTensor) -> Tensor:
     """Return the scale of zeros, which decides nothing."""
     return torch.full_like(x._scale, _powers.ZERO_SCALE)
 
 
-def _is_complex(x: Any) -> bool:
-    return isinstance(x, complex) or (isinstance(x, Tensor) and x.is_complex())
-
-
 # Matrix products, and the operators that apply a factor to the result without another pass over it.
-_WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
+_PRODUCTS_WITH_FACTOR = {aten.mm.default: aten.addmm.default, aten.bmm.default: aten.baddbmm.default}
 
 
-def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torch.dtype | None = None) -> Tensor:
+def multiply_matrices(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torch.dtype | None = None) -> Tensor:
     """op(pa, pb) / c under the scale sa sb c, with c the power of two below sqrt(terms)."""
-    if _is_complex(a) or _is_complex(b):
-        return run_on_values(operator, a, b)
     like = first_scaled((a, b))
-    x, y = (product_operand(t, like) for t in (a, b))
+    x, y = (as_product_operand(t, like) for t in (a, b))
     sum_scale = sqrt_of_count(terms)
-    if fused.engaged(x._payload):
-        values, factor = _fused_product(operator, x, y, 1.0 / sum_scale)
-        storage, dtype = product_storage((a, b)), dtype or logical_of((a, b))
-        return wrap(*fused.finish(values, (x._scale, y._scale), storage, number=sum_scale, factor=factor), dtype)
-    scale, rest = _powers.product(x._scale, y._scale, sum_scale)
-    if operator is aten.mm.default and is_eight_bit_product(x._payload, y._payload):
-        values = eight_bit_product(x._payload, y._payload, 1.0 / sum_scale)
-    elif operator in _WITH_FACTOR and _is_traced_wide_product(x._payload, y._payload):
-        values = traced_wide_product(x._payload, y._payload) * (1.0 / sum_scale)
-    else:
-        left, right = _product_payloads(x, y) if operator in _WITH_FACTOR else (to_float32(x), to_float32(y))
-        factor = 1.0 / sum_scale
-        if isinstance(rest, Tensor) and _is_transposed(left):
-            # A weight's gradient ends a graph: the transposed operand was just written, and the factor fuses there.
-            left, factor, rest = (left.mT * (rest * factor)).mT, 1.0, 1.0
-        values = _divided_product(operator, left, right, factor)
-    return make_result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
+    values, factor = _multiply_payloads(operator, x, y, 1.0 / sum_scale)
+    storage, dtype = product_storage((a, b)), dtype or logical_dtype((a, b))
+    return make_scaled_result(values, (x._scale, y._scale), storage, dtype, sum_scale, factor)
 
 
-def _is_traced_wide_product(a: Tensor, b: Tensor) -> bool:
-    """Return whether payloads are float16 in a graph for CUDA, where products in float32 take several times longer."""
-    is_float16 = a.dtype == b.dtype == torch.float16
-    return is_float16 and a.device.type == "cuda" and not _powers.is_concrete(a)
+def _is_wide_product(a: Tensor, b: Tensor) -> bool:
+    """Return whether payloads are float16 on CUDA, where products in float32 take several times longer."""
+    return a.dtype == b.dtype == torch.float16 and (a.device.type == "cuda" or fused.is_fused(a))
 
 
-def _fused_product(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, factor: float) -> tuple[Tensor, float]:
-    """Return a product of payloads, and the factor that it still lacks."""
+def _multiply_payloads(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, factor: float) -> tuple[Tensor, float]:
+    """Return a product of payloads, and the part of the factor that it still lacks."""
     left, right = x._payload, y._payload
     if operator is aten.mm.default and is_eight_bit_product(left, right):
         return eight_bit_product(left, right, factor), 1.0
-    if operator in _WITH_FACTOR and left.dtype == right.dtype == torch.bfloat16:
-        left, right = _product_payloads(x, y)
-        return _divided_product(operator, left, right, factor), 1.0
-    if operator in _WITH_FACTOR and left.dtype == right.dtype == torch.float16:
-        return wide_product(operator, left, right), factor
-    return operator(to_float32(x), to_float32(y)), factor
+    if operator not in _PRODUCTS_WITH_FACTOR:
+        return operator(to_float32(x), to_float32(y)), factor
+    if _is_wide_product(left, right):
+        return wide_product(left, right), factor
+    left, right = _choose_product_payloads(x, y)
+    if type(left) is not Tensor or factor == 1.0:
+        return operator(left, right), factor
+    return _PRODUCTS_WITH_FACTOR[operator](left.new_empty(()), left, right, beta=0, alpha=factor), 1.0
 
 
-def product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
+def as_product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     """Return an operand of a matrix product; beside bfloat16 a plain one is rounded to bfloat16.
 
     Of the narrow types it alone has float32's range, so that nothing but digits is lost.
     """
-    wide = multiplicand(x, like)
+    wide = as_factor(x, like)
     if wide is x or like._payload.dtype != torch.bfloat16:
         return wide
     return wrap(wide._payload.to(torch.bfloat16), wide._scale, wide.dtype)
 
 
-def _product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
+def _choose_product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
     """Return payloads for a matrix product: bfloat16, which torch sums in float32 and rounds once, or float32.
 
     bfloat16 has float32's range; float16 would leave its own before the sum is brought back. Processors without
@@ -208,113 +192,86 @@ def _product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
     return [to_float32(x) for x in tensors]
 
 
-def _is_transposed(matrix: Tensor) -> bool:
-    return matrix.dim() == 2 and matrix.mT.is_contiguous() and not matrix.is_contiguous()
-
-
-def _divided_product(operator: OpOverload, left: Tensor, right: Tensor, factor: float) -> Tensor:
-    if factor == 1.0:
-        return operator(left, right)
-    if type(left) is Tensor and operator in _WITH_FACTOR:
-        return _WITH_FACTOR[operator](left.new_empty(()), left, right, beta=0, alpha=factor)
-    return operator(left, right) * factor
-
-
-def _product_of(operator: OpOverload) -> None:
+def _register_product(operator: OpOverload) -> None:
     def product(a: Any, b: Any) -> Tensor:
-        return matrix_product(operator, a, b, a.shape[-1])
+        return multiply_matrices(operator, a, b, a.shape[-1])
 
     implements(operator, family="bilinear")(product)
 
 
 for _operator in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.vdot.default):
-    _product_of(_operator)
+    _register_product(_operator)
 
 
 @implements(aten.mm.dtype, aten.bmm.dtype, family="bilinear")
-def product_as(a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
+def mm_with_dtype(a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
     """Return a product of another logical dtype."""
     operator = aten.mm.default if a.dim() == 2 else aten.bmm.default
-    return matrix_product(operator, a, b, a.shape[-1], out_dtype)
+    return multiply_matrices(operator, a, b, a.shape[-1], out_dtype)
 
 
 @implements(aten.mul.Tensor, aten.mul.Scalar, family="bilinear")
 def mul(a: Any, b: Any) -> Tensor:
     """pa pb under the scale sa sb; a number is split at the power of two next to it in log2."""
-    if _is_complex(a) or _is_complex(b):
-        return run_on_values(aten.mul.Tensor, a, b)
     if not isinstance(a, Tensor):
         a, b = b, a
-    dtype = logical_of((a, b))
+    dtype = logical_dtype((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = split_number(b)
-        if is_fused(a._payload, (a._scale,), a._payload.dtype, 0.0) and power > _powers.SMALLEST and not is_symbolic(b):
-            made = fused.finish(a._payload, (a._scale,), a._payload.dtype, number=power, factor=mantissa)
-            return wrap(*made, dtype)
-        scale, rest = (zero_scale_like(a), 1.0) if power == _powers.ZERO_SCALE else _powers.product(a._scale, power)
-        if type(mantissa) is float and mantissa == 1.0 and type(rest) is float and rest == 1.0:
-            return wrap(a._payload.clone(), scale, dtype)
-        return make_result(to_float32(a) * mantissa, scale, rest, a._payload.dtype, dtype)
-    like = first_scaled((a, b))
-    if type(a) is type(b) is ScaledTensor and fused.engaged(a._payload) and fused.engaged(b._payload):
-        storage = torch.float32 if a is b else storage_of((a, b))
-        return wrap(*fused.finish(to_float32(a) * to_float32(b), (a._scale, b._scale), storage), dtype)
-    x, y = addend(a, like, among_zeros=False), addend(b, like, among_zeros=False)
-    scale, rest = _powers.product(x._scale, y._scale)
-    # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
-    is_square = a is b and not _powers.is_concrete(x._payload)
-    storage = torch.float32 if is_square else storage_of((a, b))
-    values = to_float32(x) * to_float32(y)
-    large = [large_elements(factor, like, among_zeros=False) for factor in (a, b)]
-    values = saturated(values, scale, storage, *large)
+        storage = a._payload.dtype
+        if power == _powers.ZERO_SCALE:
+            return make_result(to_float32(a) * mantissa, make_zero_scale(a), 1.0, storage, dtype)
+        if type(mantissa) is float and mantissa == 1.0:
+            scale, rest = _powers.scale_product(a._scale, power)
+            is_exact = type(rest) is float and rest == 1.0
+            return (
+                wrap(a._payload.clone(), scale, dtype)
+                if is_exact
+                else make_result(to_float32(a), scale, rest, storage, dtype)
+            )
+        return make_scaled_result(a._payload, (a._scale,), storage, dtype, power, mantissa)
+    if type(a) is type(b) is ScaledTensor:
+        # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
+        is_square = a is b and not _powers.is_concrete(a._payload)
+        storage = torch.float32 if is_square else result_storage((a, b))
+        return make_scaled_result(to_float32(a) * to_float32(b), (a._scale, b._scale), storage, dtype)
+    like, storage = first_scaled((a, b)), result_storage((a, b))
+    x, y = as_addend(a, like, among_zeros=False), as_addend(b, like, among_zeros=False)
+    scale, rest = _powers.scale_product(x._scale, y._scale)
+    large = [find_stand_ins(factor, like, among_zeros=False) for factor in (a, b)]
+    values = saturate_stand_ins(to_float32(x) * to_float32(y), scale, storage, *large)
     return make_result(values, scale, rest, storage, dtype)
 
 
 @implements(aten.div.Tensor, aten.div.Scalar, family="bilinear")
 def div(a: Any, b: Any) -> Tensor:
     """pa / pb under the scale sa / sb."""
-    if _is_complex(a) or _is_complex(b):
-        return run_on_values(aten.div.Tensor, a, b)
-    dtype = logical_of((a, b))
+    dtype = logical_dtype((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = (0.0, 1.0) if not is_symbolic(b) and b == 0 else split_number(b)
-        scale, rest = _powers.product(a._scale, 1.0 / power)
+        scale, rest = _powers.scale_product(a._scale, 1.0 / power)
         return make_result(to_float32(a) / mantissa, scale, rest, a._payload.dtype, dtype)
     like = first_scaled((a, b))
-    x, y = addend(a, like, among_zeros=False), addend(b, like, among_zeros=False)
-    scale, rest = _powers.product(x._scale, reciprocal_of_scale(y._scale))
-    rest = _powers_of_zeros(y._scale, rest)
-    values, storage = to_float32(x) / to_float32(y), storage_of((a, b))
-    values = saturated(values, scale, storage, large_elements(a, like), large_elements(b, like, inverse=True))
+    x, y = as_addend(a, like, among_zeros=False), as_addend(b, like, among_zeros=False)
+    scale, rest = _powers.scale_product(x._scale, invert_scale(y._scale))
+    rest = _restore_zero_scale(y._scale, rest)
+    values, storage = to_float32(x) / to_float32(y), result_storage((a, b))
+    values = saturate_stand_ins(values, scale, storage, find_stand_ins(a, like), find_stand_ins(b, like, inverse=True))
     return make_result(values, scale, rest, storage, dtype)
 
 
-def _powers_of_zeros(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
-    """Put back what `reciprocal_of_scale` left out for a divisor under the smallest scale."""
+def _restore_zero_scale(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
+    """Put back what `invert_scale` left out for a divisor under the smallest scale."""
     value = _powers.concrete_value(divisor)
     if value is not None:
         return rest / _powers.ZERO_SCALE if value == _powers.ZERO_SCALE else rest
     return torch.where(divisor == _powers.ZERO_SCALE, 1.0 / _powers.ZERO_SCALE, 1.0) * rest
 
 
-@implements(aten.div.Tensor_mode, aten.div.Scalar_mode, family="bilinear")
-def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
-    """Return the quotient of values, rounded to integers: it depends on the ratio alone, and is 0 or at least 1."""
-    if rounding_mode is None:
-        return div(a, b)
-    (x, y), _, storage, dtype = align(a, b)
-    like = first_scaled((a, b))
-    bottom = operand(b, like)._scale
-    scale, _ = _powers.product(operand(a, like)._scale, reciprocal_of_scale(bottom))
-    scale = _powers.maximum_scale(scale, torch.ones_like(scale))
-    quotient = aten.div.Tensor_mode(x, y, rounding_mode=rounding_mode)
-    return make_scaled(_powers.times(quotient, product_over(1.0, scale=scale)), scale, storage, dtype)
-
-
-@implements(aten.floor_divide.default, aten.floor_divide.Scalar, family="bilinear")
-def floor_divide(a: Any, b: Any) -> Tensor:
-    """Return the quotient rounded down."""
-    return div_rounded(a, b, rounding_mode="floor")
+measured_scale(
+    *(aten.div.Tensor_mode, aten.div.Scalar_mode, aten.floor_divide.default, aten.floor_divide.Scalar),
+    family="bilinear",
+)
 
 
 def add_scaled_product(
@@ -342,72 +299,65 @@ def add_scaled_product(
         separate: the product of matrices alone, where compute is one and a sum.
     """
     like = first_scaled((base, a, b))
-    storage, dtype = product_storage((base, a, b)), logical_of((base, a, b))
-    if separate is not None and (made := _fused_affine(base, a, b, sum_scale, beta, alpha, compute, separate)):
-        return wrap(*made, dtype)
-    as_factor = product_operand if separate else operand if of_matrices else addend
-    large = [large_elements(base, like, beta)]
-    base, x, y = addend(base, like, beta), as_factor(a, like), as_factor(b, like)
-    factors = (x._scale, reciprocal_of_scale(y._scale) if quotient else y._scale)
-    own, _ = _powers.product(base._scale, split_number(beta)[1])
-    own = zero_scale_like(base) if not is_symbolic(beta) and beta == 0 else own
-    other, _ = _powers.product(*factors, split_number(alpha)[1], sum_scale)
+    storage, dtype = product_storage((base, a, b)), logical_dtype((base, a, b))
+    as_factor = as_product_operand if separate else as_operand if of_matrices else as_addend
+    large = [find_stand_ins(base, like, beta)]
+    base, x, y = as_addend(base, like, beta), as_factor(a, like), as_factor(b, like)
+    if separate is not None and large == [None] and _is_fused_addend(base, x, y, beta, alpha):
+        values, factor = _multiply_payloads(separate, x, y, 1.0 / sum_scale)
+        product = make_scaled_result(values, (x._scale, y._scale), torch.float32, dtype, sum_scale, factor)
+        if fused.is_elementwise_pair(product._payload, base._payload):
+            scales = product._scale, base._scale
+            return wrap(*fused.add_payloads(product._payload, base._payload, *scales, storage), dtype)
+    factors = (x._scale, invert_scale(y._scale) if quotient else y._scale)
+    added = None
     if not of_matrices:
-        added, places = _plain_product(a, b, like, alpha, quotient)
-        other = other if added is None else added._scale
+        added, places = _multiply_plain_operands(a, b, like, alpha, quotient)
         large += places
-    scale = _powers.maximum_scale(own, other)
-    of_base, of_product = product_over(base._scale, scale=scale), product_over(*factors, scale=scale)
+    powers = split_number(beta)[1], split_number(alpha)[1] * sum_scale
+    is_ordinary = all(_powers.SMALLEST_SCALE < power <= _powers.LARGEST_SCALE for power in powers)
+    if fused.is_fused(base._payload) and is_ordinary and added is None and not quotient:
+        scale, of_base, of_product = fused.compute_affine_factors(base._scale, *factors, *powers)
+    else:
+        own, _ = _powers.scale_product(base._scale, powers[0])
+        own = make_zero_scale(base) if not is_symbolic(beta) and beta == 0 else own
+        other = _powers.scale_product(*factors, powers[1])[0] if added is None else added._scale
+        scale = _powers.maximum_scale(own, other)
+        of_base, of_product = scale_quotient(base._scale, scale=scale), scale_quotient(*factors, scale=scale)
     if quotient:
-        of_product = _powers_of_zeros(y._scale, of_product)
-    start, left, right = _product_payloads(base, x, y) if separate else (to_float32(base), to_float32(x), to_float32(y))
+        of_product = _restore_zero_scale(y._scale, of_product)
+    start, left, right = (
+        _choose_product_payloads(base, x, y) if separate else (to_float32(base), to_float32(x), to_float32(y))
+    )
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
-        y = compute(start, left, right, _clamp_number(beta * of_base), _clamp_number(alpha * of_product))
-        return make_result(saturated(y, scale, storage, *large), scale, 1.0, storage, dtype)
+        y = compute(start, left, right, _clamp_to_float32(beta * of_base), _clamp_to_float32(alpha * of_product))
+        return make_result(saturate_stand_ins(y, scale, storage, *large), scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product fuse with what follows; before it they would cost a pass over a matrix.
-        is_wide = _is_traced_wide_product(x._payload, y._payload)
-        product = traced_wide_product(x._payload, y._payload) if is_wide else separate(left, right)
-        y = product * (alpha * of_product) + start * (beta * of_base)
-        return make_scaled_to_fit(saturated(y, scale, storage, *large), scale, storage, dtype)
+        is_wide = _is_wide_product(x._payload, y._payload)
+        product = wide_product(x._payload, y._payload) if is_wide else separate(left, right)
+        y = product * _multiply_unless_one(of_product, alpha) + start * _multiply_unless_one(of_base, beta)
+        return make_scaled_to_fit(saturate_stand_ins(y, scale, storage, *large), scale, storage, dtype)
     # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
     left, right = (left * of_product, right) if quotient else (left, right * of_product)
     y = compute(start * of_base, left, right, beta, alpha)
-    return make_scaled_to_fit(saturated(y, scale, storage, *large), scale, storage, dtype)
+    return make_scaled_to_fit(saturate_stand_ins(y, scale, storage, *large), scale, storage, dtype)
 
 
-def _fused_affine(
-    base: Any, a: Any, b: Any, sum_scale: float, beta: Any, alpha: Any, compute: Callable, separate: OpOverload
-) -> tuple[Tensor, Tensor] | None:
-    """Return the payload and scale of beta base + alpha a b of scaled tensors by fused kernels; None if none fits."""
-    if not all(isinstance(x, ScaledTensor) and fused.engaged(x._payload) for x in (base, a, b)):
-        return None
-    if is_symbolic(beta) or is_symbolic(alpha) or not (math.isfinite(beta) and math.isfinite(alpha) and beta and alpha):
-        return None
-    beta_power, power = split_number(beta)[1], split_number(alpha)[1] * sum_scale
-    if not all(_powers.SMALLEST <= one <= _powers.LARGEST for one in (beta_power, power)):
-        return None
-    scales = (base._scale, a._scale, b._scale)
-    storage = product_storage((base, a, b))
-    if base._payload.dtype == a._payload.dtype == b._payload.dtype == torch.bfloat16:
-        start, left, right = _product_payloads(base, a, b)
-        scale, of_base, of_product = fused.affine_factors(*scales, beta_power, power)
-        # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
-        return compute(start * of_base, left, right * of_product, beta, alpha).to(storage), scale
-    shape = (*a.shape[:-1], b.shape[-1])
-    if base.shape != shape and not (base._payload.is_contiguous() and shape[len(shape) - base.dim() :] == base.shape):
-        return None
-    values, _ = _fused_product(separate, a, b, 1.0)
-    start = base._payload if base.shape != shape else base._payload.contiguous()
-    return fused.affine(values, start, scales, storage, float(beta), beta_power, float(alpha), power)
+def _is_fused_addend(base: ScaledTensor, x: ScaledTensor, y: ScaledTensor, beta: Any, alpha: Any) -> bool:
+    """Return whether one kernel adds a tensor to a product: not where the product itself adds in bfloat16."""
+    if type(beta) not in (int, float) or type(alpha) not in (int, float) or not beta == alpha == 1:
+        return False
+    is_bfloat16 = all(one._payload.dtype == torch.bfloat16 for one in (base, x, y))
+    return not is_bfloat16 and fused.is_fused(base._payload) and fused.is_fused(x._payload)
 
 
-def _plain_product(
+def _multiply_plain_operands(
     a: Any, b: Any, like: ScaledTensor, alpha: Any, quotient: bool
 ) -> tuple[ScaledTensor | None, list[Tensor | None]]:
     """Return alpha a b (a / b) of two plain operands, None of others, and where it stands for infinity."""
     if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor) or is_symbolic(alpha):
-        return None, [large_elements(a, like, alpha), large_elements(b, like, alpha, inverse=quotient)]
+        return None, [find_stand_ins(a, like, alpha), find_stand_ins(b, like, alpha, inverse=quotient)]
     product = (a / b if quotient else a * b).to(torch.float32)
     if isinstance(product, Tensor):
         # Finite numbers whose product float32 does not hold stand for infinity, as the largest that it holds does.
@@ -415,19 +365,21 @@ def _plain_product(
         for factor in (a, b):
             is_beyond = is_beyond & (factor.isfinite() if isinstance(factor, Tensor) else math.isfinite(factor))
         is_beyond = is_beyond & (b != 0) if quotient else is_beyond
-        product = torch.where(is_beyond, _clamp_number(product), product)
-    return addend(product * alpha, like), [large_elements(product, like, alpha)]
+        product = torch.where(is_beyond, _clamp_to_float32(product), product)
+    return as_addend(product * alpha, like), [find_stand_ins(product, like, alpha)]
 
 
-def _clamp_number(number: Any) -> Any:
+def _clamp_to_float32(number: Any) -> Any:
     """Return a number as torch takes it beside float32 matrices; a tensor's numbers within float32's range."""
-    largest = torch.finfo(torch.float32).max
+    largest = _powers.FLOAT32_MAX
     if isinstance(number, Tensor):
         return number.clamp(-largest, largest)
     return number if is_symbolic(number) or not math.isfinite(number) else min(max(number, -largest), largest)
 
 
-def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int], separate: OpOverload | None) -> Callable:
+def _register_added_product(
+    operator: OpOverload, terms: Callable[[Any, Any], int], separate: OpOverload | None
+) -> Callable:
     def compute(base: Tensor, a: Tensor, b: Tensor, beta: Any, alpha: Any) -> Tensor:
         return operator(base, a, b, beta=beta, alpha=alpha)
 
@@ -440,15 +392,15 @@ def _added_product(operator: OpOverload, terms: Callable[[Any, Any], int], separ
     return implements(operator, family="bilinear")(added)
 
 
-addmm = _added_product(aten.addmm.default, lambda a, b: a.shape[-1], aten.mm.default)
-baddbmm = _added_product(aten.baddbmm.default, lambda a, b: a.shape[-1], aten.bmm.default)
-addmv = _added_product(aten.addmv.default, lambda a, b: a.shape[-1], None)
-addbmm = _added_product(aten.addbmm.default, lambda a, b: a.shape[0] * a.shape[-1], None)
-addr = _added_product(aten.addr.default, lambda a, b: 1, None)
+addmm = _register_added_product(aten.addmm.default, lambda a, b: a.shape[-1], aten.mm.default)
+baddbmm = _register_added_product(aten.baddbmm.default, lambda a, b: a.shape[-1], aten.bmm.default)
+addmv = _register_added_product(aten.addmv.default, lambda a, b: a.shape[-1], None)
+addbmm = _register_added_product(aten.addbmm.default, lambda a, b: a.shape[0] * a.shape[-1], None)
+addr = _register_added_product(aten.addr.default, lambda a, b: 1, None)
 
 
 @implements(aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")
-def added_product_as(base: Any, a: Any, b: Any, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+def addmm_with_dtype(base: Any, a: Any, b: Any, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """Return a product plus an addend in another logical dtype."""
     total = (addmm if a.dim() == 2 else baddbmm)(base, a, b, beta=beta, alpha=alpha)
     return wrap(total._payload, total._scale, out_dtype)
@@ -457,7 +409,7 @@ def added_product_as(base: Any, a: Any, b: Any, out_dtype: torch.dtype, *, beta:
 @implements(aten.addcmul.default, family="bilinear")
 def addcmul(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
     """base + value a b."""
-    compute = lambda z, x, y, one, v: aten.addcmul.default(_times(z, one), x, y, value=v)  # noqa: E731
+    compute = lambda z, x, y, one, v: aten.addcmul.default(_multiply_unless_one(z, one), x, y, value=v)  # noqa: E731
     total = add_scaled_product(base, a, b, compute, alpha=value)
     if not (isinstance(base, ScaledTensor) and isinstance(a, ScaledTensor) and a is b):
         return total
@@ -471,22 +423,22 @@ def addcmul(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
 @implements(aten.addcdiv.default, family="bilinear")
 def addcdiv(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
     """base + value a / b."""
-    compute = lambda z, x, y, one, v: aten.addcdiv.default(_times(z, one), x, y, value=v)  # noqa: E731
+    compute = lambda z, x, y, one, v: aten.addcdiv.default(_multiply_unless_one(z, one), x, y, value=v)  # noqa: E731
     return add_scaled_product(base, a, b, compute, alpha=value, quotient=True)
 
 
-def _times(payload: Tensor, factor: float) -> Tensor:
-    return payload if factor == 1.0 else payload * factor
+def _multiply_unless_one(payload: Tensor, factor: Any) -> Tensor:
+    return payload if type(factor) in (int, float) and factor == 1 else payload * factor
 
 
 @implements(aten.lerp.Scalar, aten.lerp.Tensor, family="bilinear")
 def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a) on payloads under the larger scale: weights are values."""
     if not isinstance(a, ScaledTensor) and not isinstance(b, ScaledTensor):
-        a, b = operand(a, weight), operand(b, weight)
-    (x, y), scale, storage, dtype = align(a, b)
+        a, b = as_operand(a, weight), as_operand(b, weight)
+    (x, y), scale, storage, dtype = align_operands(a, b)
     operator = aten.lerp.Tensor if isinstance(weight, Tensor) else aten.lerp.Scalar
-    return make_scaled_to_fit(operator(x, y, value_of(weight)), scale, storage, dtype)
+    return make_scaled_to_fit(operator(x, y, decode_value(weight)), scale, storage, dtype)
 
 
 @implements(aten._grouped_mm.default, family="bilinear")
@@ -495,31 +447,15 @@ def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: to
     if bias is not None:
         raise NotImplementedError("_grouped_mm with a bias of scaled tensors: add the bias to the result")
     like = first_scaled((a, b))
-    x, y = operand(a, like), operand(b, like)
+    x, y = as_operand(a, like), as_operand(b, like)
     terms = a.shape[-1] // offs.shape[0] if a.dim() == b.dim() == 2 else a.shape[-1]
-    sum_scale = sqrt_of_count(terms)
-    scale, rest = _powers.product(x._scale, y._scale, sum_scale)
-    values = aten._grouped_mm.default(to_float32(x), to_float32(y), offs) * (1.0 / sum_scale)
-    return make_result(values, scale, rest, product_storage((a, b)), out_dtype or logical_of((a, b)))
+    sum_scale, dtype = sqrt_of_count(terms), out_dtype or logical_dtype((a, b))
+    values = aten._grouped_mm.default(to_float32(x), to_float32(y), offs)
+    scales = (x._scale, y._scale)
+    return make_scaled_result(values, scales, product_storage((a, b)), dtype, sum_scale, 1.0 / sum_scale)
 
 
-@implements(aten._trilinear.default, family="bilinear")
-def trilinear(a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, unroll_dim: int = 1):
-    """Sum products of three."""
-    like = first_scaled((a, b, c))
-    tensors, places = [operand(x, like) for x in (a, b, c)], (expand1, expand2, expand3)
-    payloads = [to_float32(x) for x in tensors]
-    dims = payloads[0].dim() + len(expand1)
-    terms = 1
-    for dim in sumdim:
-        for payload, expanded in zip(payloads, places):
-            if dim % dims not in expanded:
-                terms = terms * payload.shape[[d for d in range(dims) if d not in expanded].index(dim % dims)]
-                break
-    sum_scale = sqrt_of_count(terms)
-    scale, rest = _powers.product(*(x._scale for x in tensors), sum_scale)
-    values = aten._trilinear.default(*payloads, expand1, expand2, expand3, sumdim, unroll_dim) * (1.0 / sum_scale)
-    return make_result(values, scale, rest, product_storage((a, b, c)), logical_of((a, b, c)))
+measured_scale(aten._trilinear.default, family="bilinear")
 
 
 @implements(aten.convolution.default, family="bilinear")
@@ -532,20 +468,20 @@ def convolution(
     """
     given = (x, weight) if bias is None else (x, weight, bias)
     like = first_scaled(given)
-    x, weight = multiplicand(x, like), multiplicand(weight, like)
-    sum_scale = sqrt_of_count(_terms(weight, transposed, groups=rest[-1], of_output=True))
-    scale, _ = _powers.product(x._scale, weight._scale, sum_scale)
+    x, weight = as_factor(x, like), as_factor(weight, like)
+    sum_scale = sqrt_of_count(_count_convolution_terms(weight, transposed, groups=rest[-1], of_output=True))
+    scale, _ = _powers.scale_product(x._scale, weight._scale, sum_scale)
     start, large = None, None
     if bias is not None:
-        large = large_elements(bias, like)
+        large = find_stand_ins(bias, like)
         large = large if large is None else large.reshape(-1, *[1] * (weight.dim() - 2))
-        bias = addend(bias, like)
+        bias = as_addend(bias, like)
         scale = _powers.maximum_scale(scale, bias._scale)
-        start = _powers.times(to_float32(bias), product_over(bias._scale, scale=scale))
-    kernel = _powers.times(to_float32(weight), product_over(x._scale, weight._scale, scale=scale))
+        start = _powers.times_power(to_float32(bias), scale_quotient(bias._scale, scale=scale))
+    kernel = _powers.times_power(to_float32(weight), scale_quotient(x._scale, weight._scale, scale=scale))
     values = aten.convolution.default(to_float32(x), kernel, start, stride, padding, dilation, transposed, *rest)
     storage = product_storage(given)
-    return make_scaled_to_fit(saturated(values, scale, storage, large), scale, storage, logical_of(given))
+    return make_scaled_to_fit(saturate_stand_ins(values, scale, storage, large), scale, storage, logical_dtype(given))
 
 
 @implements(aten.convolution_backward.default, family="bilinear")
@@ -553,23 +489,25 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
     """Return the gradients of the input, the weight and the bias, those that are asked for."""
     given = (gradient, x, weight)
     like = first_scaled(given)
-    gradient, x, weight = (multiplicand(tensor, like) for tensor in given)
+    gradient, x, weight = (as_factor(tensor, like) for tensor in given)
     payloads = [to_float32(tensor) for tensor in (gradient, x, weight)]
     *_, transposed, _, groups, wanted = rest
     values = aten.convolution_backward.default(*payloads, *rest)
     places = gradient.shape[0] * math.prod(gradient.shape[2:])
     inputs = x.shape[0] * math.prod(x.shape[2:]) if transposed else places
-    counts = (_terms(weight, transposed, groups, of_output=False), inputs, places)
+    counts = (_count_convolution_terms(weight, transposed, groups, of_output=False), inputs, places)
     others = ((weight._scale,), (x._scale,), ())
     dtypes = (x.dtype, weight.dtype, gradient.dtype)
     storage = product_storage(given)
     return tuple(
-        _brought_back(y, (gradient._scale, *other), count, storage, dtype) if ask else None
+        make_scaled_result(y, (gradient._scale, *other), storage, dtype, sqrt_of_count(count), 1 / sqrt_of_count(count))
+        if ask
+        else None
         for y, other, count, dtype, ask in zip(values, others, counts, dtypes, wanted)
     )
 
 
-def _terms(weight: Tensor, transposed: bool, groups: int, of_output: bool) -> int:
+def _count_convolution_terms(weight: Tensor, transposed: bool, groups: int, of_output: bool) -> int:
     """Return how many products an element of the output, or of the input's gradient, sums."""
     window = math.prod(weight.shape[2:])
     # A weight is [out, in / groups, ...], that of a transposed convolution [in, out / groups, ...].
@@ -578,26 +516,7 @@ def _terms(weight: Tensor, transposed: bool, groups: int, of_output: bool) -> in
     return weight.shape[1] * window
 
 
-def _brought_back(values: Tensor, scales: tuple, count: int, storage: torch.dtype, dtype: torch.dtype) -> Tensor:
-    sum_scale = sqrt_of_count(count)
-    scale, rest = _powers.product(*scales, sum_scale)
-    return make_result(values * (1.0 / sum_scale), scale, rest, storage, dtype)
-
-
-@implements(aten.conv_tbc.default, family="bilinear")
-def conv_tbc(x: Any, weight: Any, bias: Any, pad: int = 0) -> Tensor:
-    """Return a convolution over time of [time, batch, channel], its weight [window, in, out]."""
-    y = aten.convolution.default(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad], [1], False, [0], 1)
-    return y.permute(2, 0, 1)
-
-
-@implements(aten.conv_tbc_backward.default, family="bilinear")
-def conv_tbc_backward(gradient: Any, x: Any, weight: Any, bias: Any, pad: int) -> tuple[Tensor, ...]:
-    """Return the gradients of the input, the weight and the bias."""
-    tensors = (gradient.permute(1, 2, 0), x.permute(1, 2, 0), weight.permute(2, 1, 0))
-    rest = (list(bias.shape), [1], [pad], [1], False, [0], 1, [True] * 3)
-    of_x, of_weight, of_bias = aten.convolution_backward.default(*tensors, *rest)
-    return of_x.permute(2, 0, 1), of_weight.permute(2, 1, 0), of_bias
+measured_scale(aten.conv_tbc.default, aten.conv_tbc_backward.default, family="bilinear")
 
 
 def fma(a: Any, b: Any, c: Any) -> Tensor:
@@ -609,11 +528,11 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
     if isinstance(b, Tensor) or is_symbolic(b) or not b > 0:
         return held
     # A second moment, as in `addcmul`.
-    product, before = to_float32(operand(a, c)), to_float32(c)
+    product, before = to_float32(as_operand(a, c)), to_float32(c)
     return keep_nonzero(held, torch.where((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
 
 
-LATER_RULES["prims::fma"] = fma
+RULES_OF_LATER_OPERATORS["prims::fma"] = fma
 
 
 measured_scale(
@@ -633,12 +552,12 @@ def _register_factorization(operator: OpOverload) -> None:
     """Register an operator that factors the transpose of a contiguous matrix, as its gradient then takes it to have."""
 
     def rule(matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
-        values = value_of(matrix)
+        values = decode_value(matrix)
         if values.is_contiguous() and not matrix.is_contiguous():
             values = values.mT.contiguous().mT
         holders = [x for x in (matrix, *arguments) if isinstance(x, Tensor)]
-        results = operator(values, *map(value_of, arguments), **options)
-        return tuple(measured_like(y, holders) for y in results)
+        results = operator(values, *map(decode_value, arguments), **options)
+        return tuple(encode_measured(y, holders) for y in results)
 
     implements(operator, family="linear algebra")(rule)
 
@@ -653,7 +572,9 @@ def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
         return False
     if eight_bit_engine(a.device) == "emulated":
         return False
-    return all(side % SIDE == 0 for side in (*a.shape, b.shape[1])) and a.numel() > 0 and b.numel() > 0
+    return (
+        all(side % EIGHT_BIT_SIDE_MULTIPLE == 0 for side in (*a.shape, b.shape[1])) and a.numel() > 0 and b.numel() > 0
+    )
 
 
 def eight_bit_product(a: Tensor, b: Tensor, factor: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,31 +11,29 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import present, torch_operators
-from .. import _powers_of_two as _powers
-from .._operands import encode_values, first_scaled, make_scaled, operand, storage_of
-from .._payloads import decode_values, rms_scale, to_float32
-from .._registry import LOGICALS, implements
+from ...kernels import torch_operators
+from .._operands import as_operand, encode_values, first_scaled
+from .._payloads import decode_values, to_float32
+from .._registry import LOGICAL_DTYPES, implements
 from .._scaled_tensor import ScaledTensor
 from ._vocabulary import (
-    align,
+    align_operands,
+    decode_value,
     decoded,
+    encode_measured,
     gate,
     homogeneous,
-    measured_like,
     measured_scale,
     overloads,
-    payloads_under,
-    scale_one,
+    scale_payloads,
+    scale_values,
     sqrt_of_count,
-    value_of,
-    values_under,
 )
 
 aten = torch_operators("aten")
 
 
-def terms_of(x: Tensor, dims: Sequence[int] | int | None) -> int:
+def count_terms(x: Tensor, dims: Sequence[int] | int | None) -> int:
     """Return how many elements one result is the sum of."""
     if dims is None or (not isinstance(dims, int) and not len(dims)):
         return x.numel()
@@ -42,12 +41,12 @@ def terms_of(x: Tensor, dims: Sequence[int] | int | None) -> int:
     return math.prod(x.shape[dim] for dim in dims) if x.dim() else 1
 
 
-def sum_scale_of(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__: Any) -> float:
+def choose_sum_scale(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__: Any) -> float:
     """Return the power of two below the square root of the number of terms."""
-    return sqrt_of_count(terms_of(x, dims))
+    return sqrt_of_count(count_terms(x, dims))
 
 
-def with_dtype(*operators: OpOverload) -> Callable[[Callable], Callable]:
+def register_with_dtype(*operators: OpOverload) -> Callable[[Callable], Callable]:
     """Register a rule that computes in float32 for operators with dtype=, as a decorator.
 
     With dtype=float64 they compute in it, on exact values; the result is rounded once, to payloads under a measured
@@ -69,63 +68,44 @@ def _accept_dtype(operator: OpOverload, rule: Callable) -> Callable:
         if dtype == torch.float64:
             values = operator(decode_values(x, dtype), *arguments, dtype=dtype, **options)
             return encode_values(values, x._payload.dtype)
-        if dtype not in LOGICALS:
+        if dtype not in LOGICAL_DTYPES:
             return operator(decode_values(x), *arguments, dtype=dtype, **options)
         return aten._to_copy.default(rule(x, *arguments, **options), dtype=dtype)
 
     return computed
 
 
-@with_dtype(aten.sum.default, aten.sum.dim_IntList)
+@register_with_dtype(aten.sum.default, aten.sum.dim_IntList)
 def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """sum(p) / c under the scale s c, with c the power of two below the root of the number of terms."""
-    return payloads_under(aten.sum.dim_IntList(to_float32(x), dims, keepdim), [x._scale], [x], sum_scale_of(x, dims))
+    return scale_payloads(
+        aten.sum.dim_IntList(to_float32(x), dims, keepdim), [x._scale], [x], choose_sum_scale(x, dims)
+    )
 
 
-@with_dtype(aten.nansum.default)
+@register_with_dtype(aten.nansum.default)
 def nansum(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """Sum the elements that are numbers."""
-    return payloads_under(aten.nansum.default(to_float32(x), dims, keepdim), [x._scale], [x], sum_scale_of(x, dims))
+    return scale_payloads(aten.nansum.default(to_float32(x), dims, keepdim), [x._scale], [x], choose_sum_scale(x, dims))
 
 
-@with_dtype(aten.mean.default, aten.mean.dim)
+@register_with_dtype(aten.mean.default, aten.mean.dim)
 def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """mean(p) under the scale s."""
-    return payloads_under(aten.mean.dim(to_float32(x), dims, keepdim), [x._scale], [x])
+    return scale_payloads(aten.mean.dim(to_float32(x), dims, keepdim), [x._scale], [x])
 
 
-@with_dtype(aten.cumsum.default)
+@register_with_dtype(aten.cumsum.default)
 def cumsum(x: ScaledTensor, dim: int) -> Tensor:
     """Return running sums, divided by the power of two below the root of the longest."""
-    return payloads_under(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], sum_scale_of(x, dim))
+    return scale_payloads(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], choose_sum_scale(x, dim))
 
 
 homogeneous(aten.trace.default, family="reduction", self=1)
 homogeneous(aten.std.correction, family="reduction", self=1)
 
 
-@implements(aten.var.correction, family="reduction")
-def var(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-    """Return the variance: as its square under the scale s^2 leaves narrow payloads soon, under a measured one."""
-    return make_squares(aten.var.correction(to_float32(x), *arguments, **options), x._scale, [x])
-
-
-@implements(aten.var_mean.correction, family="reduction")
-def var_mean(x: ScaledTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return the variance, and the mean under s."""
-    variance, mean = aten.var_mean.correction(to_float32(x), *arguments, **options)
-    return make_squares(variance, x._scale, [x]), payloads_under(mean, [x._scale], [x])
-
-
-def make_squares(y: Tensor, scale: Tensor, holders: list[Any]) -> Tensor:
-    """Return payloads of y s^2 as a tensor; a narrow one under the power of two next to its root mean square."""
-    storage = storage_of(holders)
-    if storage == torch.float32:
-        return payloads_under(y, [scale, scale], holders)
-    power = rms_scale(y, storage)
-    return payloads_under(_powers.times(y, 1.0 / power), [scale, scale, power], holders)
-
-
+measured_scale(aten.var.correction, aten.var_mean.correction, family="reduction")
 homogeneous(aten.std_mean.correction, family="reduction", self=1)
 homogeneous(
     *(aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.max.dim),
@@ -138,35 +118,35 @@ homogeneous(
 gate(aten.logsumexp.default, aten.logcumsumexp.default, family="reduction", at_least_one=True)
 
 
-@with_dtype(aten.prod.default, aten.prod.dim_int)
+@register_with_dtype(aten.prod.default, aten.prod.dim_int)
 def prod(x: ScaledTensor, *where: Any) -> Tensor:
     """Return the product of values, in float64, where n powers of two do not leave the range; its scale measured."""
-    return measured_like(torch.prod(decode_values(x, torch.float64), *where), [x])
+    return encode_measured(torch.prod(decode_values(x, torch.float64), *where), [x])
 
 
-@with_dtype(aten.cumprod.default)
+@register_with_dtype(aten.cumprod.default)
 def cumprod(x: ScaledTensor, dim: int) -> Tensor:
     """Return running products of values, in float64; their scale is measured."""
-    return measured_like(aten.cumprod.default(decode_values(x, torch.float64), dim), [x])
+    return encode_measured(aten.cumprod.default(decode_values(x, torch.float64), dim), [x])
 
 
-@with_dtype(aten.linalg_vector_norm.default)
+@register_with_dtype(aten.linalg_vector_norm.default)
 def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False) -> Tensor:
     """norm(p) under the scale s; of order 0 a count under the scale 1."""
     order = 2.0 if order is None else float(order)
-    count = terms_of(x, dims)
+    count = count_terms(x, dims)
     if order not in (0.0, 1.0, 2.0, math.inf, -math.inf):  # powers of payloads depend on how values are split
         values = aten.linalg_vector_norm.default(decode_values(x, torch.float32), order, dims, keepdim)
-        return values_under(values, x._scale, x._payload.dtype, x.dtype)
+        return scale_values(values, x._scale, x._payload.dtype, x.dtype)
     values = aten.linalg_vector_norm.default(to_float32(x), order, dims, keepdim)
     sum_scale = {0.0: sqrt_of_count(count), 1.0: sqrt_of_count(count * count), 2.0: sqrt_of_count(count)}.get(
         order, 1.0
     )
-    return payloads_under(values, [x._scale] if order else [], [x], sum_scale)
+    return scale_payloads(values, [x._scale] if order else [], [x], sum_scale)
 
 
-@with_dtype(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
-@with_dtype(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
+@register_with_dtype(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
+@register_with_dtype(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
 def norm(x: ScaledTensor, order: Any = 2, dims: Any = None, keepdim: bool = False) -> Tensor:
     """norm(p) under the scale s."""
     return vector_norm(x, order, dims, keepdim)
@@ -181,25 +161,9 @@ decoded(*overloads(aten.argsort, aten.searchsorted, aten.bucketize), family="com
 measured_scale(
     *overloads(aten.histc, aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts),
     *overloads(aten._histogramdd_from_bin_tensors, aten.bincount),
-    aten.round.decimals,
+    *(aten.round.decimals, aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default),
     family="order",
 )
-
-
-def _register_rounding(operator: torch._ops.OpOverload) -> None:
-    def rounded(x: ScaledTensor) -> Tensor:
-        values = operator(value_of(x))
-        scale = _powers.maximum_scale(x._scale, scale_one(values))
-        return make_scaled(
-            _powers.times(values, _powers.ratio(scale_one(values), scale)), scale, x._payload.dtype, x.dtype
-        )
-
-    implements(operator, family="order")(rounded)
-
-
-# Whole numbers are 0 or at least 1, so the scale is at least 1 too.
-for _operator in (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default):
-    _register_rounding(_operator)
 
 
 homogeneous(
@@ -223,18 +187,23 @@ homogeneous(
 )
 _UPSAMPLE_MODES = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
 _UPSAMPLE_NEAREST_EXACT = ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
-_SMOOTH = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")
-for _name in (*(f"upsample_{kind}" for kind in _UPSAMPLE_MODES), *_UPSAMPLE_NEAREST_EXACT, *_SMOOTH):
+_UPSAMPLE_SMOOTH_MODES = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")
+for _name in (*(f"upsample_{kind}" for kind in _UPSAMPLE_MODES), *_UPSAMPLE_NEAREST_EXACT, *_UPSAMPLE_SMOOTH_MODES):
     homogeneous(getattr(aten, _name).default, family="pass-through")
     homogeneous(getattr(aten, f"{_name}_backward").default, family="pooling", grad_output=1)
 
 
-MEAN, SUM = 1, 2
+MEAN_REDUCTION, SUM_REDUCTION = 1, 2
 
 
-def _mean_divisor(count: int, reduction: int) -> float:
-    """Return the power of two near the factor by which a mean divides gradients."""
-    return 1.0 / sqrt_of_count(count * count) if reduction == MEAN else 1.0
+def _mean_divisor(place: int, *arguments: Any, **options: Any) -> float:
+    """Return the power of two near the factor by which a mean divides gradients, of a loss's backward operator.
+
+    Its arguments are the gradient, the input, the target and others, among them the reduction at a place.
+    """
+    reduction = arguments[place] if len(arguments) > place else options.get("reduction", MEAN_REDUCTION)
+    count = arguments[2].numel()
+    return 1.0 / sqrt_of_count(count * count) if reduction == MEAN_REDUCTION else 1.0
 
 
 homogeneous(aten._log_softmax_backward_data.default, family="loss", grad_output=1)
@@ -245,79 +214,36 @@ homogeneous(aten._softmax_backward_data.default, family="loss", grad_output=1)
 def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return the chosen log-probabilities under x's scale; the total weight is plain float32, as counts overflow."""
     operator = aten.nll_loss_forward.default if x.dim() < 3 else aten.nll_loss2d_forward.default
-    p = operand(x, first_scaled((x, weight)))
-    y, total = operator(to_float32(p), target, value_of(weight), reduction, ignore_index)
+    p = as_operand(x, first_scaled((x, weight)))
+    y, total = operator(to_float32(p), target, decode_value(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
-    divisor = sqrt_of_count(target.numel()) if reduction == SUM else 1.0
-    return payloads_under(y, [p._scale], holders, divisor), total
-
-
-def _nll_backward(operator: OpOverload) -> None:
-    def backward(
-        gradient: Any, x: Any, target: Tensor, weight: Any, reduction: int, ignore_index: int, total: Any
-    ) -> Tensor:
-        like = first_scaled((gradient, x, weight, total))
-        g = operand(gradient, like)
-        shape_of = to_float32(x) if isinstance(x, ScaledTensor) else x.to(torch.float32)
-        y = operator(to_float32(g), shape_of, target, value_of(weight), reduction, ignore_index, value_of(total))
-        return payloads_under(y, [g._scale], [first_scaled((gradient, like))], _mean_divisor(target.numel(), reduction))
-
-    implements(operator, family="loss")(backward)
-
-
-_nll_backward(aten.nll_loss_backward.default)
-_nll_backward(aten.nll_loss2d_backward.default)
-
-
-@implements(aten.mse_loss.default, family="loss")
-def mse_loss(x: Any, target: Any, reduction: int = MEAN) -> Tensor:
-    """(px - pt)^2 under the scale s^2."""
-    (a, b), scale, *_ = align(x, target)
-    y = aten.mse_loss.default(a, b, reduction)
-    return make_squares(y, scale, [x, target])
+    divisor = sqrt_of_count(target.numel()) if reduction == SUM_REDUCTION else 1.0
+    return scale_payloads(y, [p._scale], holders, divisor), total
 
 
 @implements(aten.mse_loss_backward.default, family="loss")
 def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Tensor:
     """2 pg (px - pt) under gs s / n."""
     like = first_scaled((gradient, x, target))
-    g = operand(gradient, like)
-    (a, b), scale, *_ = align(*(operand(t, like) for t in (x, target)))
+    g = as_operand(gradient, like)
+    (a, b), scale, *_ = align_operands(*(as_operand(t, like) for t in (x, target)))
     y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
-    return payloads_under(y, [g._scale, scale], [first_scaled((gradient, like))], _mean_divisor(a.numel(), reduction))
+    return scale_payloads(
+        y, [g._scale, scale], [first_scaled((gradient, like))], _mean_divisor(3, gradient, x, target, reduction)
+    )
 
 
-def _backward_on_values(*operators: OpOverload) -> None:
-    """Register backward operators, linear in the gradient g, on decoded other operands; the result is under gs / n."""
-    for operator in present(operators):
-        implements(operator, family="loss")(_backward_rule_on_values(operator))
-
-
-def _backward_rule_on_values(operator: OpOverload) -> Callable:
-    names = [argument.name for argument in operator._schema.arguments]
-    at = names.index("reduction")
-
-    def backward(gradient: Any, *arguments: Any, **options: Any) -> Tensor:
-        like = first_scaled((gradient, *arguments, *options.values()))
-        g = operand(gradient, like)
-        rest = [value_of(x) for x in arguments]
-        y = operator(to_float32(g), *rest, **{name: value_of(x) for name, x in options.items()})
-        reduction = arguments[at - 1] if len(arguments) >= at else options.get("reduction", MEAN)
-        divisor = _mean_divisor(arguments[0].numel(), reduction)
-        return payloads_under(y, [g._scale], [first_scaled((gradient, like))], divisor)
-
-    return backward
-
-
-_backward_on_values(
+for _operator in (
     *(aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default, aten.soft_margin_loss_backward.default),
     *(aten.binary_cross_entropy_backward.default, aten.multi_margin_loss_backward.default),
-    aten.multilabel_margin_loss_backward.default,
-)
+    *(aten.multilabel_margin_loss_backward.default, aten.nll_loss_backward.default, aten.nll_loss2d_backward.default),
+):
+    _place = [argument.name for argument in _operator._schema.arguments].index("reduction")
+    homogeneous(_operator, family="loss", terms=functools.partial(_mean_divisor, _place), grad_output=1)
 
 
 measured_scale(
-    *(aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default),
+    *(aten.mse_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default),
     *(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default),
     *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default),
     family="loss",

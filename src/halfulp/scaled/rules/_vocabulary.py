@@ -30,34 +30,35 @@ from ...kernels import present, torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
-    LEAST_STAND_IN,
-    STAND_IN,
-    addend,
+    INFINITY_STAND_IN,
+    LEAST_SATURATED_STAND_IN,
+    as_addend,
+    as_operand,
+    bring_payload_under,
     encode_values,
+    find_stand_ins,
     first_scaled,
-    large_elements,
-    logical_of,
+    logical_dtype,
     make_scaled_to_fit,
-    operand,
-    payload_under,
-    saturated,
-    storage_of,
+    product_storage,
+    result_storage,
+    saturate_stand_ins,
 )
 from .._payloads import decode_values, selectable_payload, to_float32
-from .._registry import EIGHT_BITS, implements
+from .._registry import EIGHT_BITS, FAMILIES, implements
 from .._scaled_tensor import ScaledTensor, wrap
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
-_FAR = 2.0**60
+_FARTHEST_SCALE = 2.0**60
 
 
-def mapped(function: Callable[[Any], Any], x: Any) -> Any:
+def map_tree(function: Callable[[Any], Any], x: Any) -> Any:
     """Return tree_map(function, x), without its cost for a tensor and for plain tuples, lists and dicts."""
     kind = type(x)
     if kind is tuple or kind is list:
-        return kind(mapped(function, y) for y in x)
+        return kind(map_tree(function, y) for y in x)
     if kind is dict:
-        return {key: mapped(function, y) for key, y in x.items()}
+        return {key: map_tree(function, y) for key, y in x.items()}
     return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)
 
 
@@ -66,7 +67,7 @@ def is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def value_of(x: Any) -> Any:
+def decode_value(x: Any) -> Any:
     """Return a tensor's values in float32, float32 for a floating dtype, and anything else unchanged."""
     if isinstance(x, ScaledTensor):
         return decode_values(x, torch.float32)
@@ -80,112 +81,108 @@ def scale_one(like: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=like.device)
 
 
-def power_of_scale(scale: Tensor, degree: int) -> tuple[Tensor, Tensor | float]:
+def raise_scale(scale: Tensor, degree: int) -> tuple[Tensor, Tensor | float]:
     """Return scale^degree as a scale, and the factor beyond its range."""
     value = _powers.concrete_value(scale)
     if value is not None:
-        return _powers.product(torch.tensor(1.0, dtype=torch.float32, device="cpu"), value**degree)
-    return _powers.product(torch.ones_like(scale), scale.double() ** degree)
+        return _powers.scale_product(torch.tensor(1.0, dtype=torch.float32, device="cpu"), value**degree)
+    return _powers.scale_product(torch.ones_like(scale), scale.double() ** degree)
 
 
 def make_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtype, dtype: torch.dtype) -> Any:
     """Return a float32 payload under a scale as a scaled tensor, and what is no float unchanged."""
     if not isinstance(y, Tensor) or not y.is_floating_point():
         return y
-    y = _powers.times(y, rest)
+    y = _powers.times_power(y, rest)
     value = _powers.concrete_value(scale)
-    if value is not None and not 1 / _FAR <= value <= _FAR and y.numel():
-        y, scale = _centre(y, scale)
+    if value is not None and not 1 / _FARTHEST_SCALE <= value <= _FARTHEST_SCALE and y.numel():
+        y, scale = _bring_payload_to_one(y, scale)
     return make_scaled_to_fit(y, scale, storage, dtype)
 
 
-def _centre(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _bring_payload_to_one(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Bring a payload back to about 1: iterations that multiply scales would leave float32's range."""
     amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
     power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
-    total, rest = _powers.product(scale, power)
-    return _powers.times(y / power, rest), total
+    total, rest = _powers.scale_product(scale, power)
+    return _powers.times_power(y / power, rest), total
 
 
-def payloads_under(results: Any, factors: list[Tensor], holders: list[Any], sum_scale: float = 1.0) -> Any:
+def make_scaled_result(
+    y: Tensor,
+    scales: Sequence[Tensor],
+    storage: torch.dtype,
+    dtype: torch.dtype,
+    number: float = 1.0,
+    factor: float = 1.0,
+) -> ScaledTensor:
+    """Return a payload times a factor, under the product of scales and a power of two, as a scaled tensor."""
+    has_product = len(scales) != 1 or number != 1.0
+    has_factor = type(factor) is not float or factor != 1.0  # a traced number is not compared
+    if (has_product or has_factor or y.dtype != storage) and len(scales) <= 3 and fused.is_fused(y):
+        return wrap(*fused.finish_payload(y, scales, storage, number=number, factor=factor), dtype)
+    scale, rest = _powers.scale_product(*scales, number) if has_product else (scales[0].clone(), 1.0)
+    y = y.to(torch.float32) * factor if has_factor else y
+    made: ScaledTensor = make_result(y, scale, rest, storage, dtype)
+    return made
+
+
+def scale_payloads(results: Any, scales: list[Tensor], holders: list[Any], sum_scale: float = 1.0) -> Any:
     """Return floating results, payloads under the product of scales, each with a scale of its own."""
-    storage, dtype = storage_of(holders), logical_of(holders)
-    if not factors:
-        factors = [scale_one(first_scaled(holders))]
-
-    held: list[tuple[Tensor, Tensor | float]] = []  # computed once, if at all
-
-    def scale_and_rest() -> tuple[Tensor, Tensor | float]:
-        if not held:
-            is_one = len(factors) == 1 and sum_scale == 1.0
-            held.append((factors[0], 1.0) if is_one else _powers.product(*factors, sum_scale))
-        return held[0]
-
-    def rescaled(y: Any) -> Any:
-        if not isinstance(y, Tensor) or not y.is_floating_point():
-            return y
-        if is_fused(y, factors, storage, sum_scale):
-            payload, made = fused.finish(y, factors, storage, number=sum_scale, factor=1.0 / sum_scale)
-            return wrap(payload, made, dtype)
-        scale, rest = scale_and_rest()
-        return make_result(y if sum_scale == 1.0 else y * (1.0 / sum_scale), scale.clone(), rest, storage, dtype)
-
-    return mapped(rescaled, results)
+    storage, dtype = result_storage(holders), logical_dtype(holders)
+    scales = scales or [scale_one(first_scaled(holders))]
+    return map_tree(
+        lambda y: make_scaled_result(y, scales, storage, dtype, sum_scale, 1.0 / sum_scale) if is_floating(y) else y,
+        results,
+    )
 
 
-def is_fused(y: Tensor, factors: Sequence[Tensor], storage: torch.dtype, number: float = 1.0) -> bool:
-    """Return whether one kernel makes a result of y, and there is anything to compute."""
-    if len(factors) > 3 or y.dtype not in fused.CODECS or not fused.engaged(y):
-        return False
-    return len(factors) != 1 or number != 1.0 or y.dtype != storage
-
-
-def values_under(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
+def scale_values(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
     """Return float32 values as a scaled tensor of a given scale, and what is no float unchanged."""
     if not is_floating(y):
         return y
-    if fused.engaged(y) and y.dtype in fused.CODECS:
-        return wrap(*fused.finish(y, (scale,), storage, "values"), dtype)
-    return make_result(y, scale.clone(), _powers.ratio(scale_one(y), scale), storage, dtype)
+    if fused.is_fused(y) and y.dtype in fused.PAYLOAD_CODECS:
+        return wrap(*fused.finish_payload(y, (scale,), storage, "values"), dtype)
+    return make_result(y, scale.clone(), _powers.scale_ratio(scale_one(y), scale), storage, dtype)
 
 
-def values_under_one(y: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+def scale_values_by_one(y: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Return float32 values as a scaled tensor under the scale 1, or what the largest needs."""
-    if y.dtype in fused.CODECS and y.dtype != storage and fused.engaged(y):
-        return wrap(*fused.finish(y, (), storage), dtype)
     return make_scaled_to_fit(y, scale_one(y), storage, dtype)
 
 
-def measured_like(y: Any, holders: list[Any]) -> Any:
+def encode_measured(y: Any, holders: list[Any]) -> Any:
     """Encode floating values under a measured scale, in the storage and dtype of holders."""
-    return encode_values(y, storage_of(holders), dtype=logical_of(holders)) if is_floating(y) else y
+    return encode_values(y, result_storage(holders), dtype=logical_dtype(holders)) if is_floating(y) else y
 
 
-def align(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtype]:
+def align_operands(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtype]:
     """Return operands' float32 payloads under their largest scale, that scale, the storage and the logical dtype.
 
     Numbers that stand for infinity do not decide the scale, and stay about as much larger than the rest as float32 can
     hold.
     """
     like = first_scaled(operands)
-    tensors = [operand(x, like) for x in operands]
-    storage, dtype = storage_of(operands), logical_of(operands)
+    tensors = [as_operand(x, like) for x in operands]
+    storage, dtype = result_storage(operands), logical_dtype(operands)
     values: list[Any] = [_powers.concrete_value(x._scale) for x in tensors]
     if None in values:
         scale = _powers.deciding_scale(*(x._scale for x in tensors))
-        payloads = [payload_under(x, scale) for x in tensors]
+        payloads = [bring_payload_under(x, scale) for x in tensors]
     else:
         largest = _powers.deciding_value(values)
         scale = torch.tensor(largest, dtype=torch.float32, device="cpu")
-        payloads = [_powers.times_at_most(to_float32(x), value / largest) for x, value in zip(tensors, values)]
-    payloads = [_saturate(p, given, value, storage) for p, given, value in zip(payloads, operands, values)]
+        payloads = [
+            _powers.times_power_within_range(to_float32(x), value / largest) for x, value in zip(tensors, values)
+        ]
+    payloads = [_saturate_stand_ins(p, given, value, storage) for p, given, value in zip(payloads, operands, values)]
     return payloads, scale, storage, dtype
 
 
-def _saturate(payload: Tensor, given: Any, scale: float | None, storage: torch.dtype) -> Tensor:
+def _saturate_stand_ins(payload: Tensor, given: Any, scale: float | None, storage: torch.dtype) -> Tensor:
     """Clamp an operand's stand-ins for infinity to the storage's range."""
     if isinstance(given, ScaledTensor):
-        if scale is None or scale < _powers.HUGE:
+        if scale is None or scale < _powers.HUGE_SCALE:
             return payload
     elif not isinstance(given, Tensor) or not given.dim():
         return payload
@@ -194,7 +191,7 @@ def _saturate(payload: Tensor, given: Any, scale: float | None, storage: torch.d
         _powers.is_concrete(payload) and not (payload.abs() > largest).any()
     ):
         return payload
-    stands_in = (value_of(given) <= -STAND_IN) & (payload.abs() > largest) & payload.isfinite()
+    stands_in = (decode_value(given) <= -INFINITY_STAND_IN) & (payload.abs() > largest) & payload.isfinite()
     return torch.where(stands_in, payload.sign() * largest, payload)
 
 
@@ -212,11 +209,10 @@ def sqrt_of_count(count: int) -> float:
     return float(power)
 
 
-FLOAT32_MAX = torch.finfo(torch.float32).max
 # From these magnitudes on a constant stands for infinity: a scale that holds it would flush other numbers to 0.
-_STAND_IN = {torch.float16: 2.0**24, torch.float8_e5m2: 2.0**24, torch.float8_e4m3fn: 2.0**12}
+_STAND_IN_BY_STORAGE = {torch.float16: 2.0**24, torch.float8_e5m2: 2.0**24, torch.float8_e4m3fn: 2.0**12}
 # Among zeros, larger constants are put at the top of the payload's range: numbers added later are mostly smaller.
-_LARGE = 2.0**12
+_LARGE_CONSTANT = 2.0**12
 
 
 def is_constant(x: Any) -> bool:
@@ -230,64 +226,74 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     It is at least what a constant needs. One that stands for infinity saturates, at 128 or more. Infinities stay; among
     zeros of any scale a constant's own power of two is taken, for a large one what it needs.
     """
-    like, storage = first_scaled(operands), storage_of(operands)
-    tensors = {i: addend(x, like) for i, x in enumerate(operands) if not is_constant(x)}
-    constants = {i: operand(x, like) for i, x in enumerate(operands) if i not in tensors}
-    filled = {i for i, x in tensors.items() if is_filled(x)}
+    like, storage = first_scaled(operands), result_storage(operands)
+    tensors = {i: as_addend(x, like) for i, x in enumerate(operands) if not is_constant(x)}
+    constants = {i: as_operand(x, like) for i, x in enumerate(operands) if i not in tensors}
+    filled = {i for i, x in tensors.items() if is_filled_with_large_number(x)}
     if len(filled) < len(tensors):
         constants |= {i: tensors.pop(i) for i in filled}
     scale = _powers.deciding_scale(*(x._scale for x in tensors.values()))
     if constants:
-        scale = with_room(scale, storage, *constants.values())
-    payloads = {i: payload_under(x, scale) for i, x in tensors.items()}
-    payloads = {i: saturated(p, scale, storage, large_elements(operands[i], like)) for i, p in payloads.items()}
-    payloads |= {i: constant_payload(x, scale, storage) for i, x in constants.items()}
+        scale = raise_scale_for_constants(scale, storage, *constants.values())
+    payloads = {i: bring_payload_under(x, scale) for i, x in tensors.items()}
+    payloads = {
+        i: saturate_stand_ins(p, scale, storage, find_stand_ins(operands[i], like)) for i, p in payloads.items()
+    }
+    payloads |= {i: make_constant_payload(x, scale, storage) for i, x in constants.items()}
     return [payloads[i] for i in range(len(operands))], scale
 
 
-def is_filled(x: ScaledTensor) -> bool:
+def is_filled_with_large_number(x: ScaledTensor) -> bool:
     """Return whether x is one large number everywhere, as torch.full_like(x, -1e9) is; False if not concrete."""
     scale = _powers.concrete_value(x._scale)
-    if scale is None or scale < _LARGE / 2**16 or not _powers.is_concrete(x._payload) or not x.numel():
+    if scale is None or scale < _LARGE_CONSTANT / 2**16 or not _powers.is_concrete(x._payload) or not x.numel():
         return False
     low, high = (bound.item() for bound in torch.aminmax(to_float32(x).abs()))
-    return low * scale >= _LARGE and high == low
+    return low * scale >= _LARGE_CONSTANT and high == low
 
 
-def with_room(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
+def raise_scale_for_constants(scale: Tensor, storage: torch.dtype, *constants: ScaledTensor) -> Tensor:
     """Return the scale, raised until the constants fit the storage; where x is all zeros, the constants' largest."""
     value = _powers.concrete_value(scale)
-    roomy = _powers.maximum_scale(scale, *(_least_scale(c, storage) for c in constants))
-    return roomy if value not in (None, _powers.ZERO_SCALE) else _zeros_scale(scale, roomy, storage, constants)
+    roomy = _powers.maximum_scale(scale, *(_find_least_scale(c, storage) for c in constants))
+    return (
+        roomy if value not in (None, _powers.ZERO_SCALE) else _choose_scale_of_zeros(scale, roomy, storage, constants)
+    )
 
 
-def _zeros_scale(scale: Tensor, otherwise: Tensor, storage: torch.dtype, constants: tuple[ScaledTensor, ...]) -> Tensor:
+def _choose_scale_of_zeros(
+    scale: Tensor, otherwise: Tensor, storage: torch.dtype, constants: tuple[ScaledTensor, ...]
+) -> Tensor:
     """Return the constants' largest scale for zeros of any scale; at least 1 for a large one, and what it needs."""
     own = _powers.maximum_scale(*(c._scale for c in constants))
-    roomy = _powers.maximum_scale(*(_least_scale(c, storage) for c in constants)).clamp(min=1.0)
-    return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < _LARGE, own, roomy), otherwise)
+    roomy = _powers.maximum_scale(*(_find_least_scale(c, storage) for c in constants)).clamp(min=1.0)
+    return torch.where(scale == _powers.ZERO_SCALE, torch.where(own < _LARGE_CONSTANT, own, roomy), otherwise)
 
 
-def _least_scale(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
+def _find_least_scale(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
     largest = torch.finfo(storage).max
     value = torch.nan_to_num(to_float32(constant).abs() * constant._scale, 0.0, 0.0).amax()
-    return _powers.round_to_power(torch.where(value >= _stand_in(storage), LEAST_STAND_IN, value) / largest, "up")
+    return _powers.round_to_power(
+        torch.where(value >= _find_stand_in(storage), LEAST_SATURATED_STAND_IN, value) / largest, "up"
+    )
 
 
-def constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.dtype) -> Tensor:
+def make_constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.dtype) -> Tensor:
     """Return a constant's payload under a scale; a constant that stands for infinity saturates."""
     payload = to_float32(constant)
     largest = torch.finfo(storage).max
-    moved = _powers.times(payload, _powers.ratio(constant._scale, scale)).clamp(-FLOAT32_MAX, FLOAT32_MAX)
+    moved = _powers.times_power(payload, _powers.scale_ratio(constant._scale, scale)).clamp(
+        -_powers.FLOAT32_MAX, _powers.FLOAT32_MAX
+    )
     if storage == torch.bfloat16:  # to which float32's largest number would be rounded as infinity
         held = (largest / scale).clamp(max=largest)
         moved = torch.minimum(torch.maximum(moved, -held), held)
-    stands_in = (moved.abs() > largest) & (payload.abs() * constant._scale >= _stand_in(storage))
-    enough = _powers.maximum_scale(torch.full_like(scale, largest), LEAST_STAND_IN / scale)
+    stands_in = (moved.abs() > largest) & (payload.abs() * constant._scale >= _find_stand_in(storage))
+    enough = _powers.maximum_scale(torch.full_like(scale, largest), LEAST_SATURATED_STAND_IN / scale)
     return torch.where(payload.isinf(), payload, torch.where(stands_in, moved.sign() * enough, moved))
 
 
-def constants_under(x: ScaledTensor, *constants: Any, room: bool = True) -> tuple[list[Any], Tensor]:
+def align_constants(x: ScaledTensor, *constants: Any, room: bool = True) -> tuple[list[Any], Tensor]:
     """Return constants as payloads, and x's scale, raised as they need, or theirs if x is zeros of any scale.
 
     Args:
@@ -298,45 +304,53 @@ def constants_under(x: ScaledTensor, *constants: Any, room: bool = True) -> tupl
     storage, own = x._payload.dtype, _powers.concrete_value(x._scale)
     if own is not None and all(isinstance(c, (int, float)) for c in constants):
         numbers = [float(c) for c in constants]
-        needed = [_room_of(c, storage) for c in numbers] if room else []
+        needed = [_find_scale_for_number(c, storage) for c in numbers] if room else []
         if own == _powers.ZERO_SCALE:
-            powers = {c: _powers.power_of(abs(c)) for c in numbers if c and math.isfinite(c)}
-            needed = [p if p < _LARGE else max(1.0, _room_of(c, storage)) for c, p in powers.items()]
+            powers = {c: _powers.nearest_power(abs(c)) for c in numbers if c and math.isfinite(c)}
+            needed = [
+                p if p < _LARGE_CONSTANT else max(1.0, _find_scale_for_number(c, storage)) for c, p in powers.items()
+            ]
         own = max([own, *needed])
-        return [_payload_of(c, own, storage) for c in numbers], torch.full((), own, dtype=torch.float32, device="cpu")
-    tensors = [operand(c, x) for c in constants]
+        return [_make_number_payload(c, own, storage) for c in numbers], torch.full(
+            (), own, dtype=torch.float32, device="cpu"
+        )
+    tensors = [as_operand(c, x) for c in constants]
     scale = (
-        with_room(x._scale, storage, *tensors) if room else _zeros_scale(x._scale, x._scale, storage, tuple(tensors))
+        raise_scale_for_constants(x._scale, storage, *tensors)
+        if room
+        else _choose_scale_of_zeros(x._scale, x._scale, storage, tuple(tensors))
     )
-    return [constant_payload(c, scale, storage) for c in tensors], scale
+    return [make_constant_payload(c, scale, storage) for c in tensors], scale
 
 
-def _room_of(constant: float, storage: torch.dtype) -> float:
+def _find_scale_for_number(constant: float, storage: torch.dtype) -> float:
     size = abs(constant)
     if not 0 < size < math.inf:
         return _powers.ZERO_SCALE
-    return _powers.power_of((LEAST_STAND_IN if size >= _stand_in(storage) else size) / torch.finfo(storage).max, "up")
+    return _powers.nearest_power(
+        (LEAST_SATURATED_STAND_IN if size >= _find_stand_in(storage) else size) / torch.finfo(storage).max, "up"
+    )
 
 
-def _payload_of(constant: float, scale: float, storage: torch.dtype) -> float:
+def _make_number_payload(constant: float, scale: float, storage: torch.dtype) -> float:
     if not math.isfinite(constant):
         return constant
     payload, largest = constant / scale, torch.finfo(storage).max
     if storage == torch.bfloat16:
         held = min(largest, largest / scale)
         return min(max(payload, -held), held)
-    if abs(payload) > largest and abs(constant) >= _stand_in(storage):
-        return math.copysign(min(max(largest, LEAST_STAND_IN / scale), FLOAT32_MAX), constant)
-    return min(max(payload, -FLOAT32_MAX), FLOAT32_MAX)
+    if abs(payload) > largest and abs(constant) >= _find_stand_in(storage):
+        return math.copysign(min(max(largest, LEAST_SATURATED_STAND_IN / scale), _powers.FLOAT32_MAX), constant)
+    return min(max(payload, -_powers.FLOAT32_MAX), _powers.FLOAT32_MAX)
 
 
-def _stand_in(storage: torch.dtype) -> float:
-    return _STAND_IN.get(storage, _powers.HUGE)
+def _find_stand_in(storage: torch.dtype) -> float:
+    return _STAND_IN_BY_STORAGE.get(storage, _powers.HUGE_SCALE)
 
 
 aten = torch_operators("aten")
 # Operators whose results are elements of the argument, or their negatives: exact in every storage.
-_PICKING = {aten.relu.default, aten.neg.default, aten.abs.default}
+_SELECTING_OPERATORS = {aten.relu.default, aten.neg.default, aten.abs.default}
 
 
 def data_movement(*operators: OpOverload, family: str = "own") -> None:
@@ -345,14 +359,14 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
     The payload moves, the scale stays: view, gather, clone. A view shares the scale with what it is a view of.
     """
     for operator in present(operators):
-        implements(operator, family=family)(_data_movement_rule(operator, operator.is_view))
+        implements(operator, family=family)(_make_data_movement_rule(operator, operator.is_view))
 
 
-def _data_movement_rule(operator: OpOverload, is_view: bool) -> Callable[..., Any]:
+def _make_data_movement_rule(operator: OpOverload, is_view: bool) -> Callable[..., Any]:
     def move(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         scale, dtype = x._scale, x.dtype
         results = move_elements(operator, x._payload, *arguments, **options)
-        return mapped(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
+        return map_tree(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
 
     def view(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         if not torch.is_inference_mode_enabled() or x.is_inference():
@@ -368,7 +382,7 @@ def move_elements(operator: OpOverload, payload: Tensor, *arguments: Any, **opti
     if payload.dtype not in EIGHT_BITS or operator.is_view:
         return operator(payload, *arguments, **options)
     results = operator(payload.view(torch.uint8), *arguments, **options)
-    return mapped(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
+    return map_tree(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
 
 
 def homogeneous(
@@ -395,27 +409,27 @@ def homogeneous(
         ValueError: an operator has no argument of a name, or has a rule already, or the family is not registered.
     """
     for operator in present(operators):
-        rule = _rule_of_degrees(operator, degrees, terms) if degrees else _homogeneous_rule(operator, degree)
+        rule = _make_rule_of_degrees(operator, degrees, terms) if degrees else _make_homogeneous_rule(operator, degree)
         implements(operator, family=family)(rule)
 
 
-def _homogeneous_rule(operator: OpOverload, degree: int) -> Callable[..., Any]:
+def _make_homogeneous_rule(operator: OpOverload, degree: int) -> Callable[..., Any]:
     def scaled(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         storage, dtype = x._payload.dtype, x.dtype
-        entered = selectable_payload(x) if operator in _PICKING else to_float32(x)
+        entered = selectable_payload(x) if operator in _SELECTING_OPERATORS else to_float32(x)
         results = operator(entered, *arguments, **options)
         if degree > 0:
-            return payloads_under(results, [x._scale] * degree, [x])
-        scale, rest = power_of_scale(x._scale, degree)
-        return mapped(lambda y: make_result(y, scale.clone(), rest, storage, dtype), results)
+            return scale_payloads(results, [x._scale] * degree, [x])
+        scale, rest = raise_scale(x._scale, degree)
+        return map_tree(lambda y: make_result(y, scale.clone(), rest, storage, dtype), results)
 
     return scaled
 
 
-def _rule_of_degrees(
+def _make_rule_of_degrees(
     operator: OpOverload, degrees: dict[str, int], terms: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    names = _argument_names(operator, *degrees)
+    names = _list_argument_names(operator, *degrees)
 
     def rule(*arguments: Any, **options: Any) -> Any:
         like = first_scaled(tree_leaves((arguments, options)))
@@ -425,8 +439,8 @@ def _rule_of_degrees(
         def entering(name: str, x: Any) -> Any:
             degree = degrees.get(name)
             if degree is None or not is_floating(x):
-                return mapped(value_of, x)
-            scaled = operand(x, like)
+                return map_tree(decode_value, x)
+            scaled = as_operand(x, like)
             if degree:
                 carriers.append(x)
                 factors.extend([scaled._scale] * degree)
@@ -437,12 +451,12 @@ def _rule_of_degrees(
         sum_scale = 1.0 if terms is None else terms(*arguments, **options)
         results = operator(*entered, **named)
         holders = carriers if any(isinstance(x, ScaledTensor) for x in carriers) else [like]
-        return payloads_under(results, factors, holders, sum_scale)
+        return scale_payloads(results, factors, holders, sum_scale)
 
     return rule
 
 
-def _argument_names(operator: OpOverload, *given: str) -> list[str]:
+def _list_argument_names(operator: OpOverload, *given: str) -> list[str]:
     """Return the names of an operator's arguments; raise unless those given are among them."""
     names = [argument.name for argument in operator._schema.arguments]
     for name in given:
@@ -457,25 +471,33 @@ def unit_scale(*operators: OpOverload, family: str = "own") -> None:
     sigmoid, softmax, cos: computed on values; a larger scale where the largest finite result needs it.
     """
     for operator in present(operators):
-        implements(operator, family=family)(_rule_on_values(operator, is_unit=True))
+        implements(operator, family=family)(_make_value_rule(operator, True))
 
 
-def measured_scale(*operators: OpOverload, family: str = "own") -> None:
+def measured_scale(*operators: OpOverload, family: str = "own", scaled: int = 0) -> None:
     """Register operators that no power law describes: op(p s) under a scale r next to the results' root mean square.
 
-    lgamma, histc, linear solvers: computed on values; r is a power of two.
+    lgamma, histc, linear solvers: computed on values; r is a power of two. Results beyond the first `scaled` ones stay
+    plain, such as what a layer saves for its backward pass.
     """
     for operator in present(operators):
-        implements(operator, family=family)(_rule_on_values(operator, is_unit=False))
+        is_product = family in FAMILIES and FAMILIES[family].operands == "home"
+        implements(operator, family=family)(_make_value_rule(operator, False, scaled, is_product))
 
 
-def _rule_on_values(operator: OpOverload, is_unit: bool) -> Callable[..., Any]:
+def _make_value_rule(
+    operator: OpOverload, is_unit: bool, scaled: int = 0, is_product: bool = False
+) -> Callable[..., Any]:
     def compute(*arguments: Any, **options: Any) -> Any:
         flat = [*arguments, *options.values()]
         flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
-        storage, dtype = storage_of(flat), logical_of(flat)
-        arguments, options = mapped(value_of, (arguments, options))
-        return mapped(lambda y: _encode_result(y, storage, dtype, is_unit), operator(*arguments, **options))
+        storage, dtype = (product_storage if is_product else result_storage)(flat), logical_dtype(flat)
+        arguments, options = map_tree(decode_value, (arguments, options))
+        results = operator(*arguments, **options)
+        encoded = map_tree(
+            lambda y: _encode_result(y, storage, dtype, is_unit), results[:scaled] if scaled else results
+        )
+        return (*encoded, *results[scaled:]) if scaled else encoded
 
     return compute
 
@@ -483,18 +505,18 @@ def _rule_on_values(operator: OpOverload, is_unit: bool) -> Callable[..., Any]:
 def _encode_result(y: Any, storage: torch.dtype, dtype: torch.dtype, is_unit: bool) -> Any:
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.layout != torch.strided:
         return y
-    return values_under_one(y, storage, dtype) if is_unit else encode_values(y, storage, dtype=dtype)
+    return scale_values_by_one(y, storage, dtype) if is_unit else encode_values(y, storage, dtype=dtype)
 
 
 def decoded(*operators: OpOverload, family: str = "own") -> None:
     """Register operators with plain results, computed by value: booleans, indices, complex numbers."""
     for operator in present(operators):
-        implements(operator, family=family)(_rule_of_plain_results(operator))
+        implements(operator, family=family)(_make_plain_rule(operator))
 
 
-def _rule_of_plain_results(operator: OpOverload) -> Callable[..., Any]:
+def _make_plain_rule(operator: OpOverload) -> Callable[..., Any]:
     def compute(*arguments: Any, **options: Any) -> Any:
-        arguments, options = mapped(value_of, (arguments, options))
+        arguments, options = map_tree(decode_value, (arguments, options))
         return operator(*arguments, **options)
 
     return compute
@@ -510,19 +532,19 @@ def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False
         of: the name of the argument whose scale stays; the first by default.
     """
     for operator in present(operators):
-        implements(operator, family=family)(_gate_rule(operator, of, at_least_one))
+        implements(operator, family=family)(_make_gate_rule(operator, of, at_least_one))
 
 
-def _gate_rule(operator: OpOverload, of: str | None, at_least_one: bool) -> Callable[..., Any]:
-    position = 0 if of is None else _argument_names(operator, of).index(of)
+def _make_gate_rule(operator: OpOverload, of: str | None, at_least_one: bool) -> Callable[..., Any]:
+    position = 0 if of is None else _list_argument_names(operator, of).index(of)
 
     def rule(*arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))
-        kept = operand(arguments[position], first_scaled(flat))
+        kept = as_operand(arguments[position], first_scaled(flat))
         scale = _powers.maximum_scale(kept._scale, scale_one(kept)) if at_least_one else kept._scale
-        values = operator(*mapped(value_of, arguments), **mapped(value_of, options))
+        values = operator(*map_tree(decode_value, arguments), **map_tree(decode_value, options))
         holders = [x for x in flat if isinstance(x, Tensor)]
-        return mapped(lambda y: values_under(y, scale, storage_of(holders), logical_of(holders)), values)
+        return map_tree(lambda y: scale_values(y, scale, result_storage(holders), logical_dtype(holders)), values)
 
     return rule
 
@@ -533,18 +555,18 @@ def aligned(*operators: OpOverload, family: str = "own") -> None:
     Numbers and plain tensors without dimensions are constants: see `align_with_constants`.
     """
     for operator in present(operators):
-        implements(operator, family=family)(_aligned_rule(operator))
+        implements(operator, family=family)(_make_aligned_rule(operator))
 
 
-def _aligned_rule(operator: OpOverload) -> Callable[..., Any]:
+def _make_aligned_rule(operator: OpOverload) -> Callable[..., Any]:
     def rule(*arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))
         holders = [x for x in flat if isinstance(x, ScaledTensor)]
         payloads, scale = align_with_constants([x for x in flat if is_floating(x)])
         found = iter(payloads)
-        arguments, options = mapped(lambda x: next(found) if is_floating(x) else x, (arguments, options))
+        arguments, options = map_tree(lambda x: next(found) if is_floating(x) else x, (arguments, options))
         results = operator(*arguments, **options)
-        return payloads_under(results, [scale], holders + [x for x in flat if is_floating(x) and x.dim()])
+        return scale_payloads(results, [scale], holders + [x for x in flat if is_floating(x) and x.dim()])
 
     return rule
 
