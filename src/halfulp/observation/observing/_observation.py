@@ -296,7 +296,7 @@ class Observation(StepWatcher):
                 book.count_waiting()
                 self._modules.statistics.end()
                 if self._ranks.others:
-                    self._ranks.note_step(self._rounding_errors())
+                    self._ranks.note_step()
                 record.sites = self._scales.sites()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
@@ -336,11 +336,6 @@ class Observation(StepWatcher):
             self._losses.append(told)
             self.book.record.loss_gap = measure_loss_gap(self._losses, self.book.record.loss_dtype)
         return told
-
-    def _rounding_errors(self) -> dict[str, torch.Tensor]:
-        """Return the errors of stochastic rounding in this step, by parameter."""
-        followed = [item for one in self._updates.values() for item in one.rounded.items()]
-        return {name: errors for name, one in followed if (errors := one.take_errors()) is not None}
 
     @watching
     def _count(self) -> None:

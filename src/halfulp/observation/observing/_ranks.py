@@ -9,34 +9,27 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import math
 import pickle
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...optim.parameters._local_tensors import is_dtensor, local
+from ...optim.parameters._local_tensors import is_dtensor
 from ...rounding import mix64
-from ..sampling._sampler import MOST, hash_name, make_place_key, read_numbers, take_sample
+from ..sampling._sampler import hash_name, make_place_key, read_numbers, take_sample
 from ._notebook import Notebook
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 # Seconds that a rank waits, where it stops, for what the others have yet to say.
 PATIENCE = 5.0
 # Sampled steps that are compared at the end: ranks that differ stay different, and an early stop is met within these.
 MOST_STEPS = 16
-# Rounding errors of few parameters and elements a step, other ones at the next: bits repeat in all of a rank's
-# parameters, or in many.
-MOST_PARAMETERS, MOST_ELEMENTS, UNITS = 4, 1024, 127
-CHANCE = math.log(1e8)
 _starts: Counter[str] = Counter()
 
 
@@ -47,13 +40,11 @@ class RankSummary:
     Attributes:
         met: how often each rank had begun to observe this model when this one had made its first step.
         hashes: by sampled step since it began, uint32 hashes of the replicated parameters by name.
-        errors: by sampled step, by `shard_key`, a number that names the shard, and its rounding errors as int8 / 127.
         extremes: by role and name, largest and smallest nonzero magnitudes.
     """
 
     met: dict[int, int] = field(default_factory=dict)
     hashes: dict[int, dict[str, int]] = field(default_factory=dict)
-    errors: dict[int, dict[int, tuple[int, Array]]] = field(default_factory=dict)
     extremes: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
 
@@ -61,9 +52,8 @@ class Ranks:
     """Compares this rank with others that train the same model.
 
     The lowest rank that observes, the hub, reads what all others saw, and they read the hub: whether replicas hold the
-    same bits, whether shards are rounded by the same random bits, and the largest and smallest magnitudes. Ranks that
-    began at another step, sampled no step in common or are late are named in the record's `unseen`; nothing hangs, and
-    no step waits.
+    same bits, and the largest and smallest magnitudes. Ranks that began at another step, sampled no step in common or
+    are late are named in the record's `unseen`; nothing hangs, and no step waits.
 
     Attributes:
         others: ranks to compare with, none before `begin` and behind `end`.
@@ -87,28 +77,21 @@ class Ranks:
         if not self.others:
             return
         self._replicated = find_replicated(self._model, self._parameters)
-        self._shards = find_shards(self._parameters)
         name = f"halfulp/observe/{mix64(*map(hash_name, (str(shared), *sorted(self._parameters)))):016x}"
         _starts[name] += 1
         self._name, self._before = name, _starts[name] - 1
         self._try(lambda: _default_store().set(f"{name}/{self.rank}", str(_starts[name])))
 
-    def note_step(self, errors: Mapping[str, torch.Tensor]) -> None:
-        """Keep what this rank observed in a sampled step.
-
-        Args:
-            errors: rounding errors of sampled elements by parameter, where updates are rounded stochastically.
-        """
+    def note_step(self) -> None:
+        """Keep hashes of the replicated parameters as they are after a sampled step."""
         if self._failed:
             return
         step = self.book.step - self._first
         if not self._own.met:
             self._try(self._meet)
         self._own.hashes[step] = hash_parameters(self._replicated, lambda name: make_place_key(0, step, name))
-        self._own.errors[step] = chosen_errors(step, errors, self._shards)
-        for kept in (self._own.hashes, self._own.errors):
-            while len(kept) > MOST_STEPS:
-                del kept[min(kept)]
+        if len(self._own.hashes) > MOST_STEPS:
+            del self._own.hashes[min(self._own.hashes)]
 
     def _meet(self) -> None:
         """Read who else observes: ranks that train together have all begun when one has made its first step."""
@@ -151,9 +134,8 @@ class Ranks:
 
         self._try(gather)
         words: dict[str, list[int]] = {}
-        bits = SharedRandomBits()
         for rank in wanted:
-            said = self._compare(rank, heard.get(rank), bits)
+            said = self._compare(rank, heard.get(rank))
             if said:
                 words.setdefault(said, []).append(rank)
         self._said = [f"{_name_ranks(ranks)} {said}" for said, ranks in sorted(words.items())]
@@ -163,7 +145,7 @@ class Ranks:
     def _key(self, rank: int) -> str:
         return f"{self._name}/{rank}/{self._own.met[rank]}"
 
-    def _compare(self, rank: int, theirs: RankSummary | None, bits: SharedRandomBits) -> str:
+    def _compare(self, rank: int, theirs: RankSummary | None) -> str:
         """Merge another rank's summary into the record; return what is missing of it."""
         if self._failed:
             return f"not compared ({self._failed})"
@@ -173,27 +155,16 @@ class Ranks:
             return "had not stopped observing when this one did: not compared"
         self._join_extremes(theirs)
         common = sorted(self._own.hashes.keys() & theirs.hashes.keys())
+        replicas = self.book.record.replicas
         for step in common:
-            self._compare_step(rank, step, theirs, bits)
+            for name, own in self._own.hashes[step].items():
+                if name in theirs.hashes[step]:
+                    replicas[name] = replicas.get(name, True) and own == theirs.hashes[step][name]
         if not common:
             return "sampled other steps than this rank: not compared"
         if common[-1] < max(self._own.hashes):
             return f"ended after step {self._first + common[-1]}: compared until then"
         return ""
-
-    def _compare_step(self, rank: int, step: int, theirs: RankSummary, bits: SharedRandomBits) -> None:
-        replicas, parameters = self.book.record.replicas, self.book.record.parameters
-        other = theirs.hashes[step]
-        for name, own in self._own.hashes[step].items():
-            if name in other:
-                replicas[name] = replicas.get(name, True) and own == other[name]
-        names = {shard_key(name, elements): name for name, (_, elements) in self._shards.items()}
-        mine, others = self._own.errors[step], theirs.errors[step]
-        for key in mine.keys() & others.keys():
-            bits.add(rank, key, mine[key], others[key])
-            rounding = parameters[names[key]].rounding
-            if rounding is not None:
-                rounding.between_ranks = bits.correlation(key)
 
     def _join_extremes(self, theirs: RankSummary) -> None:
         for key, totals in self.book.totals.items():
@@ -256,20 +227,6 @@ def find_replicated(model: nn.Module, parameters: Mapping[str, torch.Tensor]) ->
     }
 
 
-def find_shards(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Return of DTensors' shards a number, the same on ranks that hold the same one, and how many elements it has."""
-    found = {}
-    for name, parameter in parameters.items():
-        if is_dtensor(parameter) and _is_sharded(parameter):
-            mesh = parameter.device_mesh
-            number = 0
-            for k, (at, placement) in enumerate(zip(mesh.get_coordinate() or (), parameter.placements)):
-                if not placement.is_replicate():
-                    number = number * mesh.size(k) + at
-            found[name] = number, local(parameter).numel()
-    return found
-
-
 def _is_sharded(parameter: torch.Tensor) -> bool:
     if is_dtensor(parameter):
         return not all(placement.is_replicate() for placement in parameter.placements)
@@ -290,71 +247,3 @@ def hash_parameters(parameters: Mapping[str, torch.Tensor], key: Callable[[str],
             size = zlib.crc32(f"{found.flat.numel()} {found.scale}".encode())
             hashes[name] = zlib.crc32(take_sample(found.flat, key(name)).numpy().data, size)
     return hashes
-
-
-def chosen_errors(
-    step: int, errors: Mapping[str, torch.Tensor], shards: Mapping[str, tuple[int, int]]
-) -> dict[int, tuple[int, Array]]:
-    """Return the rounding errors of a few parameters in a step, by `shard_key`: a shard's number, and int8 in 1/127.
-
-    Args:
-        errors: of the sampled elements, by the parameter's name; NaN where nothing was rounded.
-        shards: by names, the number of the shard on this rank and its elements.
-    """
-    keys = {shard_key(name, shards[name][1]): name for name in errors if name in shards}
-    chosen = sorted(keys, key=lambda key: mix64(step, key))[:MOST_PARAMETERS]
-    found: dict[int, tuple[int, Array]] = {}
-    for key in chosen:
-        in_units = errors[keys[key]][:MOST_ELEMENTS].nan_to_num(0.0) * UNITS
-        found[key] = shards[keys[key]][0], in_units.round().to(torch.int8).numpy()
-    return found
-
-
-def shard_key(name: str, elements: int) -> int:
-    """Return the key under which ranks compare a parameter; large shards of other sizes are sampled at other places."""
-    return hash_name(f"{name} {max(elements, MOST)}")
-
-
-class SharedRandomBits:
-    """Tests whether two ranks round different shards by the same random bits: sums over elements that both rounded.
-
-    Of an element that is rounded away from zero with probability p, the error e = [away] - p has mean 0 and variance
-    p (1 - p); p is |e| or 1 - |e|, so that e tells both. Of two elements that are rounded by independent bits the
-    product of the errors has mean 0 and variance v w, at most 1 in magnitude; by the same bits its mean is
-    min(p, q) - p q. With V = sum v w, Bernstein's inequality bounds the sum of such products of independent bits by
-    L/3 + sqrt(L^2/9 + 2 L V) but for a chance of exp(-L) (Boucheron, Lugosi and Massart, Concentration Inequalities,
-    theorem 2.10). What a sum is above that, over sum sqrt(v w), is a correlation that chance does not explain.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[int, dict[int, Array]] = {}
-
-    def add(self, rank: int, key: int, mine: tuple[int, Array], theirs: tuple[int, Array]) -> None:
-        """Add one step's rounding errors of a parameter, or nothing where both ranks hold the same shard."""
-        if mine[0] == theirs[0]:
-            return
-        count = min(len(mine[1]), len(theirs[1]))
-        e, f = (one[1][:count].astype(np.float64) / UNITS for one in (mine, theirs))
-        v, w = (np.abs(one) * (1 - np.abs(one)) for one in (e, f))
-        open_ = (v > 0) & (w > 0)
-        vw = (v * w)[open_]
-        sums = self._sums.setdefault(key, {}).setdefault(rank, np.zeros(3))
-        sums += [(e * f)[open_].sum(), vw.sum(), np.sqrt(vw).sum()]
-
-    def correlation(self, key: int) -> float | None:
-        """Return the largest correlation with another rank that chance does not explain; None without another one."""
-        return max(
-            (_unexplained_correlation(*sums.tolist()) for sums in self._sums.get(key, {}).values()), default=None
-        )
-
-
-def _unexplained_correlation(products: float, variance: float, deviations: float) -> float:
-    """Return the correlation beyond chance, at least 0.
-
-    >>> _unexplained_correlation(100.0, 40.0, 200.0) > 0.1
-    True
-    >>> _unexplained_correlation(10.0, 40.0, 200.0), _unexplained_correlation(0.0, 0.0, 0.0)
-    (0.0, 0.0)
-    """
-    chance = CHANCE / 3 + math.sqrt(CHANCE * CHANCE / 9 + 2 * CHANCE * variance)
-    return max(0.0, products - chance) / deviations if deviations else 0.0

@@ -621,23 +621,10 @@ def is_stochastic(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
 
 
 class RoundingDecisions:
-    """Follows the directions in which one parameter's sampled elements are rounded, at the same places every time.
-
-    Attributes:
-        errors: of the last step, float64: 1 where an element was rounded away from zero, 0 where towards it, less the
-            probability of going away from it, since random bits are added to magnitudes; NaN where nothing was rounded.
-    """
-
-    __slots__ = ("_before", "errors")
+    """Follows the directions in which one parameter's sampled elements are rounded, at the same places every time."""
 
     def __init__(self) -> None:
-        self.errors: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
-
-    def take_errors(self) -> torch.Tensor | None:
-        """Return the errors of the last step, once."""
-        errors, self.errors = self.errors, None
-        return errors
 
     def add(self, record: ParameterRecord, dtype: torch.dtype, wanted: torch.Tensor, after: torch.Tensor) -> None:
         """Count the directions of one step.
@@ -655,9 +642,7 @@ class RoundingDecisions:
         rounding.seen += len(p)
         rounding.excess += float((went_up - p).sum())
         rounding.variance += float((p * (1 - p)).sum())
-        errors = torch.where(decided, up.double() - probability, torch.nan)
-        self.errors = errors * wanted.sign()
-        surprise = errors / (probability * (1 - probability)).sqrt()
+        surprise = torch.where(decided, up.double() - probability, torch.nan) / (probability * (1 - probability)).sqrt()
         if self._before is not None and len(self._before) == len(surprise):
             products = self._before * surprise
             products = products[products.isfinite()]
