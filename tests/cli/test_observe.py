@@ -257,11 +257,10 @@ train(3)
     code, out, _ = observe(text, options=("--interval", "2"))
     assert code == 0
     content = written()
-    names = [parameter["name"] for parameter in content["record"]["parameters"]]
-    assert names == ["maker.weight", "maker.bias", "judge.weight", "judge.bias"]
-    assert "8 steps" not in out
-    assert "5 steps" in out
-    assert "3 steps" in out
+    found = [(one["model"], one["steps"]) for one in content["trainings"]]
+    assert found == [("Maker", 8), ("Judge", 5), ("Judge", 3)]
+    assert [parameter["name"] for parameter in content["record"]["parameters"]] == ["weight", "bias"]
+    assert "training 1 of 3: Maker, SGD, beside training 2, 3" in out
 
 
 FOLDS = """

@@ -222,15 +222,6 @@ def optimizer_code(name: str | None, options: Mapping[str, Any], extra: str) -> 
     return f"{IMPORT}\noptimizer = hu.optim.wrap({own}, {arguments})"
 
 
-def of_model(code: str, name: str) -> str:
-    """Return lines of `optimizer_code` for a model that the script calls by another name.
-
-    >>> print(of_model(optimizer_code("SGD", {"lr": 0.1}, KAHAN), "netG").splitlines()[1])
-    optimizer = hu.optim.SGD(netG.parameters(), lr=0.1, weight_update="kahan")
-    """
-    return code.replace("model.parameters()", f"{name}.parameters()")
-
-
 def for_groups(code: str) -> str:
     """Return lines of `optimizer_code` for what has several options: made of the param groups that are there.
 

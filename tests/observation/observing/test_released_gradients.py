@@ -83,7 +83,7 @@ def test_a_script_is_observed(release):
     (training,) = watch.trainings
     assert training.model == "Sequential"
     assert len(training) == STEPS
-    assert training.record.parameters["2.weight"].update.seen
+    assert training.summary.record.parameters["2.weight"].update.seen
 
 
 def test_other_hooks_are_refused_before_anything_is_written():

@@ -54,7 +54,11 @@ def test_folds_are_trainings_of_their_own_and_nothing_keeps_their_models():
     assert found["steps"] == 5
     names = [[one["name"] for one in each["record"]["parameters"]] for each in found["trainings"][:2]]
     assert names == [[name for name, _ in net().named_parameters()]] * 2, "names of the model, none before them"
-    assert {role for role, _ in watch.trainings[0].record.tensors} >= {"activation", "weight gradient", "update"}
+    assert {role for role, _ in watch.trainings[0].summary.record.tensors} >= {
+        "activation",
+        "weight gradient",
+        "update",
+    }
 
 
 def test_models_made_before_the_first_is_trained_are_trainings_of_their_own():
@@ -66,14 +70,12 @@ def test_models_made_before_the_first_is_trained_are_trainings_of_their_own():
     assert steps_of(watch) == [7, 7, 7]
     assert [training.model for training in watch.trainings] == ["Sequential"] * 3
     for training in watch.trainings:
-        assert any(role == "activation" for role, _ in training.record.tensors), "a later step is seen whole"
-        assert training.record.unseen == []
+        assert any(role == "activation" for role, _ in training.summary.record.tensors), "a later step is seen whole"
+        assert training.summary.record.unseen == []
 
 
-def test_models_that_are_trained_together_are_observed_together_under_names_of_their_own():
-    class Net(nn.Linear): ...
-
-    maker, critic = Net(4, 4), Net(4, 1)
+def test_models_that_are_trained_together_by_optimizers_of_their_own_are_trainings_beside_each_other():
+    maker, critic = nn.Linear(4, 4), nn.Linear(4, 1)
     with Watch(2) as watch:
         optimizers = [torch.optim.Adam(one.parameters()) for one in (maker, critic)]
         for step in range(6):
@@ -86,71 +88,20 @@ def test_models_that_are_trained_together_are_observed_together_under_names_of_t
                 critic(maker(torch.randn(3, 4))).mean().backward()
                 optimizers[0].step()
                 optimizers[0].zero_grad()
-    assert steps_of(watch) == [6]
-    [training] = watch.trainings
-    assert training.model == "maker + critic"
-    assert list(training.record.parameters) == ["maker.weight", "maker.bias", "critic.weight", "critic.bias"]
+    assert sorted(steps_of(watch)) == [3, 6]
+    assert [one["overlaps"] for one in watch.report().to_dict()["trainings"]] == [[2], [1]]
+    for training in watch.trainings:
+        assert list(training.summary.record.parameters) == ["weight", "bias"]
+        assert {role for role, _ in training.summary.record.tensors} >= {"activation", "weight gradient", "update"}
 
 
-class Trainer:
-    """Holds its models as attributes, as a class of a library does."""
-
-    def __init__(self, first, second):
-        self.first, self.second = first, second
-
-    def train(self):
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (self.first, self.second)]
-        for _ in range(2):
-            step_both(self.first, self.second, optimizers)
-
-
-def step_both(one, other, optimizers):
-    other(one(torch.randn(3, 4))).sum().backward()
-    for optimizer in optimizers:
+def test_models_of_one_optimizer_are_one_training_and_each_is_named_by_its_class():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    with Watch(1) as watch:
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+        second(first(torch.randn(3, 4))).sum().backward()
         optimizer.step()
-
-
-def test_the_code_of_a_cure_names_the_model_that_it_is_of():
-    with Watch(1) as watch:
-        maker, critic = nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8)
-        optimizers = [torch.optim.SGD(one.parameters(), lr=1e-7) for one in (maker, critic)]
-        for _ in range(3):
-            critic(maker(torch.randn(3, 8).bfloat16()).float()).sum().backward()
-            for optimizer in optimizers:
-                optimizer.step()
-    (cause, *_) = watch.trainings[0].to_dict()["causes"]
-    assert cause["code"] == "updates-lost"
-    assert 'hu.optim.SGD(maker.parameters(), lr=1e-07, weight_update="kahan")' in cause["write"]
-
-
-def test_to_read_names_keeps_no_model_alive():
-    with Watch(1):
-        models = nn.Linear(4, 4), nn.Linear(4, 4)
-        first, second = models
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
-        step_both(*models, optimizers)
-        alive = weakref.ref(first)
-        del models, first, second, optimizers
-        gc.collect()
-        assert alive() is None
-
-
-def test_models_that_are_trained_together_have_the_names_of_the_script_or_else_of_their_class():
-    with Watch(1) as watch:
-        trainer = Trainer(nn.Linear(4, 4), nn.Linear(4, 4))
-        trainer.train()
-    assert watch.trainings[0].model == "first + second"
-    with Watch(1) as watch:
-        nets = {"gen": nn.Linear(4, 4), "train": nn.Linear(4, 4)}
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in nets.values()]
-        step_both(nets["gen"], nets["train"], optimizers)
-    assert watch.trainings[0].model == "gen + train_2", "a name that modules have for something else gets a number"
-    with Watch(1) as watch:
-        listed = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        (lambda one, other, optimizers: (other(one(torch.randn(3, 4))).sum().backward(), optimizers[0].step()))(
-            *listed, [torch.optim.SGD([p for net in listed for p in net.parameters()], lr=0.1)]
-        )
-    assert watch.trainings[0].model == "one + other"
+    assert watch.trainings[0].model == "Linear + Linear_2"
 
 
 def test_trainings_that_alternate_say_so():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -11,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -159,7 +160,7 @@ class Observation(StepWatcher):
     @property
     def findings(self) -> list[Finding]:
         """The problems that the record shows, the worst first."""
-        return findings_of("observe", self.record)
+        return self.summarize().findings
 
     @property
     def overhead(self) -> float | None:
@@ -184,17 +185,13 @@ class Observation(StepWatcher):
             loss = loss.detach()
         self._logged = float(loss)
 
+    def summarize(self) -> RunSummary:
+        """Return what was seen so far, which goes on without the model."""
+        return RunSummary(self.record, len(self), self.interval, self.overhead)
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data that JSON can hold: first `findings`, then those of one cause together."""
-        findings = self.findings
-        return {
-            "findings": [finding.to_dict() for finding in findings],
-            "causes": plain_causes(findings),
-            "steps": len(self),
-            "interval": self.interval,
-            "overhead": self.overhead,
-            "record": plain_record(self.book.record),
-        }
+        return self.summarize().to_dict()
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write one self-contained HTML page, whole or not at all; of several processes rank 0 alone writes.
@@ -211,8 +208,7 @@ class Observation(StepWatcher):
 
     def __str__(self) -> str:
         """The findings and what was seen, as a table for a person."""
-        record = self.record
-        return write_summary(record, findings_of("observe", record), len(self), self.interval, self.overhead)
+        return str(self.summarize())
 
     # hooks ----------------------------------------------------------------------------------------------------
 
@@ -376,13 +372,44 @@ class Observation(StepWatcher):
 ROLES = ("activation", "weight", "activation gradient", "weight gradient", "update", "first moment", "second moment")
 
 
-def write_summary(
-    record: Record, findings: Sequence[Finding], steps: int, interval: int, overhead: float | None
-) -> str:
-    """Return findings, what was seen and what it cost as lines for a person."""
-    unseen = [f"not observed: {sentence}" for sentence in record.unseen]
-    cost = [] if overhead is None else [f"time spent observing: {times(overhead)} the run's own"]
-    return "\n".join([*listing(findings), "", *_describe_roles(record, steps, interval), *unseen, *cost])
+@dataclass(frozen=True)
+class RunSummary:
+    """What was seen of a run, apart from the run itself.
+
+    Attributes:
+        record: what was counted.
+        steps: how many optimizer steps were observed.
+        interval: one step in so many was sampled.
+        overhead: share of the run's time that was spent in watching; None where no time passed.
+    """
+
+    record: Record
+    steps: int
+    interval: int
+    overhead: float | None
+
+    @functools.cached_property
+    def findings(self) -> list[Finding]:
+        """The problems that the record shows, the worst first."""
+        return findings_of("observe", self.record)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data that JSON can hold: first `findings`, then those of one cause together."""
+        return {
+            "findings": [finding.to_dict() for finding in self.findings],
+            "causes": plain_causes(self.findings),
+            "steps": self.steps,
+            "interval": self.interval,
+            "overhead": self.overhead,
+            "record": plain_record(self.record),
+        }
+
+    def __str__(self) -> str:
+        """The findings, what was seen and what it cost, as lines for a person."""
+        unseen = [f"not observed: {sentence}" for sentence in self.record.unseen]
+        cost = [] if self.overhead is None else [f"time spent observing: {times(self.overhead)} the run's own"]
+        roles = _describe_roles(self.record, self.steps, self.interval)
+        return "\n".join([*listing(self.findings), "", *roles, *unseen, *cost])
 
 
 def _describe_roles(record: Record, steps: int, interval: int) -> list[str]:

@@ -9,7 +9,6 @@ import functools
 import math
 import random
 import types
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -321,13 +320,11 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# What every module has and no forward pass changes, beside what is looked at by itself.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "_modules", "training", *HOOKS}
 _SHARED = (nn.Module, nn.Parameter, torch.Size, type, types.FunctionType, types.ModuleType, types.MethodType)
 
 
 class Copier:
-    """Copies values of one moment; what is the same object in two places is the same copy in both.
+    """Copies values of one moment; a tensor, generator or object in two places is the same copy in both.
 
     Attributes:
         modules: met in values; they are not copied.
@@ -339,7 +336,7 @@ class Copier:
         self.modules: list[nn.Module] = []
         self.generators: list[Any] = []
         self.hooks_left_out: bool = False
-        self._made: dict[int, tuple[Any, Any]] = {}
+        self._copies: dict[int, tuple[Any, Any]] = {}
 
     def copy(self, value: Any, objects: bool) -> Any:
         """Return a copy: of tensors, generators, containers, data classes, and what these hold.
@@ -349,26 +346,16 @@ class Copier:
             objects: whether other objects are copied too, attribute by attribute, as inputs are. What a module holds
                 may be a trainer with all that belongs to it.
         """
-        known = self._made.get(id(value))
-        if known is not None:
-            return known[1]
-        made = self._copy(value, objects)
-        self._made[id(value)] = (value, made)  # the value too, so that its id stays its own
-        return made
+        return tree_map(functools.partial(self._copy_leaf, objects), value)
 
     def copy_state(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return a module's `vars` with copies of its buffers and attributes, without its users' hooks."""
-        made = {}
-        for key, value in attributes.items():
-            if key in _OF_EVERY_MODULE:
-                made[key] = value
-            elif key in HOOKS:
-                made[key] = self._without_users_hooks(value)
-            else:
-                made[key] = self.copy(value, objects=False)
-        return made
+        return {
+            key: self._drop_users_hooks(value) if key in HOOKS else self.copy(value, objects=False)
+            for key, value in attributes.items()
+        }
 
-    def _without_users_hooks(self, hooks: Any) -> Any:
+    def _drop_users_hooks(self, hooks: Any) -> Any:
         kept = copy.copy(hooks)
         for key, hook in hooks.items():
             # Those of torch.nn.utils compute the module's weight, and belong to its forward pass.
@@ -378,49 +365,26 @@ class Copier:
                 self.hooks_left_out = True
         return kept
 
-    def _copy(self, value: Any, objects: bool) -> Any:
+    def _copy_leaf(self, objects: bool, value: Any) -> Any:
         if isinstance(value, nn.Module):
             self.modules.append(value)
         if isinstance(value, _SHARED):
             return value
+        if id(value) in self._copies:
+            return self._copies[id(value)][1]
         if isinstance(value, torch.Tensor):
-            return value.detach().clone().requires_grad_(value.requires_grad)
-        if isinstance(value, GENERATORS):
-            made = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
+            made = value.detach().clone().requires_grad_(value.requires_grad)
+        elif isinstance(value, GENERATORS):
+            made = copy.deepcopy(value)
             self.generators.append(made)
-            return made
-        if isinstance(value, list | dict | deque | set | tuple):
-            return self._copy_container(value, objects)
-        if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace) or objects:
-            return self._copy_object(value, objects)
-        return value
-
-    def _copy_container(self, value: Any, objects: bool) -> Any:
-        if isinstance(value, tuple):
-            parts = [self.copy(item, objects) for item in value]
-            if all(a is b for a, b in zip(parts, value)):
-                return value
-            return type(value)(*parts) if hasattr(value, "_make") else type(value)(parts)
-        made = copy.copy(value)
-        self._made[id(value)] = (value, made)  # before its items, one of which may lead back to it
-        if isinstance(value, dict):
-            for key, item in value.items():
-                made[key] = self.copy(item, objects)
-        elif not isinstance(value, set):
-            for position, item in enumerate(value):
-                made[position] = self.copy(item, objects)
-        return made
-
-    def _copy_object(self, value: Any, objects: bool) -> Any:
-        attributes = getattr(value, "__dict__", None)
-        if not attributes:
+        elif objects or dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace | dict | list | set):
+            made = copy.copy(value)
+        else:
             return value
-        made = copy.copy(value)
-        if made is value:  # such as an enum's member
-            return value
-        self._made[id(value)] = (value, made)
-        for key, item in attributes.items():
-            object.__setattr__(made, key, self.copy(item, objects))
+        self._copies[id(value)] = value, made  # the value too, so that its id stays its own
+        if made is not value and not isinstance(value, (torch.Tensor, *GENERATORS)):
+            for key, item in getattr(made, "__dict__", {}).items():  # one of which may lead back to the value
+                object.__setattr__(made, key, self.copy(item, objects))
         return made
 
 

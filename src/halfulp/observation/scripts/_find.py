@@ -5,15 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import inspect
-import itertools
 import math
-import sys
-import traceback
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +22,8 @@ from ...kernels import in_float64
 from ...optim import EMA
 from ...optim._gradient_release import model_parameters
 from ...sinks import Outlet, Row
-from .._finding import Finding, plain_causes
-from .._record import Record, plain_record
-from .._text import of_model
-from ..findings import findings_of
 from ..observing._averages import read_averages
-from ..observing._observation import Observation, write_summary
+from ..observing._observation import Observation, RunSummary
 from ..observing._observe import find_scheduler, observe
 from ._run import replace_function
 
@@ -40,23 +31,17 @@ SCALERS = (torch.amp.GradScaler, AdaptiveGradScaler)
 
 
 class Together(nn.Module):
-    """Several models that are trained together, as one to observe; each has a name of its own.
+    """Several models that one optimizer steps, as one to observe; each is named by its class, numbered if need be."""
 
-    Args:
-        names: that the script has for them; without one a model is called by its class.
-    """
-
-    def __init__(self, models: Iterable[nn.Module], names: Iterable[str | None] = ()) -> None:
+    def __init__(self, models: Iterable[nn.Module]) -> None:
         super().__init__()
-        for model, name in itertools.zip_longest(models, names):
-            self.add_module(self._free_name(name or type(model).__name__.replace(".", "_") or "model"), model)
-
-    def _free_name(self, name: str) -> str:
-        free, count = name, 1
-        while hasattr(self, free):
-            count += 1
-            free = f"{name}_{count}"
-        return free
+        for model in models:
+            name = free = type(model).__name__.replace(".", "_")
+            count = 1
+            while hasattr(self, free):
+                count += 1
+                free = f"{name}_{count}"
+            self.add_module(free, model)
 
 
 @dataclass(frozen=True)
@@ -98,11 +83,8 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     covering = sorted(
         _choose_covering(roots), key=lambda module: min(wanted[key] for key in _parameter_ids(module) & wanted.keys())
     )
-    wrapped: dict[int, list[nn.Module]] = {}
-    for one in covering:
-        wrapped.setdefault(id(_unwrap(one)), [_unwrap(one)]).append(one)
-    chosen = list(wrapped.values())
-    model = chosen[0][0] if len(chosen) == 1 else Together([same[0] for same in chosen], names_in_script(chosen))
+    models = list(dict.fromkeys(map(_unwrap, covering)))
+    model = models[0] if len(models) == 1 else Together(models)
     # Those that belong to others are taken only where there is no other one.
     free = [scaler for scaler in scalers if scaler not in used] or scalers
     return Found(
@@ -173,47 +155,6 @@ def _unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-# Frames of these hold models under names of their own, as self and module.
-_SKIPPED_PACKAGES = ("torch", "halfulp", "runpy", "contextlib", "functools")
-_MOST_ATTRIBUTES = 200
-
-
-def names_in_script(models: Sequence[Iterable[nn.Module]]) -> list[str | None]:
-    """Return the variable or attribute that holds each model, None where none does.
-
-    The outermost frame that has one decides, as there a model has the name that tells it from the others.
-
-    Args:
-        models: each with the wrappers around it, whose name does as well.
-    """
-    wanted = {id(one): place for place, same in enumerate(models) for one in same}
-    found: dict[int, str] = {}
-    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
-    frames = [one for one in frames if str(one.f_globals.get("__name__", "")).split(".")[0] not in _SKIPPED_PACKAGES]
-    for frame in reversed(frames):
-        variables = dict(frame.f_locals)
-        # Until Python 3.12 a function's frame keeps alive what was read; a module's frame has its globals.
-        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
-            frame.f_locals.clear()
-        for name, value in itertools.chain(_bound(variables), _bound(dict(frame.f_globals))):
-            place = wanted.get(id(value))
-            if place is not None and name.isidentifier() and name != "self" and not name.startswith("__"):
-                found.setdefault(place, name)
-    return [found.get(place) for place in range(len(models))]
-
-
-def _bound(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield variables, then what attributes of plain objects and items of dictionaries among them hold, by name."""
-    yield from variables.items()
-    for value in variables.values():
-        try:
-            inner = value if type(value) is dict else object.__getattribute__(value, "__dict__")
-        except Exception:  # objects without one, and those that raise for any question
-            continue
-        if type(inner) is dict and not isinstance(value, ModuleType) and len(inner) <= _MOST_ATTRIBUTES:
-            yield from ((name, one) for name, one in list(inner.items()) if isinstance(name, str))
-
-
 class Training:
     """Observes optimizers and the model that they step, without keeping them alive.
 
@@ -223,11 +164,10 @@ class Training:
     Attributes:
         number: in the order of their first rows, where rows are taken; None before one.
         model: name of the model's class.
-        together: whether it is of several models.
-        compiled: whether some of the model runs compiled.
         kinds: names of the optimizers' classes.
         span: the first and the last of the script's optimizer steps that were its own, counted over all.
-        record: what was counted, once it has ended.
+        has_ended: whether nothing is observed any more.
+        summary: what was seen, from the end on.
     """
 
     def __init__(
@@ -239,14 +179,10 @@ class Training:
     ) -> None:
         self.number: int | None = None
         self.model: str = found.name
-        self.together: bool = isinstance(found.model, Together)
-        self.compiled: bool = found.compiled
         self.kinds: list[str] = list(dict.fromkeys(type(one).__name__ for one in optimizers))
-        self.interval: int = interval
         self.span: tuple[float, float] = (math.inf, -math.inf)
-        self.record: Record | None = None
-        self._steps: int = 0
-        self._overhead: float | None = None
+        self.has_ended: bool = False
+        self.summary: RunSummary
         sinks = [] if rows is None else [Outlet("the file of JSON lines", functools.partial(rows, self))]
         observation = observe(
             found.model,
@@ -265,17 +201,15 @@ class Training:
     @property
     def observation(self) -> Observation | None:
         """The observation that runs; None after the end."""
-        return None if self.record is not None else self._observation()
+        return None if self.has_ended else self._observation()
 
     def end(self, observation: Observation | None = None) -> None:
-        """Stop observing and keep the record alone."""
+        """Stop observing and keep the summary alone."""
         # Its own is given where weak references to it are gone already.
         observation = observation or self.observation
-        if observation is None or self.record is not None:
+        if observation is None or self.has_ended:
             return
-        observation.stop()
-        self._steps, self._overhead = len(observation), observation.overhead
-        self.record = observation.record
+        self.summary, self.has_ended = observation.stop().summarize(), True
         vars(observation).pop("_guard", None)
 
     def sample_next(self) -> None:
@@ -284,12 +218,7 @@ class Training:
             observation.stop()
             observation.start()
 
-    def models(self) -> list[nn.Module]:
-        """Return the models that are trained together, or the one; none after the end."""
-        model = None if self.observation is None else self.observation.model
-        return list(model.children()) if isinstance(model, Together) else [] if model is None else [model]
-
-    def stepped(self, at: int) -> None:
+    def note_step(self, at: int) -> None:
         """Note a step of one of its optimizers."""
         self.span = (min(self.span[0], at), at)
 
@@ -299,36 +228,7 @@ class Training:
 
     def __len__(self) -> int:
         observation = self.observation
-        return self._steps if observation is None else len(observation)
-
-    @property
-    def findings(self) -> list[Finding]:
-        """The problems that its record shows, the worst first; none while it runs."""
-        found = [] if self.record is None else findings_of("observe", self.record)
-        return [_name_model(one) for one in found] if self.together else found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data as `Observation.to_dict` does, once it has ended."""
-        assert self.record is not None
-        findings = self.findings
-        return {
-            "findings": [finding.to_dict() for finding in findings],
-            "causes": plain_causes(findings),
-            "steps": len(self),
-            "interval": self.interval,
-            "overhead": self._overhead,
-            "record": plain_record(self.record),
-        }
-
-    def __str__(self) -> str:
-        assert self.record is not None
-        return write_summary(self.record, self.findings, len(self), self.interval, self._overhead)
-
-
-def _name_model(finding: Finding) -> Finding:
-    """Return a finding whose code uses the name of its model, where a training has several models."""
-    names = {name.partition(".")[0] for name in finding.where}
-    return replace(finding, write=of_model(finding.write, names.pop())) if len(names) == 1 else finding
+        return self.summary.steps if observation is None else len(observation)
 
 
 @dataclass

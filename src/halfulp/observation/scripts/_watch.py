@@ -37,11 +37,10 @@ _LOOSE = "an optimizer steps parameters that no module holds: they are not obser
 class Watch(StepWatcher):
     """Observes whatever trains while the context is open.
 
-    Optimizers are noticed when they are made. The first call of a module after that begins the training of those that
-    wait: one observation of all, where several models are called before the first step (a generator and its critic).
-    An optimizer that waits still when it steps begins a training then. One that holds parameters of a model that is
-    observed already ends that training and begins another, with the optimizers of before that live on. A training ends
-    with its model: nothing here keeps models or optimizers alive.
+    Optimizers are noticed when they are made. The first call of a module after that begins a training of each model
+    that those which wait step. An optimizer that waits still when it steps begins a training then. One that holds
+    parameters of a model that is observed already ends that training and begins another, with the optimizers of before
+    that live on. A training ends with its model: nothing here keeps models or optimizers alive.
 
     Args:
         lines: a file that gets a line of JSON of each sampled step, with the number of its training, while the script
@@ -67,9 +66,6 @@ class Watch(StepWatcher):
         self._training_of: weakref.WeakKeyDictionary[Optimizer, Training | None] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._calls: RemovableHandle | None = None
-        # Of a training of several models before its first step: the model that each module belongs to.
-        self._members: dict[int, int] = {}
-        self._called: set[int] = set()
         self._late: set[Training] = set()
         self._ticks: int = 0
         self._left_out: int = 0
@@ -102,7 +98,7 @@ class Watch(StepWatcher):
     @property
     def rank(self) -> int:
         """This process's number among those that train together."""
-        ranks = [one.record.replica_of[0] for one in self.trainings if one.record is not None]
+        ranks = [one.summary.record.replica_of[0] for one in self.trainings if one.has_ended]
         return max(ranks, default=0)
 
     def report(self, ended: str | None = None) -> Report:
@@ -136,13 +132,11 @@ class Watch(StepWatcher):
                 observation.log_loss(loss)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        """Hook on all modules: only between the making of an optimizer and the next call, or the next step."""
-        if not self._members:
-            self._end_calls()
-            self._begin_waiting()
-        member = self._members.get(id(module))
-        if member is not None:
-            self._called.add(member)
+        """Begin trainings of all that wait: a hook on all modules, from the making of an optimizer to the next call."""
+        self._end_calls()
+        for optimizer in list(self._waiting):
+            if optimizer in self._waiting:  # none begun before steps the same model
+                self._begin(optimizer)
 
     def _end_calls(self) -> None:
         if self._calls is not None:
@@ -154,12 +148,11 @@ class Watch(StepWatcher):
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Begin a training of an optimizer that steps, if it has none."""
-        if self._is_own():
-            return
-        if self._members:
-            self._choose_called()
-        if optimizer not in self._training_of:
-            self._begin_late(optimizer)
+        if not self._is_own() and optimizer not in self._training_of:
+            self._end_calls()
+            training = self._begin(optimizer)
+            if training is not None:
+                self._late.add(training)
 
     def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
         self.end_step(optimizer)
@@ -170,7 +163,7 @@ class Watch(StepWatcher):
         if training is None or self._is_own():
             return
         self._ticks += 1
-        training.stepped(self._ticks)
+        training.note_step(self._ticks)
         if training in self._late:
             self._late.discard(training)
             training.sample_next()
@@ -178,78 +171,37 @@ class Watch(StepWatcher):
     # beginnings -----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def _begin_waiting(self) -> None:
-        """Begin a training of the optimizers that wait."""
-        training = self._begin(list(self._waiting))
-        models = [] if training is None else training.models()
-        # A hook on all modules would go into the graph of compiled ones.
-        if training is not None and len(models) > 1 and not training.compiled:
-            # Which of them are called before the first step is not known yet.
-            self._members = {id(part): k for k, model in enumerate(models) for part in model.modules()}
-            self._called = set()
-            self._calls = register_module_forward_pre_hook(self._before_forward)
+    def _begin(self, optimizer: Optimizer) -> Training | None:
+        """Begin a training of an optimizer and those that wait and step the same model.
 
-    @torch.compiler.disable
-    def _choose_called(self) -> None:
-        """Keep, at a training's first step, only those of its models that were called."""
-        self._members, called = {}, self._called
-        self._end_calls()
-        training = self.trainings[-1]
-        models = training.models()
-        if not called or len(called) == len(models):
-            return
-        own = {id(p) for k in called for p in models[k].parameters()}
-        parts = [one for one in self._optimizers_of(training) if own & _parameters(one)]
-        others = [one for one in self._optimizers_of(training) if not own & _parameters(one)]
-        if not parts or not others:
-            return
-        training.end()
-        self.trainings.remove(training)
-        for one in others:
-            del self._training_of[one]
-            self._waiting[one] = None
-        begun = self._begin(parts)
-        if begun is not None:
-            self._late.add(begun)
-
-    @torch.compiler.disable
-    def _begin_late(self, optimizer: Optimizer) -> None:
-        """Begin a training at an optimizer's step, with those that wait and step the same model."""
-        self._end_calls()
-        found = _quietly_found([optimizer], self._used)
-        own = set() if found is None else {id(p) for p in found.model.parameters()}
-        del found
-        same = [one for one in self._waiting if one is not optimizer and own & _parameters(one)]
-        training = self._begin([optimizer, *same])
-        if training is not None:
-            self._late.add(training)
-
-    def _begin(self, optimizers: list[Optimizer]) -> Training | None:
-        """Begin a training; None where that is impossible, or there are too many."""
-        optimizers = [one for one in optimizers if any(group["params"] for group in one.param_groups)]
-        if not optimizers:
+        Returns:
+            None where that is impossible, or there are too many.
+        """
+        self._training_of[optimizer] = None
+        self._waiting.pop(optimizer, None)
+        if not _parameters(optimizer):
             return None
-        for one in optimizers:
-            self._training_of[one] = None
-            self._waiting.pop(one, None)
         gc.collect()  # ends trainings whose model is gone
         self.trainings = [one for one in self.trainings if one.observation is not None or len(one)]
         if len(self.trainings) >= MOST_TRAININGS:
-            self._left_out += len(optimizers)
+            self._left_out += 1
             return None
-        found = _quietly_found(optimizers, self._used)
+        found = _quietly_found([optimizer], self._used)
         if found is None:
             if _LOOSE not in self.unseen:
                 self.unseen.append(_LOOSE)
             return None
-        earlier = self._end_sharing({id(p) for p in found.model.parameters()})
-        if earlier:
-            optimizers = [*earlier, *optimizers]
+        own = {id(parameter) for parameter in found.model.parameters()}
+        waiting = [one for one in self._waiting if own & _parameters(one)]
+        optimizers = [*self._end_sharing(own), optimizer, *waiting]
+        if len(optimizers) > 1:
             found = _quietly_found(optimizers, self._used) or found
         training = Training(found, optimizers, self.interval, None if self._lines is None else self._write)
         if found.scaler is not None:
             self._used.add(found.scaler)
-        self._training_of.update(dict.fromkeys(optimizers, training))
+        for one in optimizers:
+            self._training_of[one] = training
+            self._waiting.pop(one, None)
         self.trainings.append(training)
         return training
 
@@ -258,7 +210,7 @@ class Watch(StepWatcher):
         ended = [
             training
             for training in self.trainings
-            if any(id(parameter) in parameters for model in training.models() for parameter in model.parameters())
+            if (one := training.observation) is not None and any(id(p) in parameters for p in one.model.parameters())
         ]
         for training in ended:
             training.end()
@@ -307,7 +259,7 @@ class Report:
     @property
     def findings(self) -> list[Finding]:
         """The findings of all trainings, the worst first."""
-        return rank_with_causes(finding for training in self.trainings for finding in training.findings)
+        return rank_with_causes(finding for training in self.trainings for finding in training.summary.findings)
 
     @property
     def steps(self) -> int:
@@ -321,8 +273,8 @@ class Report:
         steps lie between its own, its findings, and, but for the one that the rest is of, its record.
         """
         longest = max(self.trainings, key=len)
-        of_each = [[finding.to_dict() for finding in training.findings] for training in self.trainings]
-        found = longest.to_dict()
+        of_each = [[finding.to_dict() for finding in training.summary.findings] for training in self.trainings]
+        found = longest.summary.to_dict()
         findings = self.findings
         found["findings"] = [_number_trainings(finding.to_dict(), of_each) for finding in findings]
         found["causes"] = plain_causes(findings)
@@ -345,7 +297,7 @@ class Report:
             "findings": findings,
         }
         if not shown:
-            full = training.to_dict()
+            full = training.summary.to_dict()
             entry |= {key: full[key] for key in ("interval", "overhead", "record")}
         return entry
 
@@ -360,7 +312,7 @@ class Report:
     def __str__(self) -> str:
         unseen = [f"not observed: {said}" for said in self.unseen]
         if len(self.trainings) == 1:
-            return "\n".join([str(self.trainings[0]), *unseen])
+            return "\n".join([str(self.trainings[0].summary), *unseen])
         return "\n\n".join([*self._each(), *unseen])
 
     def _each(self) -> list[str]:
@@ -371,10 +323,10 @@ class Report:
             others = ", ".join(map(str, self._overlapping(training)))
             beside = f", beside training {others}" if others else ""
             head = f"training {number} of {len(self.trainings)}: {training.model}, {', '.join(training.kinds)}{beside}"
-            key = (training.model, *((one.code, one.severity, one.where) for one in training.findings))
+            key = (training.model, *((one.code, one.severity, one.where) for one in training.summary.findings))
             first = before.setdefault(key, number)
             alike = f"{head}; {len(training)} steps, whose findings are those of training {first}"
-            said.append(f"{head}\n{training}" if first == number else alike)
+            said.append(f"{head}\n{training.summary}" if first == number else alike)
         return said
 
 
