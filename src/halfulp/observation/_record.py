@@ -278,7 +278,7 @@ class Expectation:
         asked: the dtype's or format's name.
         matched: names that match.
         other: those of them that have something else, and what.
-        source: who asked: "expect", "autocast", "contract", or a trainer's name.
+        source: who asked: "expect", "autocast" or "contract".
     """
 
     pattern: str

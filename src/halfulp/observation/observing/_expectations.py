@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -94,9 +93,8 @@ def _short(name: str) -> str:
 
 
 Asked: TypeAlias = Mapping[str, torch.dtype | str | Format] | Contract | ResumedRun
-# What autocast, and trainers that use it, compute in the lower precision.
+# What autocast computes in the lower precision.
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_TRAINERS = {"16": "fp16", "bf16": "bf16", "fp16": "fp16", "fp8": "e4m3fn", "transformer": "e4m3fn"}
 
 
 def check_expectations(expect: Any) -> dict[str, Format] | ResumedRun:
@@ -139,15 +137,12 @@ class Expectations:
         if watched and output.dtype != torch.float64:  # which autocast leaves alone
             self._autocast[name] = torch.get_autocast_dtype(device), output.dtype
 
-    def compare(self, record: Record, sampled: bool) -> list[Expectation]:
-        """Compare the user's expectations with the record; activations count where a step was sampled."""
+    def compare(self, record: Record) -> list[Expectation]:
+        """Compare the user's expectations with the record."""
         outputs = {name: tensor.dtype for (role, name), tensor in record.tensors.items() if role == "activation"}
         found = [self._expected(pattern, asked, outputs) for pattern, asked in self._expect.items()]
         found += self._resumed.compare() if self._resumed is not None else []
-        found += self._expect_by_autocast()
-        if sampled:
-            found += self._expect_by_trainers(outputs)
-        return found
+        return found + self._expect_by_autocast()
 
     def _expected(self, pattern: str, asked: Format, outputs: dict[str, torch.dtype]) -> Expectation:
         one = Expectation(pattern, asked.name)
@@ -178,37 +173,6 @@ class Expectations:
             if there != asked:
                 one.other[name] = f"{dtype_name(there)} outputs"
         return list(found.values())
-
-    def _expect_by_trainers(self, outputs: dict[str, torch.dtype]) -> list[Expectation]:
-        found = []
-        for source, precision in _trainer_precisions(self._model):
-            asked = next((to for start, to in _TRAINERS.items() if precision.startswith(start)), None)
-            names = [name for name, module in self._model.named_modules() if isinstance(module, PRODUCTS)]
-            if asked is None or not names:
-                continue
-            one = Expectation("*", asked, matched=[name for name in names if name in outputs], source=source)
-            for name in one.matched:
-                if asked == "e4m3fn":
-                    if type(self._model.get_submodule(name)) in PRODUCTS:
-                        one.other[name] = f"{dtype_name(outputs[name])} products"
-                elif dtype_name(outputs[name]) != asked:
-                    one.other[name] = f"{dtype_name(outputs[name])} outputs"
-            found.append(one)
-        return found
-
-
-def _trainer_precisions(model: nn.Module) -> list[tuple[str, str]]:
-    """Return the precision that each loaded trainer says it computes in."""
-    found = []
-    state = sys.modules.get("accelerate.state")
-    shared = getattr(getattr(state, "AcceleratorState", None), "_shared_state", None) or {}
-    precision = shared.get("_mixed_precision") or shared.get("mixed_precision")
-    if precision and precision != "no":
-        found.append(("accelerate", str(precision)))
-    trainer = getattr(model, "_trainer", None)
-    if trainer is not None and isinstance(getattr(trainer, "precision", None), str):
-        found.append(("lightning", trainer.precision))
-    return found
 
 
 def _holds_values(parameter: torch.Tensor, asked: Format) -> bool:

@@ -80,10 +80,7 @@ class Observation(StepWatcher):
         self._averages = WeightAverages(self.book, average, model)
         self._ranks = Ranks(self.book, model, self._parameters.named)
         self._gradients = GradientHooks(self.book, self._parameters.list_trainable())
-        self._updates = {
-            id(one): Updates(self.book, one, self._steps.choose_parameters(one, self._parameters.names))
-            for one in self.optimizers
-        }
+        self._updates = {id(one): Updates(self.book, one, self._parameters.names) for one in self.optimizers}
         self._sinks = Sinks(self.book, sinks) if sinks else None
         self._handles: list[RemovableHandle] = []
         self._logged: float | None = None
@@ -154,7 +151,7 @@ class Observation(StepWatcher):
             self._count()
         self._note_unseen()
         record = self.book.finish()
-        record.expectations = self._expectations.compare(record, bool(record.sampled_steps))
+        record.expectations = self._expectations.compare(record)
         return record
 
     @property
@@ -436,11 +433,8 @@ def _describe_roles(record: Record, steps: int, interval: int) -> list[str]:
 class Optimizers:
     """Orders optimizers such that one which holds another counts once, and counts steps.
 
-    A ZeroRedundancyOptimizer steps this rank's share of the parameters by an optimizer that it holds, and gets the
-    others from their ranks: the one inside follows the share, in the arithmetic of its own class, and the one outside
-    the rest. One that holds several in a list, tuple or dict, and steps nothing but their parameters, as torchtitan's
-    container does, is none of its own: those in it follow their parameters. Of any other pair the one outside follows
-    all.
+    One that holds several in a list, tuple or dict, and steps nothing but their parameters, as torchtitan's container
+    does, is none of its own: those in it follow their parameters. Of any other pair the one outside follows all.
 
     A step of the run ends with the step of one optimizer, which leads: the last one to step before another steps again.
     Where one steps again while the lead does not, it leads from then on.
@@ -451,31 +445,13 @@ class Optimizers:
 
     def __init__(self, given: Sequence[torch.optim.Optimizer]) -> None:
         given = list({id(part): part for one in given for part in find_parts(one)}.values())
-        shares = {id(one): share for one in given if (share := find_share(one)) is not None}
-        inside = {id(share) for share in shares.values()}
         held = {id(part) for one in given for part in vars(one).values() if isinstance(part, torch.optim.Optimizer)}
-        self.all: list[torch.optim.Optimizer] = []
-        for one in given:
-            if id(one) not in held:
-                self.all += [one] if id(one) not in shares else [one, shares[id(one)]]
-        self._inside = inside
-        self._shares = shares
-        outside = [one for one in self.all if id(one) not in inside]
-        self._lead: torch.optim.Optimizer | None = outside[0] if len(outside) == 1 else None
+        self.all: list[torch.optim.Optimizer] = [one for one in given if id(one) not in held]
+        self._lead: torch.optim.Optimizer | None = self.all[0] if len(self.all) == 1 else None
         self._stepped: list[torch.optim.Optimizer] = []
-
-    def choose_parameters(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, str]:
-        """Return which of the named parameters, by id, an optimizer follows."""
-        share = self._shares.get(id(optimizer))
-        if share is None:
-            return names
-        elsewhere = {id(p) for group in share.param_groups for p in group["params"]}
-        return {key: name for key, name in names.items() if key not in elsewhere}
 
     def note_end(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note that an optimizer has stepped; return whether the run's step ends with it."""
-        if id(optimizer) in self._inside:
-            return False
         self._stepped.append(optimizer)
         if optimizer is self._lead:
             self._stepped.clear()
@@ -525,13 +501,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def find_share(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer of this rank's share that a ZeroRedundancyOptimizer holds; None of any other."""
-    share = getattr(optimizer, "optim", None)
-    named = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
-    return share if named and isinstance(share, torch.optim.Optimizer) else None
-
-
 class Parameters:
     """Names, records and first values of a model's and its optimizers' parameters.
 
@@ -571,8 +540,7 @@ class Parameters:
                 self._enter(name, parameter, "")
             self.names[id(group["params"][position])] = name
             record = self._record.parameters[name]
-            rule = type(find_share(optimizer) or optimizer)
-            record.optimizer, record.optimizer_module = rule.__name__, rule.__module__
+            record.optimizer, record.optimizer_module = type(optimizer).__name__, type(optimizer).__module__
             record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
             if isinstance(optimizer, Optimizer):
                 record.weight_update = "none"
