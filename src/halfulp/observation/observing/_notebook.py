@@ -22,8 +22,8 @@ from ..._qualified_names import pattern_of
 from ...sinks import Outlet, Sink, outlet
 from .._record import ParameterRecord, Record, Role, StepRecord, TensorRecord
 from ..sampling._sampler import (
+    LOWEST_EXPONENT,
     MOST,
-    NARROW,
     AnyFormat,
     Candidates,
     Samples,
@@ -124,9 +124,9 @@ class Notebook:
     def totals_of(self, role: Role, name: str, kind: str, found: Stored) -> Totals:
         """Return the running counts of a role at a name, made anew at its first tensor."""
         totals = self.totals.get((role, name))
-        if totals is None or (found.flat.dtype == torch.float64 and not totals.wide):
+        if totals is None:
             record = TensorRecord(role, name, kind, found.dtype, order=self.position)
-            totals = self.totals[role, name] = Totals(record, self.candidates, found.flat.dtype == torch.float64)
+            totals = self.totals[role, name] = Totals(record, self.candidates)
         record = totals.record
         record.dtype, record.scale = found.dtype, found.scale
         if found.flat.numel() > MOST:
@@ -384,7 +384,7 @@ class Rows:
         """Count this step's nonzero gradients, and about how many became zero: per group, then of activations."""
         found = np.zeros((len(self._groups) + 1, 2))
         for (role, name), one in totals.items():
-            if role in GRADIENTS and not one.wide:
+            if role in GRADIENTS:
                 key, bins = (id(one), one.record.dtype), one.histogram
                 # As `findings` estimates it: half as many as are left at the smallest number became zero.
                 counts = np.array([bins.sum(), 0.5 * bins[: _count_smallest(one.record.dtype)].sum()])
@@ -425,7 +425,7 @@ def groups_of(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
 def _count_smallest(dtype: torch.dtype) -> int:
     """Return how many of a histogram's first bins hold a dtype's smallest numbers."""
     try:
-        return max(0, math.frexp(formats.get(dtype).smallest_subnormal)[1] - NARROW[0])
+        return max(0, math.frexp(formats.get(dtype).smallest_subnormal)[1] - LOWEST_EXPONENT)
     except ValueError:  # integers, whose gradients are none
         return 0
 

@@ -119,7 +119,7 @@ class Shadow:
         group = one.param_groups[0]
         group.update(plain)
         group["params"] = [weight]
-        if states or not isinstance(one, torch.optim.Adagrad | torch.optim.ASGD):
+        if states or not isinstance(one, torch.optim.Adagrad):
             one.state = defaultdict(dict, {weight: states} if states else {})
         _remove_hooks(type(one).step)(one)
         return weight.detach(), one.state[weight]
@@ -309,8 +309,7 @@ class Updates:
     def __init__(self, book: Notebook, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
         self.book, self.optimizer, self._names = book, optimizer, names
         self._batches: list[Batch] = []
-        self._shadows: dict[int, Shadow] = {}
-        self._options: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._shadow = Shadow(optimizer) if type(optimizer) in ELEMENTWISE else None
         self.rounded: dict[str, RoundingDecisions] = {}
 
     def sample_before(self, arrived: set[str], alone: torch.Tensor | None = None) -> None:
@@ -331,7 +330,8 @@ class Updates:
         """Return parameters with gradients by what makes them step together, with their param groups."""
         batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[Before]]] = {}
         for group in self.optimizer.param_groups:
-            kind, options = self._options_of(group)
+            options = {key: _convert_option(value) for key, value in group.items() if _is_option(key, value)}
+            kind = tuple(options.items())
             for parameter in group["params"] if alone is None else [p for p in group["params"] if p is alone]:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None:
@@ -341,14 +341,6 @@ class Updates:
                     key = (kind, parameter.dtype, parameter.grad.dtype, *self._shared_by(one, group))
                     batches.setdefault(key, (group, []))[1].append(one)
         return list(batches.values())
-
-    def _options_of(self, group: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return a group's options as plain data, and words that tell them from others."""
-        options = {key: _convert_option(value) for key, value in group.items() if _is_option(key, value)}
-        known = self._options.get(id(group))
-        if known is None or known[1] != options:
-            known = self._options[id(group)] = repr(options), options
-        return known
 
     def _read(
         self,
@@ -373,8 +365,7 @@ class Updates:
         size = weight.flat.numel()
         if not size:
             return None
-        is_known = type(self.optimizer) in ELEMENTWISE
-        states = _read_states(self._state_of(parameter), size) if is_known else None
+        states = _read_states(self._state_of(parameter), size) if self._shadow is not None else None
         return Before(record, parameter, weight, slope, states)
 
     def _shared_by(self, one: Before, group: dict[str, Any]) -> tuple[Any, ...]:
@@ -494,10 +485,8 @@ class Updates:
         """Return what one step of the optimizer's own class makes of some samples in float64."""
         options = batch.records[0].options
         states = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in batch.states.items()}
-        shadow = self._shadows.get(id(options))
-        if shadow is None:
-            shadow = self._shadows[id(options)] = Shadow(self.optimizer)
-        values, found = shadow.step(batch.weight, batch.gradient, states, options)
+        assert self._shadow is not None, "known by its class"
+        values, found = self._shadow.step(batch.weight, batch.gradient, states, options)
         shape = batch.weight.shape
         own = {key: x for key, x in found.items() if key not in WHOLE and getattr(x, "shape", None) == shape}
         return Wanted(values, values - batch.weight, own)

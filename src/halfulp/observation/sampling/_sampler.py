@@ -101,23 +101,6 @@ def find_runs(key: int, elements: int) -> torch.Tensor:
     return draw_runs([(key, elements)])[0] if found is None else found
 
 
-def sampling_error(share: float, elements: int, steps: int = 1) -> float:
-    """Return the standard error of a share that was counted in samples of a tensor; 0 where it was taken whole.
-
-    The bound takes elements of a run for copies of each other, so that 32 runs count as 32 observations: the error of
-    tensors whose elements are independent is about a tenth of it.
-
-    Args:
-        share: from 0 to 1.
-        elements: of the tensor.
-        steps: over how many sampled steps.
-
-    >>> round(sampling_error(0.5, 10**6), 3), sampling_error(0.5, 4096)
-    (0.088, 0.0)
-    """
-    return 0.0 if elements <= MOST else math.sqrt(max(0.0, share * (1 - share)) / (RUNS * max(1, steps)))
-
-
 _NARROW = (torch.float16, torch.bfloat16)
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -164,9 +147,9 @@ def read_numbers(tensor: torch.Tensor) -> Stored | None:
 
 AnyFormat = Format | BlockFormat | str | torch.dtype
 DEFAULT_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3", "nvfp4")
-# Exponents of the smallest subnormals of float32 and float64, and how many exponents there are to the largest numbers.
-NARROW, WIDE = (-149, 277), (-1074, 2098)
-_INFINITY = {torch.int32: 0x7F800000, torch.int64: 0x7FF << 52}
+# Exponent of the smallest subnormal of float32, and how many exponents there are to the largest number.
+LOWEST_EXPONENT, EXPONENTS = -149, 277
+_FRACTION_BITS = 23
 
 
 class Candidates:
@@ -176,7 +159,6 @@ class Candidates:
         found = [find_candidate(format) for format in formats]
         self.single: list[Format] = [format for format in found if isinstance(format, Format)]
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
-        self._limits: dict[bool, np.ndarray] = {}
         self._counter: Counter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,20 +171,16 @@ class Candidates:
             self._counter = Counter(self)
         return self._counter
 
-    def limits(self, wide: bool) -> np.ndarray:
-        """Return the magnitudes that samples in float64 if `wide`, else in float32, are compared with, as words.
+    @functools.cached_property
+    def limits(self) -> np.ndarray:
+        """The magnitudes that samples are compared with, as words of float32.
 
         Three of each format of single elements (`find_thresholds`), then each power of two and infinity.
         """
-        found = self._limits.get(wide)
-        if found is None:
-            bits, signed, unsigned = _TYPES[wide]
-            _, count = WIDE if wide else NARROW
-            own = [word for format in self.single for word in find_thresholds(format, signed)]
-            subnormal = [1 << bit for bit in range(bits)]
-            normal = [exponent << bits for exponent in range(1, count - bits + 1)]
-            found = self._limits[wide] = np.array([*own, *subnormal, *normal, _INFINITY[signed]], unsigned)
-        return found
+        own = [word for format in self.single for word in find_thresholds(format)]
+        subnormal = [1 << bit for bit in range(_FRACTION_BITS)]
+        normal = [exponent << _FRACTION_BITS for exponent in range(1, EXPONENTS - _FRACTION_BITS + 1)]
+        return np.array([*own, *subnormal, *normal, d.INFINITE], np.uint32)
 
 
 def find_candidate(format: AnyFormat) -> Format | BlockFormat:
@@ -228,30 +206,19 @@ def _is_block_name(name: str) -> bool:
     return key in block_names() or key.startswith(("mx", "nvfp"))
 
 
-# Bits of the fraction, and types of words, of float32 and float64.
-_TYPES: dict[bool, tuple[int, torch.dtype, Any]] = {
-    False: (23, torch.int32, np.uint32),
-    True: (52, torch.int64, np.uint64),
-}
-
-
 @functools.lru_cache(256)
-def find_thresholds(format: Format, words: torch.dtype = torch.int32) -> tuple[int, int, int]:
-    """Return the first words of magnitudes that become nonzero, normal, and larger than the largest number.
+def find_thresholds(format: Format) -> tuple[int, int, int]:
+    """Return the first words of float32 magnitudes that become nonzero, normal, and larger than the largest number.
 
     They are found by bisection over `quantize` itself, so that ties and missing subnormals are as it has them.
-
-    Args:
-        words: int32 for those of float32, int64 for those of float64.
     """
 
     def first(holds: Callable[[torch.Tensor], torch.Tensor]) -> int:
         """Return the least word of a positive number for which a monotone condition holds, or infinity's."""
-        low, high = 0, _INFINITY[words]
+        low, high = 0, d.INFINITE
         while low < high:
             middle = (low + high) // 2
-            x = torch.tensor([middle], dtype=words, device="cpu")
-            x = x.view(torch.float32 if words == torch.int32 else torch.float64).double()
+            x = torch.tensor([middle], dtype=torch.int32, device="cpu").view(torch.float32).double()
             low, high = (low, middle) if bool(holds(quantize(x, format, overflow="nan"))) else (middle + 1, high)
         return low
 
@@ -280,22 +247,19 @@ class Totals:
         sums: of samples, in the order of `_device_functions`: the sum of squares and the number of finite elements in
             the last sampled step; finite elements, zeros, and for each format of single elements what is below its
             three thresholds; for each block format elements, underflow, subnormal, hidden.
-        counters: int64: sampled nonzero finite elements by exponent, in as many copies as kernels add to: of float64,
-            which none reads, in one.
-        wide: whether exponents are those of float64.
+        counters: int64: sampled nonzero finite elements by exponent, in as many copies as kernels add to.
     """
 
-    __slots__ = ("counters", "record", "step", "step_nonfinite", "sums", "wide")
+    __slots__ = ("counters", "record", "step", "step_nonfinite", "sums")
 
-    def __init__(self, record: TensorRecord, candidates: Candidates, wide: bool = False) -> None:
+    def __init__(self, record: TensorRecord, candidates: Candidates) -> None:
         self.record: TensorRecord = record
         self.step: int = -1
         self.step_nonfinite: int = 0
-        self.wide: bool = wide
         self.sums: np.ndarray = np.zeros(
             d.SINGLES + 3 * len(candidates.single) + BLOCK_COLUMNS * len(candidates.blocks)
         )
-        self.counters: np.ndarray = np.zeros((1, WIDE[1] + 1) if wide else (COPIES, NARROW[1] + 1), np.int64)
+        self.counters: np.ndarray = np.zeros((COPIES, EXPONENTS + 1), np.int64)
 
     @property
     def histogram(self) -> np.ndarray:
@@ -336,8 +300,7 @@ class Totals:
         for block, (elements, under, subnormal, hidden) in zip(candidates.blocks, blocks):
             record.formats[block.name] = FormatCounts(elements, under, subnormal, 0)
             record.block_hidden[block.name] = hidden
-        lowest, _ = WIDE if self.wide else NARROW
-        record.histogram = {lowest + k: count for k, count in enumerate(self.histogram.tolist()) if count}
+        record.histogram = {LOWEST_EXPONENT + k: count for k, count in enumerate(self.histogram.tolist()) if count}
         return record
 
 
@@ -367,15 +330,14 @@ def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candid
 
 @keeping_subnormals()
 def count_samples(samples: Iterable[tuple[torch.Tensor, Totals]], candidates: Candidates) -> None:
-    """Count samples in the candidate formats."""
-    narrow, by_kernel = [], select_engine("cpu") == "llvm"
-    for sample, totals in samples:
-        if by_kernel and not totals.wide:
-            narrow.append((sample.float(), totals))
-        else:
+    """Count samples in the candidate formats; of float64 each number as the nearest of float32 of its kind."""
+    narrow = [(_narrow(sample), totals) for sample, totals in samples]
+    if select_engine("cpu") == "llvm":
+        for k in range(0, len(narrow), ROWS):
+            candidates.counter.count(narrow[k : k + ROWS])
+    else:
+        for sample, totals in narrow:
             count_by_numpy(sample, candidates, totals)
-    for k in range(0, len(narrow), ROWS):
-        candidates.counter.count(narrow[k : k + ROWS])
 
 
 def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
@@ -585,6 +547,16 @@ def _widen(taken: torch.Tensor) -> torch.Tensor:
     return taken.to("cpu", torch.float64 if taken.dtype == torch.float64 else torch.float32)
 
 
+def _narrow(sample: torch.Tensor) -> torch.Tensor:
+    """Return numbers in float32; what is finite, or not zero, stays so."""
+    if sample.dtype != torch.float64:
+        return sample
+    info = torch.finfo(torch.float32)
+    bounded = torch.where(sample.isinf(), sample, sample.clamp(info.min, info.max))
+    smallest = torch.where(sample == 0, 0.0, 2.0**LOWEST_EXPONENT)
+    return torch.where(bounded.abs() < smallest, smallest.copysign(sample), bounded).float()
+
+
 def compute_extremes(flat: torch.Tensor, largest: float, totals: Totals) -> None:
     """Add the extremes of a tensor with any numbers, by torch."""
     if not flat.numel():
@@ -607,7 +579,7 @@ def _decode_smallest(smallest: float) -> float:
 
 def count_by_numpy(sample: torch.Tensor, candidates: Candidates, totals: Totals) -> None:
     """Add a sample's counts, in NumPy."""
-    limits, numbers = candidates.limits(totals.wide), (sample.double() if totals.wide else sample).numpy()
+    limits, numbers = candidates.limits, sample.numpy()
     words = np.sort(np.abs(numbers).view(limits.dtype))
     below, end = words.searchsorted(limits), 3 * len(candidates.single)
     singles, bins = below[:end], below[end:]
