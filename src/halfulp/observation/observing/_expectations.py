@@ -23,19 +23,6 @@ from ..sampling._sampler import AnyFormat, find_candidate, read_numbers
 SOURCE = "contract"
 
 
-def read_contract(given: object) -> Contract | None:
-    """Return the contract that is given, itself or as the plain data it is saved as; None where none is.
-
-    Raises:
-        ValueError: the data is damaged, or of a later version.
-    """
-    if isinstance(given, Contract):
-        return given
-    if isinstance(given, Mapping) and (KEY in given or {"version", "tensors"} <= given.keys()):
-        return Contract.from_dict(given)
-    return None
-
-
 class ResumedRun:
     """Compares how a contract says that tensors are held with how model and optimizers hold them.
 
@@ -92,22 +79,29 @@ def _short(name: str) -> str:
     return name if dtype is None else dtype_name(dtype)
 
 
-Asked: TypeAlias = Mapping[str, torch.dtype | str | Format] | Contract | ResumedRun
+Asked: TypeAlias = Mapping[str, torch.dtype | str | Format] | Contract
 # What autocast computes in the lower precision.
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
-def check_expectations(expect: Any) -> dict[str, Format] | ResumedRun:
+def check_expectations(
+    expect: Any, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Format] | ResumedRun:
     """Return the formats that are expected, by pattern, or the run that a contract was given for.
+
+    Args:
+        expect: dtypes, names or formats by pattern; or a contract, itself or as the plain data that it is saved as.
 
     Raises:
         TypeError: no mapping from patterns to dtypes, names or formats.
-        ValueError: an unknown format.
+        ValueError: an unknown format; a contract's data that is damaged, or of a later version.
     """
     if expect is None:
         return {}
-    if isinstance(expect, ResumedRun):
-        return expect
+    if isinstance(expect, Mapping) and (KEY in expect or {"version", "tensors"} <= expect.keys()):
+        expect = Contract.from_dict(expect)
+    if isinstance(expect, Contract):
+        return ResumedRun(expect, model, optimizers)
     if not isinstance(expect, Mapping) or not all(isinstance(pattern, str) for pattern in expect):
         raise TypeError(
             f'expect= takes a dict such as {{"*.norm": torch.float32, "lm_head": "bf16"}}, or a hu.contract, '

@@ -40,7 +40,6 @@ from ..sampling._sampler import (
 )
 from ._expectations import Quantized
 
-SEED = 0
 # Samples that wait until they are counted together, of 32 KiB at most.
 MOST_WAITING = 64
 Watch = TypeVar("Watch", bound=Callable[..., None])
@@ -110,10 +109,10 @@ class Notebook:
     def key(self, name: str) -> int:
         """Return the key of the places at which tensors of a name are sampled in this step."""
         if name in self.fixed:
-            return make_place_key(SEED, 0, name)
+            return make_place_key(0, name)
         key = self._keys.get(name)
         if key is None:
-            key = self._keys[name] = make_place_key(SEED, self.step, name)
+            key = self._keys[name] = make_place_key(self.step, name)
         return key
 
     def note_unseen(self, sentence: str) -> None:

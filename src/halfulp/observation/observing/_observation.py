@@ -75,7 +75,7 @@ class Observation(StepWatcher):
         self.book: Notebook = Notebook(formats, Quantized(model, quantized))
         self._parameters = Parameters(model, self.optimizers, self.book.record)
         self._scales = LossScales(self.book.record, scaler, scheduler)
-        self._expectations = Expectations(model, check_expectations(expect))
+        self._expectations = Expectations(model, check_expectations(expect, model, optimizers))
         self._modules = ModuleHooks(self.book, model, self._expectations, check)
         self._averages = WeightAverages(self.book, average, model)
         self._ranks = Ranks(self.book, model, self._parameters.named)
@@ -565,7 +565,7 @@ class Parameters:
         for name, parameter in self.named.items():
             numbers = read_numbers(parameter)
             if numbers is not None:
-                found[name] = take_sample(numbers.flat, make_place_key(0, 0, name)).mul_(numbers.scale)
+                found[name] = take_sample(numbers.flat, make_place_key(0, name)).mul_(numbers.scale)
         return found
 
 

@@ -15,7 +15,7 @@ from ...optim import EMA
 from ...optim._inner_optimizer import inner_optimizer
 from ...sinks import Sink
 from ..sampling._sampler import DEFAULT_FORMATS, AnyFormat
-from ._expectations import Asked, Formats, ResumedRun, read_contract
+from ._expectations import Asked, Formats
 from ._notebook import checked_sinks
 from ._observation import Observation
 
@@ -109,9 +109,6 @@ def observe(
             f"{type(model).__name__} has no parameters, and no optimizer has any: there is nothing to observe; give "
             "the model that is trained"
         )
-    held = read_contract(expect)
-    if held is not None:
-        expect = ResumedRun(held, model, optimizers)
     if scheduler is None:
         scheduler = find_scheduler(optimizers)
     return Observation(

@@ -89,7 +89,7 @@ class Ranks:
         step = self.book.step - self._first
         if not self._own.met:
             self._try(self._meet)
-        self._own.hashes[step] = hash_parameters(self._replicated, lambda name: make_place_key(0, step, name))
+        self._own.hashes[step] = hash_parameters(self._replicated, lambda name: make_place_key(step, name))
         if len(self._own.hashes) > MOST_STEPS:
             del self._own.hashes[min(self._own.hashes)]
 

@@ -1,7 +1,7 @@
 """The sampler: the numbers behind a tensor, extremes of the whole, and counts of a sample in candidate formats.
 
 A sample is 32 aligned runs of 128 elements. The k-th run is floor((k + u_k) R / 32) of the tensor's R runs in row-major
-order, u_k uniform in [0, 1) and a pure function of (seed, step, name): every run has the same chance 32 / R, whatever R
+order, u_k uniform in [0, 1) and a pure function of (step, name): every run has the same chance 32 / R, whatever R
 is, so that counts over the sample are unbiased, and no period of the tensor's rows can hide from them. A tensor of up
 to 4096 elements is taken whole.
 
@@ -40,7 +40,6 @@ from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import local
 from ...rounding import Nearest, mix64, mix64_all, quantize
 from ...rounding._blocks import (
-    BlockTarget,
     Kind,
     amax_table,
     layout_of,
@@ -64,9 +63,9 @@ def hash_name(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def make_place_key(seed: int, step: int, name: str) -> int:
+def make_place_key(step: int, name: str) -> int:
     """Return the key of a tensor's places at a step."""
-    return mix64(seed, step, hash_name(name))
+    return mix64(0, step, hash_name(name))
 
 
 MOST_DRAWN = 4096
@@ -147,8 +146,8 @@ def read_numbers(tensor: torch.Tensor) -> Stored | None:
 
 AnyFormat = Format | BlockFormat | str | torch.dtype
 DEFAULT_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3", "nvfp4")
-# Exponent of the smallest subnormal of float32, and how many exponents there are to the largest number.
-LOWEST_EXPONENT, EXPONENTS = -149, 277
+# Exponent of the smallest subnormal of float32.
+LOWEST_EXPONENT = -149
 _FRACTION_BITS = 23
 
 
@@ -179,7 +178,7 @@ class Candidates:
         """
         own = [word for format in self.single for word in find_thresholds(format)]
         subnormal = [1 << bit for bit in range(_FRACTION_BITS)]
-        normal = [exponent << _FRACTION_BITS for exponent in range(1, EXPONENTS - _FRACTION_BITS + 1)]
+        normal = [exponent << _FRACTION_BITS for exponent in range(1, d.BINS - _FRACTION_BITS + 1)]
         return np.array([*own, *subnormal, *normal, d.INFINITE], np.uint32)
 
 
@@ -229,11 +228,6 @@ def find_thresholds(format: Format) -> tuple[int, int, int]:
     )
 
 
-def make_target(format: BlockFormat) -> BlockTarget:
-    """Return the rounding target of float32 tensors in a block format."""
-    return make_block_target(format, Nearest(), None, torch.float32)
-
-
 BLOCK_COLUMNS = 4
 
 
@@ -259,7 +253,7 @@ class Totals:
         self.sums: np.ndarray = np.zeros(
             d.SINGLES + 3 * len(candidates.single) + BLOCK_COLUMNS * len(candidates.blocks)
         )
-        self.counters: np.ndarray = np.zeros((COPIES, EXPONENTS + 1), np.int64)
+        self.counters: np.ndarray = np.zeros((COPIES, d.BINS + 1), np.int64)
 
     @property
     def histogram(self) -> np.ndarray:
@@ -313,7 +307,7 @@ def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candid
         own.open(step)
         flat = widen_bytes(one.flat)
         is_read = runs_kernels and flat.dtype in d.KERNEL_DTYPES and flat.is_cpu
-        by_dtype.setdefault(flat.dtype if is_read else None, []).append((flat, find_largest(one.dtype), own))
+        by_dtype.setdefault(flat.dtype if is_read else None, []).append((flat, torch.finfo(one.dtype).max, own))
     others = by_dtype.pop(None, [])
     for dtype, read in by_dtype.items():
         assert dtype is not None
@@ -352,12 +346,6 @@ def widen_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
 
 
-@functools.lru_cache(64)
-def find_largest(dtype: torch.dtype) -> float:
-    """Return the largest finite number of a dtype."""
-    return torch.finfo(dtype).max
-
-
 @functools.cache
 def compile_once(table: Table) -> Kernel:
     """Return the kernel of a table, compiled once in a process."""
@@ -381,7 +369,7 @@ class Counter:
 
     def _block_kernels(self, format: BlockFormat) -> Callable[[Sequence[torch.Tensor]], np.ndarray]:
         """Return what counts samples in a block format: kernels, or torch where its scales are no words of 32 bits."""
-        target = make_target(format)
+        target = make_block_target(format, Nearest(), None, torch.float32)
         if layout_of(torch.float32, target) is not WORD32:
             return lambda samples: np.array([count_in_blocks(sample, format) for sample in samples], np.float64)
         kind = Kind.of(torch.float32, target, WORD32)
@@ -597,7 +585,7 @@ def count_in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int
     """Return elements in finite blocks, those that become zero, subnormals, and zeros in blocks whose largest stays."""
     if not len(sample):
         return 0, 0, 0, 0
-    target = make_target(format)
+    target = make_block_target(format, Nearest(), None, torch.float32)
     rounded = quantize(sample, format)
     padding = -len(sample) % format.block
     x, y = (torch.nn.functional.pad(t, (0, padding)).view(-1, format.block) for t in (sample, rounded))

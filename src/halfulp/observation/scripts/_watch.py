@@ -24,7 +24,7 @@ from ...sinks import Row, RowFile
 from .._finding import Finding, plain_causes
 from ..findings._kind import rank_with_causes
 from ..page import write_page
-from ._find import Found, Training, find, tell_backward_losses
+from ._find import Training, find, tell_backward_losses
 from ._run import Children, replace_function
 
 # What a compiled module says of a hook on all modules, which is gone before the compiled code runs.
@@ -186,7 +186,7 @@ class Watch(StepWatcher):
         if len(self.trainings) >= MOST_TRAININGS:
             self._left_out += 1
             return None
-        found = _quietly_found([optimizer], self._used)
+        found = find([optimizer], self._used)
         if found is None:
             if _LOOSE not in self.unseen:
                 self.unseen.append(_LOOSE)
@@ -195,7 +195,7 @@ class Watch(StepWatcher):
         waiting = [one for one in self._waiting if own & _parameters(one)]
         optimizers = [*self._end_sharing(own), optimizer, *waiting]
         if len(optimizers) > 1:
-            found = _quietly_found(optimizers, self._used) or found
+            found = find(optimizers, self._used) or found
         training = Training(found, optimizers, self.interval, None if self._lines is None else self._write)
         if found.scaler is not None:
             self._used.add(found.scaler)
@@ -229,12 +229,6 @@ class Watch(StepWatcher):
 
     def _optimizers_of(self, training: Training) -> list[Optimizer]:
         return [one for one, own in self._training_of.items() if own is training]
-
-
-def _quietly_found(optimizers: list[Optimizer], used: Any) -> Found | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # living objects may warn when they are looked at
-        return find(optimizers, used)
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:
