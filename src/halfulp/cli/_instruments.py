@@ -29,7 +29,7 @@ from ._conventions import (
 from ._errors import fail, print_json, run_or_fail
 
 if TYPE_CHECKING:
-    from ..observation.scripts import Ending, Watch
+    from ..observation.scripts import ScriptEnding, ScriptWatch
 
 # Options behind the script's name are the script's.
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -51,7 +51,7 @@ def observe(
     observed. While the script runs, each sampled step becomes a line of observe.jsonl, which a killed run leaves. With
     --json what the script prints goes to stderr. Under torchrun the first process alone writes.
     """
-    from ..observation.scripts import TERMINATED, Ending, Termination, Watch, run_script
+    from ..observation.scripts import EXIT_TERMINATED, ScriptEnding, ScriptWatch, TerminationHandler, run_script
 
     rank = os.environ.get("RANK", "0")
     first = not rank.isdigit() or int(rank) == 0  # of torchrun's processes
@@ -63,12 +63,12 @@ def observe(
         prepare(out, "observe")
     # Where the script changes to another folder, this one stays.
     folder, own = str(Path(out).absolute()), os.getpid()
-    watch = Watch(interval, Path(folder, "observe.jsonl") if first else None)
+    watch = ScriptWatch(interval, Path(folder, "observe.jsonl") if first else None)
     with contextlib.ExitStack() as elsewhere:
         if json:
             elsewhere.enter_context(print_elsewhere())
 
-        def leave(ending: Ending) -> int:
+        def leave(ending: ScriptEnding) -> int:
             watch.__exit__(None, None, None)
             elsewhere.close()
             try:
@@ -79,22 +79,22 @@ def observe(
                 _say(" ".join(str(error).split()))
                 return 2
 
-        with Termination(lambda: leave(Ending(TERMINATED, "terminated"))) as termination:
+        with TerminationHandler(lambda: leave(ScriptEnding(EXIT_TERMINATED, "terminated"))) as termination:
             with watch:
                 ending = run_script(script, arguments or [], module=module, leave=leave)
-            termination.wait()
+            termination.delay_signals()
             elsewhere.close()
             if os.getpid() != own or not _is_first(first, watch):
                 return ending.code
             return _report(watch, ending, out, folder, json)
 
 
-def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> int:
+def _report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: str, json: bool) -> int:
     """Print and write the report; return the exit code."""
-    report = watch.report(ending.reason)
+    report = watch.make_report(ending.reason)
     how = _CUT_SHORT.get(ending.reason)
     if not report.steps:
-        children = watch.children.why_unseen()
+        children = watch.children.explain_unseen()
         if ending.code:
             said = f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed"
             _say(f"{said}; {children}" if children else said)
@@ -116,7 +116,7 @@ def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> 
     return ending.code
 
 
-def _is_first(first: bool, watch: Watch) -> bool:
+def _is_first(first: bool, watch: ScriptWatch) -> bool:
     """Return whether this process reports: of several the first, also of those that torchrun did not start."""
     return first and watch.rank == 0
 

@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import optim, recipes
 from .._extensions import load_inherited
-from ..observation.scripts import Ending, model_of, run_script, tell_backward_losses
+from ..observation.scripts import ScriptEnding, find_model, run_script, tell_backward_losses
 from ..pages import write_whole
 from ..recipes import Recipe
 from ..recipes._optimizer import _state as recipe_state
@@ -200,7 +200,7 @@ def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
 
 def _convert(groups: list[dict[str, Any]], recipe: Recipe, done: Substitution) -> nn.Module:
     """Convert the model that holds an optimizer's parameters, unless it has been; return it."""
-    model = model_of(parameter for group in groups for parameter in group["params"])
+    model = find_model(parameter for group in groups for parameter in group["params"])
     if model is None:
         raise Refusal("no module holds the optimizer's parameters, so that there is no model to convert")
     if model not in done.models:
@@ -295,7 +295,7 @@ def main() -> None:
     losses: list[float] = []
     done = Substitution()
 
-    def write(ending: Ending | None, refused: str | None = None) -> int:
+    def write(ending: ScriptEnding | None, refused: str | None = None) -> int:
         code = 0 if ending is None else ending.code
         if refused is None and not done.made and not code:
             refused = done.explain_nothing_converted()

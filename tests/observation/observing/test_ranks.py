@@ -119,7 +119,7 @@ from torch.nn.parallel import DistributedDataParallel
 import halfulp as hu
 from halfulp.observation.observing import _ranks
 
-_ranks.PATIENCE = 30.0  # of a loaded machine
+_ranks.SECONDS_TO_WAIT = 30.0  # of a loaded machine
 rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
 APART = f"rank {1 - rank} did not begin to observe at the same step: not compared"
@@ -289,7 +289,7 @@ for begins in (0, 1):  # which rank does so three steps later
     agree(seen.record)
 """
 STOPPED = """
-_ranks.PATIENCE = 0.2 if rank else 30.0  # of rank 1, which stops first, and for which rank 0 cannot have stopped
+_ranks.SECONDS_TO_WAIT = 0.2 if rank else 30.0  # of rank 1, which stops first, and for which rank 0 cannot have stopped
 model, optimizer = run()
 seen = hu.observe(model, optimizer, interval=2).start()
 train(model, optimizer, 9, each=lambda step: seen.stop() if rank and step == 4 else None)
@@ -312,7 +312,7 @@ wanted = [[RUNS_ON], []] if rank else [["rank 1 ended after step 2: compared unt
 assert seen.record.unseen in wanted, seen.record.unseen
 assert rank or agree(seen.record) is None
 
-_ranks.PATIENCE = 30.0
+_ranks.SECONDS_TO_WAIT = 30.0
 model, optimizer = run()
 with hu.observe(model, optimizer, interval=2 + rank) as seen:
     train(model, optimizer, 8)

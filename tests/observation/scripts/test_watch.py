@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from halfulp.observation.scripts import Watch, tell_backward_losses
-from halfulp.observation.scripts import _watch as watching
-from halfulp.observation.scripts._find import Together, find
+from halfulp.observation.scripts import ScriptWatch, tell_backward_losses
+from halfulp.observation.scripts import _watch as watch_module
+from halfulp.observation.scripts._find import JointModel, find_training
 
 
 def net() -> nn.Sequential:
@@ -25,13 +25,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.step()
 
 
-def steps_of(watch: Watch) -> list[int]:
+def steps_of(watch: ScriptWatch) -> list[int]:
     return [len(training) for training in watch.trainings]
 
 
 def test_folds_are_trainings_of_their_own_and_nothing_keeps_their_models():
     gone = []
-    with Watch(2) as watch:
+    with ScriptWatch(2) as watch:
         for fold in range(3):
             model = net()
             optimizer = torch.optim.AdamW(model.parameters())
@@ -44,7 +44,7 @@ def test_folds_are_trainings_of_their_own_and_nothing_keeps_their_models():
         gc.collect()
         assert {ref() for ref in gone} == {None}
     assert steps_of(watch) == [3, 4, 5]
-    found = watch.report("finished").to_dict()
+    found = watch.make_report("finished").to_dict()
     assert [(one["number"], one["steps"], one["shown"]) for one in found["trainings"]] == [
         (1, 3, False),
         (2, 4, False),
@@ -63,7 +63,7 @@ def test_folds_are_trainings_of_their_own_and_nothing_keeps_their_models():
 
 def test_models_made_before_the_first_is_trained_are_trainings_of_their_own():
     models = [net() for _ in range(3)]
-    with Watch(5) as watch:
+    with ScriptWatch(5) as watch:
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
         for model, optimizer in zip(models, optimizers):
             train(model, optimizer, 7)
@@ -76,7 +76,7 @@ def test_models_made_before_the_first_is_trained_are_trainings_of_their_own():
 
 def test_models_that_are_trained_together_by_optimizers_of_their_own_are_trainings_beside_each_other():
     maker, critic = nn.Linear(4, 4), nn.Linear(4, 1)
-    with Watch(2) as watch:
+    with ScriptWatch(2) as watch:
         optimizers = [torch.optim.Adam(one.parameters()) for one in (maker, critic)]
         for step in range(6):
             with torch.no_grad():
@@ -89,7 +89,7 @@ def test_models_that_are_trained_together_by_optimizers_of_their_own_are_trainin
                 optimizers[0].step()
                 optimizers[0].zero_grad()
     assert sorted(steps_of(watch)) == [3, 6]
-    assert [one["overlaps"] for one in watch.report().to_dict()["trainings"]] == [[2], [1]]
+    assert [one["overlaps"] for one in watch.make_report().to_dict()["trainings"]] == [[2], [1]]
     for training in watch.trainings:
         assert list(training.summary.record.parameters) == ["weight", "bias"]
         assert {role for role, _ in training.summary.record.tensors} >= {"activation", "weight gradient", "update"}
@@ -97,7 +97,7 @@ def test_models_that_are_trained_together_by_optimizers_of_their_own_are_trainin
 
 def test_models_of_one_optimizer_are_one_training_and_each_is_named_by_its_class():
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    with Watch(1) as watch:
+    with ScriptWatch(1) as watch:
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
         second(first(torch.randn(3, 4))).sum().backward()
         optimizer.step()
@@ -106,7 +106,7 @@ def test_models_of_one_optimizer_are_one_training_and_each_is_named_by_its_class
 
 def test_trainings_that_alternate_say_so():
     first, second = net(), net()
-    with Watch(2) as watch:
+    with ScriptWatch(2) as watch:
         one = torch.optim.SGD(first.parameters(), lr=0.1)
         train(first, one, 2)
         other = torch.optim.SGD(second.parameters(), lr=0.1)
@@ -114,26 +114,28 @@ def test_trainings_that_alternate_say_so():
             train(first, one, 1)
             train(second, other, 1)
     assert steps_of(watch) == [6, 4]
-    entries = watch.report().to_dict()["trainings"]
+    entries = watch.make_report().to_dict()["trainings"]
     assert [one["overlaps"] for one in entries] == [[2], [1]]
-    assert "beside training 2" in str(watch.report())
+    assert "beside training 2" in str(watch.make_report())
 
 
 def test_another_optimizer_of_the_same_model_begins_another_training():
     model = net()
-    with Watch(2) as watch:
+    with ScriptWatch(2) as watch:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer, 3)
         optimizer = torch.optim.AdamW(model.parameters())
         train(model, optimizer, 4)
     assert steps_of(watch) == [3, 4]
-    assert [training.kinds for training in watch.trainings] == [["SGD"], ["AdamW"]], "the one that is gone is not there"
+    assert [training.optimizer_names for training in watch.trainings] == [["SGD"], ["AdamW"]], (
+        "the one that is gone is not there"
+    )
 
 
 def test_an_optimizer_made_at_each_step_is_bounded(monkeypatch):
-    monkeypatch.setattr(watching, "MOST_TRAININGS", 4)
+    monkeypatch.setattr(watch_module, "MOST_TRAININGS", 4)
     model = net()
-    with Watch(1) as watch:
+    with ScriptWatch(1) as watch:
         for _ in range(9):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
     assert steps_of(watch) == [1] * 4
@@ -142,7 +144,7 @@ def test_an_optimizer_made_at_each_step_is_bounded(monkeypatch):
 
 def test_a_model_that_several_optimizers_step_is_one_training():
     model = net()
-    with Watch(2) as watch:
+    with ScriptWatch(2) as watch:
         one = torch.optim.SGD(model[0].parameters(), lr=0.1)
         two = torch.optim.AdamW([*model[1].parameters(), *model[2].parameters()])
         for _ in range(4):
@@ -150,20 +152,20 @@ def test_a_model_that_several_optimizers_step_is_one_training():
             one.step()
             two.step()
     assert steps_of(watch) == [4]
-    assert watch.trainings[0].kinds == ["SGD", "AdamW"]
+    assert watch.trainings[0].optimizer_names == ["SGD", "AdamW"]
 
 
 def test_what_holds_models_together_is_not_found_as_a_model():
     model = net()
-    together = Together([model, net(), type("a.b", (nn.Linear,), {})(2, 2)])
+    together = JointModel([model, net(), type("a.b", (nn.Linear,), {})(2, 2)])
     assert list(together._modules) == ["Sequential", "Sequential_2", "a_b"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert find([optimizer]).model is model
+    assert find_training([optimizer]).model is model
 
 
 def test_a_copy_of_the_model_in_a_sampled_step_ends_nothing():
     model = net()
-    with Watch(1) as watch:
+    with ScriptWatch(1) as watch:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer, 2)
         copied = copy.deepcopy(model)
@@ -195,6 +197,6 @@ def test_an_average_whose_construction_failed_is_none():
     half = AveragedModel.__new__(AveragedModel)
     nn.Module.__init__(half)
     model = net()
-    found = find([torch.optim.SGD(model.parameters(), lr=0.1)])
+    found = find_training([torch.optim.SGD(model.parameters(), lr=0.1)])
     assert found.model is model
     assert found.average is None

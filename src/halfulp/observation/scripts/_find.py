@@ -22,15 +22,15 @@ from ...kernels import in_float64
 from ...optim import EMA
 from ...optim._gradient_release import model_parameters
 from ...sinks import Outlet, Row
-from ..observing._averages import read_averages
+from ..observing._averages import list_averaged_parameters
 from ..observing._observation import Observation, RunSummary
 from ..observing._observe import find_scheduler, observe
 from ._run import replace_function
 
-SCALERS = (torch.amp.GradScaler, AdaptiveGradScaler)
+SCALER_TYPES = (torch.amp.GradScaler, AdaptiveGradScaler)
 
 
-class Together(nn.Module):
+class JointModel(nn.Module):
     """Several models that one optimizer steps, as one to observe; each is named by its class, numbered if need be."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -45,12 +45,12 @@ class Together(nn.Module):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundTraining:
     """The model, scaler, scheduler and average that belong to optimizers.
 
     Attributes:
         model: the outermost module that holds the optimizers' parameters, without wrappers that only distribute or
-            compile it; a `Together` where optimizers step several models.
+            compile it; a `JointModel` where optimizers step several models.
         scaler: the GradScaler, None without one, or where it is not known which of several it is.
         scheduler: the learning-rate scheduler, None without one.
         average: an average of just this model's parameters; None without one, or where there are several.
@@ -64,71 +64,76 @@ class Found:
     compiled: bool
 
     @property
-    def name(self) -> str:
+    def model_name(self) -> str:
         """The class of the model, or the names of several."""
-        names = self.model._modules if isinstance(self.model, Together) else [type(self.model).__name__]
+        names = self.model._modules if isinstance(self.model, JointModel) else [type(self.model).__name__]
         return " + ".join(names)
 
 
-def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.GradScaler] = ()) -> Found | None:
+def find_training(
+    optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.GradScaler] = ()
+) -> FoundTraining | None:
     """Find the model, scaler and so on of optimizers; None where no module holds any of their parameters."""
     order = [id(parameter) for one in optimizers for _, _, parameter in model_parameters(one)]
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
-    modules, scalers = _find_modules(), _find_living(SCALERS)
+    modules, scalers = _find_modules(), _find_living_objects(SCALER_TYPES)
     children = {id(child) for module in modules for child in module.children()}
-    roots = [(module, _parameter_ids(module) & wanted.keys()) for module in modules if id(module) not in children]
+    roots = [
+        (module, _collect_parameter_ids(module) & wanted.keys()) for module in modules if id(module) not in children
+    ]
     roots = [(module, held) for module, held in roots if held]
     if not roots:
         return None
     covering = sorted(
-        _choose_covering(roots), key=lambda module: min(wanted[key] for key in _parameter_ids(module) & wanted.keys())
+        _choose_covering_modules(roots),
+        key=lambda module: min(wanted[key] for key in _collect_parameter_ids(module) & wanted.keys()),
     )
-    models = list(dict.fromkeys(map(_unwrap, covering)))
-    model = models[0] if len(models) == 1 else Together(models)
+    models = list(dict.fromkeys(map(_unwrap_module, covering)))
+    model = models[0] if len(models) == 1 else JointModel(models)
     # Those that belong to others are taken only where there is no other one.
     free = [scaler for scaler in scalers if scaler not in used] or scalers
-    return Found(
+    return FoundTraining(
         model,
         free[0] if len(free) == 1 else None,
         find_scheduler(optimizers),
-        _average_of(model, modules),
-        any(map(_is_compiled, covering)),
+        _find_average(model, modules),
+        any(map(_is_partly_compiled, covering)),
     )
 
 
-def model_of(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
+def find_model(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     """Return the outermost module that holds all of some parameters, None where none does."""
     wanted = {id(parameter) for parameter in parameters}
-    holding = [module for module in _find_modules() if wanted <= _parameter_ids(module)]
-    return _unwrap(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
+    holding = [module for module in _find_modules() if wanted <= _collect_parameter_ids(module)]
+    return _unwrap_module(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
-def _find_living(kind: Any) -> list[Any]:
+def _find_living_objects(kind: Any) -> list[Any]:
     # Proxies answer isinstance for what they stand for, and may raise when they are asked.
     return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
 def _find_modules() -> list[nn.Module]:
     """Return the living modules whose construction is done, but those that hold models together for an observation."""
-    ready = [one for one in _find_living(nn.Module) if "_parameters" in vars(one) and "_modules" in vars(one)]
-    return [module for module in ready if not isinstance(module, Together)]
+    ready = [one for one in _find_living_objects(nn.Module) if "_parameters" in vars(one) and "_modules" in vars(one)]
+    return [module for module in ready if not isinstance(module, JointModel)]
 
 
-def _average_of(model: nn.Module, modules: list[nn.Module]) -> AveragedModel | EMA | None:
+def _find_average(model: nn.Module, modules: list[nn.Module]) -> AveragedModel | EMA | None:
     """Return the one average of all parameters of a model and no others."""
     live = {name: parameter.shape for name, parameter in model.named_parameters()}
     # One whose construction failed may be alive without the model that it averages.
     averaged = [one for one in modules if isinstance(one, AveragedModel) and "module" in one._modules]
-    averages = [*_find_living(EMA), *averaged]
-    found = [one for one in averages if {name: x.shape for name, x in read_averages(one).items()} == live]
+    averages = [*_find_living_objects(EMA), *averaged]
+    found = [one for one in averages if {name: x.shape for name, x in list_averaged_parameters(one).items()} == live]
     return found[0] if len(found) == 1 else None
 
 
-def _parameter_ids(module: nn.Module) -> set[int]:
+def _collect_parameter_ids(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
-def _choose_covering(roots: list[tuple[nn.Module, set[int]]]) -> list[nn.Module]:
+def _choose_covering_modules(roots: list[tuple[nn.Module, set[int]]]) -> list[nn.Module]:
     """Return as few modules as together hold all parameters that any holds, those of most parameters first."""
     left = set().union(*(held for _, held in roots))
     chosen = []
@@ -139,11 +144,11 @@ def _choose_covering(roots: list[tuple[nn.Module, set[int]]]) -> list[nn.Module]
     return chosen
 
 
-def _is_compiled(model: nn.Module) -> bool:
+def _is_partly_compiled(model: nn.Module) -> bool:
     return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules())
 
 
-def _unwrap(module: nn.Module) -> nn.Module:
+def _unwrap_module(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DataParallel | DistributedDataParallel):
             module = module.module
@@ -155,7 +160,7 @@ def _unwrap(module: nn.Module) -> nn.Module:
             return module
 
 
-class Training:
+class ScriptTraining:
     """Observes optimizers and the model that they step, without keeping them alive.
 
     The hooks alone hold the observation, and the optimizers the hooks: where the script lets go of its model and
@@ -164,23 +169,23 @@ class Training:
     Attributes:
         number: in the order of their first rows, where rows are taken; None before one.
         model: name of the model's class.
-        kinds: names of the optimizers' classes.
-        span: the first and the last of the script's optimizer steps that were its own, counted over all.
+        optimizer_names: names of the optimizers' classes.
+        step_span: the first and the last of the script's optimizer steps that were its own, counted over all.
         has_ended: whether nothing is observed any more.
         summary: what was seen, from the end on.
     """
 
     def __init__(
         self,
-        found: Found,
+        found: FoundTraining,
         optimizers: Sequence[torch.optim.Optimizer],
         interval: int,
-        rows: Callable[[Training, Row], None] | None = None,
+        rows: Callable[[ScriptTraining, Row], None] | None = None,
     ) -> None:
         self.number: int | None = None
-        self.model: str = found.name
-        self.kinds: list[str] = list(dict.fromkeys(type(one).__name__ for one in optimizers))
-        self.span: tuple[float, float] = (math.inf, -math.inf)
+        self.model: str = found.model_name
+        self.optimizer_names: list[str] = list(dict.fromkeys(type(one).__name__ for one in optimizers))
+        self.step_span: tuple[float, float] = (math.inf, -math.inf)
         self.has_ended: bool = False
         self.summary: RunSummary
         sinks = [] if rows is None else [Outlet("the file of JSON lines", functools.partial(rows, self))]
@@ -194,8 +199,8 @@ class Training:
             sinks=sinks,
         )
         observation.start()
-        # Found by the garbage collector together with the observation, whose record it saves.
-        vars(observation)["_guard"] = _Guard(self, observation)
+        # FoundTraining by the garbage collector together with the observation, whose record it saves.
+        vars(observation)["_guard"] = _EndGuard(self, observation)
         self._observation = weakref.ref(observation)
 
     @property
@@ -203,7 +208,7 @@ class Training:
         """The observation that runs; None after the end."""
         return None if self.has_ended else self._observation()
 
-    def end(self, observation: Observation | None = None) -> None:
+    def end_observation(self, observation: Observation | None = None) -> None:
         """Stop observing and keep the summary alone."""
         # Its own is given where weak references to it are gone already.
         observation = observation or self.observation
@@ -220,11 +225,11 @@ class Training:
 
     def note_step(self, at: int) -> None:
         """Note a step of one of its optimizers."""
-        self.span = (min(self.span[0], at), at)
+        self.step_span = (min(self.step_span[0], at), at)
 
-    def overlaps(self, other: Training) -> bool:
+    def overlaps(self, other: ScriptTraining) -> bool:
         """Return whether steps of both lie between each other."""
-        return self.span[0] < other.span[1] and other.span[0] < self.span[1]
+        return self.step_span[0] < other.step_span[1] and other.step_span[0] < self.step_span[1]
 
     def __len__(self) -> int:
         observation = self.observation
@@ -232,14 +237,14 @@ class Training:
 
 
 @dataclass
-class _Guard:
+class _EndGuard:
     """Ends a training when its observation is garbage."""
 
-    training: Training
+    training: ScriptTraining
     observation: Observation
 
     def __del__(self) -> None:
-        self.training.end(self.observation)
+        self.training.end_observation(self.observation)
 
 
 @contextlib.contextmanager
@@ -263,25 +268,25 @@ def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[N
         return (tensor.detach() / factor.item()).to(tensor.dtype) if known else tensor.detach()
 
     def tell_losses(backward: Any) -> Any:
-        def told(tensors: Any, *args: Any, **options: Any) -> Any:
+        def tell_and_run(tensors: Any, *args: Any, **options: Any) -> Any:
             single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
             if isinstance(single, torch.Tensor) and single.numel() == 1:
                 listener(undo_scale(single))
             return backward(tensors, *args, **options)
 
-        return told
+        return tell_and_run
 
     def note_scales(scale: Any) -> Any:
-        def noted(scaler: Any, outputs: Any) -> Any:
+        def scale_and_note(scaler: Any, outputs: Any) -> Any:
             result = scale(scaler, outputs)
             if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
                 scaled[:] = [(weakref.ref(result), result.detach(), outputs.detach())]
             return result
 
-        return noted
+        return scale_and_note
 
     with contextlib.ExitStack() as replaced:
         replaced.enter_context(replace_function(torch.autograd, "backward", tell_losses))
-        for kind in SCALERS:
+        for kind in SCALER_TYPES:
             replaced.enter_context(replace_function(kind, "scale", note_scales))
         yield
