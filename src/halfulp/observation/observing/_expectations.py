@@ -146,7 +146,7 @@ class Expectations:
         found += self._resumed.list_expectations() if self._resumed is not None else []
         return found + self._list_autocast_outputs()
 
-    def _make_expectation(self, pattern: str, asked: Format, outputs: dict[str, torch.dtype]) -> Expectation:
+    def _compare_pattern(self, pattern: str, asked: Format, outputs: dict[str, torch.dtype]) -> Expectation:
         one = Expectation(pattern, asked.name)
         for name, module in self._model.named_modules():
             if not name or not fnmatch.fnmatchcase(name, pattern):

@@ -286,7 +286,7 @@ class Observation(StepWatcher):
         try:
             if recorder.sampling:
                 record.sampled_steps.append(recorder.step)
-                recorder.count_queued_sample_parameters()
+                recorder.count_queued_samples()
                 self._modules.statistics.compare_statistics()
                 if self._ranks.other_ranks:
                     self._ranks.note_sampled_step()
@@ -332,7 +332,7 @@ class Observation(StepWatcher):
 
     @make_safe_method
     def _update_record(self) -> None:
-        self.recorder.count_queued_sample_parameters()
+        self.recorder.count_queued_samples()
         self._read_scales()
         if self.recorder.record.sampled_steps:
             self._parameters.count_moved()
