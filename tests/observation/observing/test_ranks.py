@@ -194,10 +194,10 @@ def fail(*arguments):
 
 def each(step):
     if rank and step == 0:
-        finish, seen._modules.statistics.end = seen._modules.statistics.end, fail  # a hook of ours in step 1
+        finish, seen._modules.statistics.compare_statistics = seen._modules.statistics.compare_statistics, fail  # a hook of ours in step 1
         each.finish = finish
     if rank and step == 1:
-        seen._modules.statistics.end = each.finish
+        seen._modules.statistics.compare_statistics = each.finish
         each.handle = optimizer.register_step_pre_hook(fail)  # the optimizer in step 2
     if rank and step == 2:
         each.handle.remove()
@@ -208,7 +208,7 @@ seen.stop()
 assert len(seen) == 5 - rank
 assert set(seen.record.replicas) == {"module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"}
 assert not all(seen.record.replicas.values())  # a step was not taken
-wanted = ["end step: it raised RuntimeError"] if rank else ["rank 1 ended after step 3: compared until then"]
+wanted = ["end run step: it raised RuntimeError"] if rank else ["rank 1 ended after step 3: compared until then"]
 assert seen.record.unseen == wanted, seen.record.unseen
 """
 THREE = """
