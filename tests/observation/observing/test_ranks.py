@@ -194,8 +194,8 @@ def fail(*arguments):
 
 def each(step):
     if rank and step == 0:
-        finish, seen._modules.statistics.compare_statistics = seen._modules.statistics.compare_statistics, fail  # a hook of ours in step 1
-        each.finish = finish
+        each.finish = seen._modules.statistics.compare_statistics
+        seen._modules.statistics.compare_statistics = fail  # a hook of ours in step 1
     if rank and step == 1:
         seen._modules.statistics.compare_statistics = each.finish
         each.handle = optimizer.register_step_pre_hook(fail)  # the optimizer in step 2

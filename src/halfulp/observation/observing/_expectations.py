@@ -119,7 +119,7 @@ def check_expectations(
 
 
 class Expectations:
-    """Compares what was asked for with what is there.
+    """Compares the formats that were asked for with those of parameters and outputs.
 
     Args:
         expect: formats by pattern, a glob over the names of modules and parameters; or a run that resumed under a
@@ -192,7 +192,7 @@ QUANTIZED_ROLES: tuple[Role, ...] = ("activation", "activation gradient")
 
 
 class QuantizedModules:
-    """Says which format the tensors of a module are quantized to, and compares samples with what that leaves of them.
+    """Names the format that each module's tensors are quantized to, and measures the error of that on samples.
 
     Args:
         given: formats by patterns over the names of its modules; of several that match the first counts.

@@ -308,7 +308,7 @@ class PositionCollisions:
         self.recorder = recorder
 
     def note_output(self, name: str, output: Any) -> None:
-        """Note what a module returned."""
+        """Check the output of a module that has run."""
         for one in output if isinstance(output, tuple) else (output,):
             if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_ROWS:
                 self._check_output(name, one)
@@ -363,7 +363,7 @@ class UnderflowingCasts:
         self._handles: list[Any] = []
 
     def remove_hooks(self) -> None:
-        """Forget what belongs to one step."""
+        """Remove the hooks of one step."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -461,7 +461,7 @@ class _ParameterHooks:
         self.squares: float = 0.0
 
     def observe_arriving(self, gradient: torch.Tensor) -> None:
-        """Look at a gradient that arrives, before it is added to the one that is there."""
+        """Count a gradient that arrives, before it is added to the one that is there."""
         if self.recorder.sampling:
             self._count_gradient(gradient)
             self.addends = None

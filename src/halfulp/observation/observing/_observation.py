@@ -183,7 +183,7 @@ class Observation(StepWatcher):
         self._logged = float(loss)
 
     def summarize(self) -> RunSummary:
-        """Return what was seen so far, which goes on without the model."""
+        """Return a summary of the run so far, which needs no model."""
         return RunSummary(self.record, len(self), self.interval, self.overhead)
 
     def to_dict(self) -> dict[str, Any]:
@@ -385,7 +385,7 @@ TENSOR_ROLES = (
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What was seen of a run, apart from the run itself.
+    """The record of a run with its steps and cost, apart from the run itself.
 
     Attributes:
         record: what was counted.

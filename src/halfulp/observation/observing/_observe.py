@@ -117,7 +117,7 @@ def observe(
 
 
 def check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the torch optimizers that are meant, those that a trainer's wrapper holds included.
+    """Return the torch optimizers among one or several, out of the wrappers of trainers.
 
     Raises:
         TypeError: something else, on which hooks are impossible.

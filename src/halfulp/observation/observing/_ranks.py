@@ -103,7 +103,7 @@ class RankComparison:
         self._own.starts_by_rank = {rank: int(count) for rank, count in zip(ranks, store.multi_get(keys))}
 
     def compare_ranks(self, patient: bool) -> None:
-        """Compare with what the others saw, and say what is missing of them.
+        """Compare the summaries of other ranks with this one's, and note the missing ones.
 
         Args:
             patient: whether to wait for ranks that have yet to say it.

@@ -84,11 +84,11 @@ class Recorder:
 
     @property
     def is_watching(self) -> bool:
-        """Whether something is looked at now."""
+        """Whether a hook is at work now."""
         return not self._free
 
     def begin_watching(self) -> bool:
-        """Begin a look; False while another one goes on, maybe of another thread, as looks share memory."""
+        """Begin the work of a hook; False while another one is at work, maybe of another thread: they share memory."""
         try:
             self._free.pop()  # one operation, which no other thread divides
         except IndexError:
@@ -96,7 +96,7 @@ class Recorder:
         return True
 
     def end_watching(self) -> None:
-        """End the look."""
+        """End the work of a hook."""
         self._free.append(None)
 
     def begin_step(self, step: int, sampling: bool) -> None:
@@ -160,7 +160,7 @@ class Recorder:
     def count_sampled_tensors(
         self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[StoredNumbers]
     ) -> None:
-        """Count what are samples already, which nobody changes, under some names and kinds and a role."""
+        """Count tensors that are samples, and that nobody changes, under some names and kinds and a role."""
         self._queue_samples(zip([one.flat for one in numbers], self._measure_tensors(role, named, numbers)))
 
     def _queue_samples(self, samples: Iterable[tuple[torch.Tensor, TensorTotals]]) -> None:

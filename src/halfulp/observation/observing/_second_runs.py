@@ -72,7 +72,7 @@ def _flatten_numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Recomputations:
-    """Compares what a module gives when its forward pass runs again in the backward pass, as under checkpointing."""
+    """Compares the outputs of modules whose forward pass runs again in the backward pass, as under checkpointing."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -149,7 +149,7 @@ class CompiledModuleCheck:
 
     @make_safe_method
     def _copy_inputs(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Copy what the original depends on, before the compiled module runs."""
+        """Copy inputs and state of the original, before the compiled module runs."""
         original: Any = module._orig_mod
         reason = explain_never_comparable(original)
         try:

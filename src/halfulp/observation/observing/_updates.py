@@ -77,7 +77,7 @@ def decay_factor(optimizer: torch.optim.Optimizer, options: OptimizerOptions) ->
 
 
 def _unwrap_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step without what torch puts around it: hooks, a profiler's range, the mode of gradients."""
+    """Return a step without torch's wrappers around it: hooks, a profiler's range, the mode of gradients."""
     step = getattr(step, "__wrapped__", step)
     while hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _TORCH_WRAPPERS:
         step = step.__wrapped__
@@ -313,7 +313,7 @@ class UpdateWatcher:
         self.rounded: dict[str, RoundingDirections] = {}
 
     def sample_before_step(self, arrived: set[str], alone: torch.Tensor | None = None) -> None:
-        """Sample what the step is about to change.
+        """Sample weights, gradients and states before a step.
 
         Args:
             arrived: names whose gradients were looked at when they arrived.
@@ -373,7 +373,7 @@ class UpdateWatcher:
         return ParameterBeforeStep(record, parameter, weight, slope, states)
 
     def _get_batch_key(self, one: ParameterBeforeStep, group: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what parameters must share, beyond dtypes and options, to step with this one."""
+        """Return the properties that parameters must share, beyond dtypes and options, to step with this one."""
         if isinstance(self.optimizer, Optimizer):
             plan = self.optimizer._plans.get(one.parameter)
             if plan is None:
@@ -496,7 +496,7 @@ class UpdateWatcher:
             count_changes(compared, batch.ends)
 
     def _compute_by_shadow(self, batch: ParameterBatch) -> WantedUpdate:
-        """Return what one step of the optimizer's own class makes of some samples in float64."""
+        """Return the update of samples by the optimizer's own class, in float64."""
         options = batch.records[0].options
         states = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in batch.states.items()}
         assert self._shadow is not None, "known by its class"
@@ -582,7 +582,7 @@ def _compare_decay(batch: ParameterBatch, factor: float) -> ChangeComparison:
 
 
 def _compute_by_rule(rule: UpdateRule, constants: Sequence[float], batch: ParameterBatch) -> WantedUpdate:
-    """Return what a rule of halfulp's optimizers makes of some samples in float32."""
+    """Return the update of samples by a rule of halfulp's optimizers, in float32."""
     states = [state.float() for state in batch.states.values()]
     change, new = change_by_rule(rule, batch.weight, batch.gradient, states, constants)
     change = change.double()

@@ -183,7 +183,7 @@ class CandidateFormats:
 
 
 def find_format(format: FormatLike) -> Format | BlockFormat:
-    """Return the format or block format that is meant.
+    """Return a format or block format by its name or dtype.
 
     Raises:
         ValueError: unknown, or blocks that the sampled runs do not hold a whole number of.
@@ -370,7 +370,7 @@ class SampleKernels:
         self._blocks = [self._make_block_kernels(format) for format in candidates.blocks]
 
     def _make_block_kernels(self, format: BlockFormat) -> Callable[[Sequence[torch.Tensor]], np.ndarray]:
-        """Return what counts samples in a block format: kernels, or torch where its scales are no words of 32 bits."""
+        """Return a function that counts samples in a block format: kernels, or torch where scales have no 32 bits."""
         target = make_block_target(format, Nearest(), None, torch.float32)
         if layout_of(torch.float32, target) is not WORD32:
             return lambda samples: np.array([count_sample_in_blocks(sample, format) for sample in samples], np.float64)
@@ -566,7 +566,7 @@ def compute_extremes_by_torch(flat: torch.Tensor, largest: float, totals: Tensor
 
 
 def _decode_smallest_magnitude(smallest: float) -> float:
-    """Return the smallest magnitude from what `make_extremes_table` finds."""
+    """Return the smallest magnitude from the number that `make_extremes_table` finds."""
     word = d.INFINITE_WORD - struct.unpack("<I", struct.pack("<f", smallest))[0]
     amin: float = struct.unpack("<f", struct.pack("<I", word))[0]
     return amin

@@ -28,7 +28,7 @@ _SCRIPTS_FOLDER = os.path.dirname(os.path.realpath(__file__))
 
 @contextlib.contextmanager
 def replace_function(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Put what wraps a function of a module or a class in its place, for a while."""
+    """Wrap a function of a module or a class, for a while."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(wrap(original)))
     try:
@@ -108,7 +108,7 @@ def _run_as_main(path: str, arguments: Sequence[str], module: bool) -> Iterator[
 
 
 def _report_before_exit(leave: Callable[[ScriptEnding], int] | None) -> contextlib.AbstractContextManager[None]:
-    """Let somebody report before os._exit; of this process alone, since processes forked from it end by it too."""
+    """Report before os._exit; of this process alone, since processes forked from it end by it too."""
     own = os.getpid()
 
     def wrap(leave_now: Callable[[int], None]) -> Callable[[int], None]:
@@ -177,7 +177,7 @@ class ChildProcesses:
         self._own: int = os.getpid()
 
     def watch_starts(self) -> contextlib.AbstractContextManager[None]:
-        """Note what is started while the context is open."""
+        """Note the processes that are started while the context is open."""
 
         def wrap(start: Callable[[multiprocessing.process.BaseProcess], None]) -> Callable[..., None]:
             def started(process: multiprocessing.process.BaseProcess) -> None:

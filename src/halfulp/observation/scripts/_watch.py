@@ -38,7 +38,7 @@ class ScriptWatch(StepWatcher):
     """Observes whatever trains while the context is open.
 
     Optimizers are noticed when they are made. The first call of a module after that begins a training of each model
-    that those which wait step. An optimizer that waits still when it steps begins a training then. One that holds
+    that waiting optimizers step. An optimizer that waits still when it steps begins a training then. One that holds
     parameters of a model that is observed already ends that training and begins another, with the optimizers of before
     that live on. A training ends with its model: nothing here keeps models or optimizers alive.
 
