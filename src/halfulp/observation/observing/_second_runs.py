@@ -376,6 +376,7 @@ class Copier:
             return value
         if id(value) in self._copies:
             return self._copies[id(value)][1]
+        made: Any
         if isinstance(value, torch.Tensor):
             made = value.detach().clone().requires_grad_(value.requires_grad)
         elif isinstance(value, GENERATOR_TYPES):
