@@ -182,8 +182,8 @@ assert describe()["processor"]["cores"] >= 1
 from halfulp.trials.running import _pool
 assert _pool.describe_exit(-15) == "was killed by SIGTERM"
 assert _pool.describe_exit(-9) == "was killed by SIGKILL, as where memory is short"
-from halfulp.observation.scripts._run import Termination
-with Termination(print):
+from halfulp.observation.scripts._run import TerminationHandler
+with TerminationHandler(print):
     pass
 print("stepped")
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from halfulp.observation.scripts._run import REMEDY
+from halfulp.observation.scripts._run import PROCESS_REMEDY
 
 LOOP = """
 import sys
@@ -192,9 +192,9 @@ def test_a_termination_leaves_a_report_and_then_ends_as_without_one(tmp_path, mo
         """
     kill = "os.kill(os.getpid(), signal.SIGTERM)"
     late = f"""
-from halfulp.observation.scripts import Report
-text = Report.__str__
-Report.__str__ = lambda report: [text(report), {kill}][0]
+from halfulp.observation.scripts import ScriptReport
+text = ScriptReport.__str__
+ScriptReport.__str__ = lambda report: [text(report), {kill}][0]
 """
     text = "import os, signal" + LOOP.format(ending=ending + (kill if during == "training" else "pass"))
     (tmp_path / "train.py").write_text(text + (late if during == "report" else ""))
@@ -257,11 +257,10 @@ train(3)
     code, out, _ = observe(text, options=("--interval", "2"))
     assert code == 0
     content = written()
-    names = [parameter["name"] for parameter in content["record"]["parameters"]]
-    assert names == ["maker.weight", "maker.bias", "judge.weight", "judge.bias"]
-    assert "8 steps" not in out
-    assert "5 steps" in out
-    assert "3 steps" in out
+    found = [(one["model"], one["steps"]) for one in content["trainings"]]
+    assert found == [("Maker", 8), ("Judge", 5), ("Judge", 3)]
+    assert [parameter["name"] for parameter in content["record"]["parameters"]] == ["weight", "bias"]
+    assert "training 1 of 3: Maker, SGD, beside training 2, 3" in out
 
 
 FOLDS = """
@@ -437,7 +436,7 @@ if __name__ == "__main__":
 
 def test_processes_of_mp_spawn_are_named_with_what_to_write_instead_which_works(tmp_path, monkeypatch, forking):
     """The script is written as its own refusal says."""
-    watching, after = (said.strip("`") for said in re.findall("`[^`]*`", REMEDY))
+    watching, after = (said.strip("`") for said in re.findall("`[^`]*`", PROCESS_REMEDY))
     (tmp_path / "script.py").write_text(SPAWNS.format(watching=watching, after=after))
     monkeypatch.chdir(tmp_path)
     # A spawned process takes over the options of this one, whose warnings are errors, and the folder it began in.
@@ -446,5 +445,5 @@ def test_processes_of_mp_spawn_are_named_with_what_to_write_instead_which_works(
     code, errors = ended.code(), ended.errors.read_text()
     assert code == 2, errors
     assert "it started a process by torch.multiprocessing.spawn, where work runs" in errors
-    assert REMEDY in errors
+    assert PROCESS_REMEDY in errors
     assert "<h1>" in (tmp_path / "observe.html").read_text()

@@ -28,7 +28,7 @@ from ._conventions import (
 from ._errors import exit_with_error, print_json, run_or_fail
 
 if TYPE_CHECKING:
-    from ..observation.scripts import Ending, Watch
+    from ..observation.scripts import ScriptEnding, ScriptWatch
 
 # Options behind the script's name are the script's.
 OBSERVE_CONTEXT_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
@@ -50,7 +50,7 @@ def observe(
     observed. While the script runs, each sampled step becomes a line of observe.jsonl, which a killed run leaves. With
     --json what the script prints goes to stderr. Under torchrun the first process alone writes.
     """
-    from ..observation.scripts import TERMINATED, Ending, Termination, Watch, run_script
+    from ..observation.scripts import EXIT_TERMINATED, ScriptEnding, ScriptWatch, TerminationHandler, run_script
 
     rank = os.environ.get("RANK", "0")
     first = not rank.isdigit() or int(rank) == 0  # of torchrun's processes
@@ -64,12 +64,12 @@ def observe(
         prepare_out_folder(out, "observe")
     # Where the script changes to another folder, this one stays.
     folder, own = str(Path(out).absolute()), os.getpid()
-    watch = Watch(interval, Path(folder, "observe.jsonl") if first else None)
+    watch = ScriptWatch(interval, Path(folder, "observe.jsonl") if first else None)
     with contextlib.ExitStack() as elsewhere:
         if json:
             elsewhere.enter_context(stdout_to_stderr())
 
-        def leave(ending: Ending) -> int:
+        def leave(ending: ScriptEnding) -> int:
             watch.__exit__(None, None, None)
             elsewhere.close()
             try:
@@ -80,22 +80,22 @@ def observe(
                 _print_to_stderr(" ".join(str(error).split()))
                 return 2
 
-        with Termination(lambda: leave(Ending(TERMINATED, "terminated"))) as termination:
+        with TerminationHandler(lambda: leave(ScriptEnding(EXIT_TERMINATED, "terminated"))) as termination:
             with watch:
                 ending = run_script(script, arguments or [], module=module, leave=leave)
-            termination.wait()
+            termination.delay_signals()
             elsewhere.close()
             if os.getpid() != own or not _is_reporter(first, watch):
                 return ending.code
             return _write_report(watch, ending, out, folder, json)
 
 
-def _write_report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> int:
+def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: str, json: bool) -> int:
     """Print and write the report; return the exit code."""
-    report = watch.report(ending.reason)
+    report = watch.make_report(ending.reason)
     how = _WORDS_OF_EARLY_ENDINGS.get(ending.reason)
     if not report.steps:
-        children = watch.children.why_unseen()
+        children = watch.children.explain_unseen()
         if ending.code:
             said = f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed"
             _print_to_stderr(f"{said}; {children}" if children else said)
@@ -117,7 +117,7 @@ def _write_report(watch: Watch, ending: Ending, out: str, folder: str, json: boo
     return ending.code
 
 
-def _is_reporter(first: bool, watch: Watch) -> bool:
+def _is_reporter(first: bool, watch: ScriptWatch) -> bool:
     """Return whether this process reports: of several the first, also of those that torchrun did not start."""
     return first and watch.rank == 0
 

@@ -19,7 +19,7 @@ from ..optim._float32 import read_weights
 from ..optim.step._kernel import change_by_rule
 from ..recipes import revert
 from ..recipes._convert import is_converted
-from .observing._updates import ELEMENTWISE, WHOLE, Shadow
+from .observing._updates import ELEMENTWISE_OPTIMIZERS, WHOLE_TENSOR_STATES, ShadowOptimizer
 
 _MOST_SEGMENT_PARTS = 32
 _INTEGRATION_TOLERANCE = 0.25e-3
@@ -271,7 +271,7 @@ def compute_wanted_changes(optimizer: torch.optim.Optimizer, names: dict[int, st
             change: Tensor | None = None
             if isinstance(optimizer, Optimizer):
                 change = _compute_change_by_halfulp(optimizer, group, parameter)
-            elif type(optimizer) in ELEMENTWISE:
+            elif type(optimizer) in ELEMENTWISE_OPTIMIZERS:
                 change = _compute_change_by_torch(optimizer, group, parameter)
             if change is None:
                 return None
@@ -296,11 +296,13 @@ def _compute_change_by_torch(optimizer: torch.optim.Optimizer, group: dict[str, 
     assert gradient is not None
     weight = parameter.detach().double().reshape(-1)
     states = {
-        key: value.detach().clone() if key in WHOLE or not isinstance(value, Tensor) else value.double().reshape(-1)
+        key: value.detach().clone()
+        if key in WHOLE_TENSOR_STATES or not isinstance(value, Tensor)
+        else value.double().reshape(-1)
         for key, value in state.items()
     }
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    after, _ = Shadow(optimizer).step(weight, gradient.double().reshape(-1), states, options)
+    after, _ = ShadowOptimizer(optimizer).step(weight, gradient.double().reshape(-1), states, options)
     return after - weight
 
 

@@ -134,16 +134,12 @@ class RoundingRecord:
         variance: sum of probability times (1 - probability).
         repeated: largest share, over pairs of steps, of elements whose direction is the same beyond what probability
             explains, as a correlation from -1 to 1; None before two steps.
-        between_ranks: correlation with the rank, of 16, that rounds its other shard of a DTensor most alike, of 1024
-            elements of four parameters a step: what chance does not explain in all but one of 10^8 cases; None
-            elsewhere.
     """
 
     seen: int = 0
     excess: float = 0.0
     variance: float = 0.0
     repeated: float | None = None
-    between_ranks: float | None = None
 
 
 @dataclass(slots=True)
@@ -282,7 +278,7 @@ class Expectation:
         asked: the dtype's or format's name.
         matched: names that match.
         other: those of them that have something else, and what.
-        source: who asked: "expect", "autocast", "contract", or a trainer's name.
+        source: who asked: "expect", "autocast" or "contract".
     """
 
     pattern: str

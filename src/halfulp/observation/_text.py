@@ -180,12 +180,3 @@ def write_optimizer_code(name: str | None, argument: str) -> str:
         made = f"hu.optim.wrap({f'torch.optim.{name}' if hasattr(torch.optim, name) else name}, "
     rest = "" if name else "  # or SGD, Adam, Lion, as it was"
     return f"{IMPORT_LINE}\n{_PLACE_COMMENT}\noptimizer = {made}optimizer.param_groups, {argument}){rest}"
-
-
-def of_model(code: str, name: str) -> str:
-    """Return lines of `write_optimizer_code` for a model that the script calls by another name.
-
-    >>> of_model("sgd = SGD(model.parameters())", "netG")
-    'sgd = SGD(netG.parameters())'
-    """
-    return code.replace("model.parameters()", f"{name}.parameters()")

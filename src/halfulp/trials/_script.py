@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import optim, recipes
 from .._extensions import load_inherited_extensions
-from ..observation.scripts import Ending, model_of, run_script, tell_backward_losses
+from ..observation.scripts import ScriptEnding, find_model, run_script, tell_backward_losses
 from ..pages import write_whole
 from ..recipes import Recipe
 from ..recipes._optimizer import choose_state_dtype as recipe_state
@@ -201,7 +201,7 @@ def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
 
 def _convert_holding_model(groups: list[dict[str, Any]], recipe: Recipe, done: Substitution) -> nn.Module:
     """Convert the model that holds an optimizer's parameters, unless it has been; return it."""
-    model = model_of(parameter for group in groups for parameter in group["params"])
+    model = find_model(parameter for group in groups for parameter in group["params"])
     if model is None:
         raise RecipeRefusal("no module holds the optimizer's parameters, so that there is no model to convert")
     if model not in done.models:
@@ -296,7 +296,7 @@ def run_worker() -> None:
     losses: list[float] = []
     done = Substitution()
 
-    def write(ending: Ending | None, refused: str | None = None) -> int:
+    def write(ending: ScriptEnding | None, refused: str | None = None) -> int:
         code = 0 if ending is None else ending.code
         if refused is None and not done.optimizers_made and not code:
             refused = done.explain_nothing_converted()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import halfulp as hu
-from halfulp.observation.observing._notebook import Uses
-from halfulp.observation.scripts._find import find
+from halfulp.observation.observing._recorder import TensorUses
+from halfulp.observation.scripts._find import find_training
 
 
 class Root(nn.Module):
@@ -78,22 +78,22 @@ def test_nan_from_the_loss_is_said_of_the_loss(seed):
 
 
 def test_uses_are_known_by_identity_and_keep_nothing_alive():
-    uses, x, y = Uses(), torch.ones(2), torch.ones(2)
-    uses.note("a", (), x)
-    uses.note("b.inner", (x,), y)
-    uses.note("b", (x,), y)
-    uses.note("c", (torch.ones(2),), (x, y))
-    uses.note("", (), y)
-    assert uses.sources("a") == ("b.inner",)
-    assert uses.sources("b.inner") == (), "handed on by b, c and the model, taken by none"
-    uses.note("d.e", (), z := torch.ones(2))
-    assert uses.sources("d.e") == ("d",), "by d's own code"
+    uses, x, y = TensorUses(), torch.ones(2), torch.ones(2)
+    uses.note_module_run("a", (), x)
+    uses.note_module_run("b.inner", (x,), y)
+    uses.note_module_run("b", (x,), y)
+    uses.note_module_run("c", (torch.ones(2),), (x, y))
+    uses.note_module_run("", (), y)
+    assert uses.find_consumers("a") == ("b.inner",)
+    assert uses.find_consumers("b.inner") == (), "handed on by b, c and the model, taken by none"
+    uses.note_module_run("d.e", (), z := torch.ones(2))
+    assert uses.find_consumers("d.e") == ("d",), "by d's own code"
     place = id(z)
     del z
     fresh = [torch.ones(2) for _ in range(64)]
     for one in fresh:
-        uses.note("f", (one,), None)
-    assert uses.sources("d.e") == ("d",), f"a new tensor at {place} is another one"
+        uses.note_module_run("f", (one,), None)
+    assert uses.find_consumers("d.e") == ("d",), f"a new tensor at {place} is another one"
 
 
 class Half(nn.Module):
@@ -211,7 +211,7 @@ def test_names_are_the_models_own(wrapper):
         optimizer.step()
     assert list(seen.record.parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
     assert {name for role, name in seen.record.tensors if role == "activation"} >= {"0", "1"}
-    assert find([hu.optim.AdamW(model.parameters())]).model is model
+    assert find_training([hu.optim.AdamW(model.parameters())]).model is model
 
 
 def test_parameters_of_checkpointed_modules_have_their_own_names_and_parallel_ones_their_modules():

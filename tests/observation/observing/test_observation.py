@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, SequentialLR
 
 import halfulp as hu
-from halfulp.observation.observing._observation import LossScales
+from halfulp.observation.observing._observation import ScalerTracker
 from halfulp.observation.observing._observe import find_scheduler
 
 
@@ -253,7 +253,7 @@ def test_a_scale_that_cannot_grow_is_no_skip():
 
 @pytest.mark.parametrize("growth_interval", [25, 2000])
 def test_a_device_is_waited_for_in_few_steps(seed, monkeypatch, growth_interval):
-    monkeypatch.setattr(LossScales, "_is_on_host", lambda self: False)
+    monkeypatch.setattr(ScalerTracker, "_is_scale_on_host", lambda self: False)
     draw = random.Random(seed)
     model, optimizer = made("momentum")
     scaler = CountedScaler("cpu", init_scale=2.0**40, growth_interval=growth_interval)

@@ -6,7 +6,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.observation.scripts._watch import Watch
+from halfulp.observation.scripts._watch import ScriptWatch
 
 STEPS = 5
 RELEASES = {"on the device": {}, "on the host": {"offload": "cpu"}}
@@ -78,12 +78,12 @@ def test_the_record_and_the_bits_are_those_of_a_step_after_backward(clip, parts,
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_a_script_is_observed(release):
-    with Watch(interval=2) as watch:
+    with ScriptWatch(interval=2) as watch:
         _run(RELEASES[release], watched=False)
     (training,) = watch.trainings
     assert training.model == "Sequential"
     assert len(training) == STEPS
-    assert training.record.parameters["2.weight"].update.seen
+    assert training.summary.record.parameters["2.weight"].update.seen
 
 
 def test_other_hooks_are_refused_before_anything_is_written():

@@ -11,7 +11,12 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.observation._record import ParameterRecord
-from halfulp.observation.observing._notebook import MOST_GROUPS, OTHERS, RUN, groups_of
+from halfulp.observation.observing._recorder import (
+    MOST_PARAMETER_GROUPS,
+    OTHER_GROUPS_NAME,
+    RUN_COLUMNS,
+    group_parameters,
+)
 
 
 def small(dtype=torch.bfloat16):
@@ -92,7 +97,7 @@ def test_a_row_says_what_the_run_did(seed):
             scaler.update()
             optimizer.zero_grad()
     record = seen.record
-    assert list(rows[0])[: len(RUN)] == list(RUN)
+    assert list(rows[0])[: len(RUN_COLUMNS)] == list(RUN_COLUMNS)
     assert [row["loss"] for row in rows] == [step.loss for step in record.history]
     assert [row["lr"] for row in rows] == [2e-3] * 3
     assert [row["loss_scale"] for row in rows] == [step.loss_scale for step in record.history]
@@ -180,18 +185,18 @@ def test_names_are_bounded_and_none_is_forgotten():
     for k, one in enumerate(two):
         one.name = f"{k}.weight"
     shared = "*.weight (Linear)"
-    assert groups_of(two) == {"0.weight": shared, "1.weight": shared, "2.weight": "2.weight"}
-    few = groups_of(records(MOST_GROUPS))
+    assert group_parameters(two) == {"0.weight": shared, "1.weight": shared, "2.weight": "2.weight"}
+    few = group_parameters(records(MOST_PARAMETER_GROUPS))
     assert list(few) == list(few.values())
-    many = groups_of([*records(20), *records(20, "LayerNorm", "bias")])
+    many = group_parameters([*records(20), *records(20, "LayerNorm", "bias")])
     assert set(many.values()) == {"Linear.weight", "LayerNorm.bias"}
     each = [one for k in range(40) for one in records(k + 1, f"Kind{k}")[-1:]]
-    most = groups_of(
+    most = group_parameters(
         [ParameterRecord(f"{k}a.weight", one.kind, one.dtype, one.shape, one.numel, True) for k, one in enumerate(each)]
     )
-    assert len(set(most.values())) == MOST_GROUPS
+    assert len(set(most.values())) == MOST_PARAMETER_GROUPS
     assert most["39a.weight"] == "Kind39.weight"
-    assert most["0a.weight"] == OTHERS
+    assert most["0a.weight"] == OTHER_GROUPS_NAME
 
 
 def test_other_ranks_write_nothing_and_check_no_disk(seed, tmp_path, monkeypatch):
@@ -216,7 +221,7 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path):
 
 
 def test_without_sinks_nothing_is_made(seed, monkeypatch):
-    monkeypatch.setattr("halfulp.observation.observing._notebook.Rows", None)
+    monkeypatch.setattr("halfulp.observation.observing._recorder.StepRows", None)
     model, optimizer = small()
     with hu.observe(model, optimizer, interval=1) as seen:
         train(model, optimizer, 1)

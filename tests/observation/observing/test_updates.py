@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import halfulp as hu
 from halfulp.kernels import engine
 from halfulp.observation._record import Realised
-from halfulp.observation.observing._updates import Comparison, add_changes, find_neighbours
+from halfulp.observation.observing._updates import ChangeComparison, count_changes, find_neighbours
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.01),
@@ -192,9 +192,9 @@ def test_a_registered_class_is_run_on_shadows():
             step(model, optimizer, torch.ones(2, 8))
         assert seen.record.parameters["weight"].update.known
     finally:
-        from halfulp.observation.observing._updates import ELEMENTWISE
+        from halfulp.observation.observing._updates import ELEMENTWISE_OPTIMIZERS
 
-        del ELEMENTWISE[Mine]
+        del ELEMENTWISE_OPTIMIZERS[Mine]
     with pytest.raises(TypeError, match="subclass of"):
         hu.observation.register_elementwise(nn.Linear)
 
@@ -298,7 +298,7 @@ def test_counts_are_those_of_each_element(seed, decreases, name):
     after = torch.where(torch.rand(len(before)) < 0.3, before, before + wanted * torch.randn(len(before)))
     records = [Realised() for _ in LENGTHS]
     with engine(name):
-        add_changes([Comparison(records, before, after, wanted, decreases=decreases)], ends.tolist())
+        count_changes([ChangeComparison(records, before, after, wanted, decreases_only=decreases)], ends.tolist())
     for record, start, end in zip(records, ends, ends[1:]):
         right = expected(*(x[start:end].numpy() for x in (before, after, wanted)), decreases)
         assert (record.seen, record.cancelled, record.wanted) == (right.seen, right.cancelled, right.wanted)

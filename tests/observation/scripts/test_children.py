@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from halfulp.observation.scripts._run import Children
+from halfulp.observation.scripts._run import ChildProcesses
 
 FORK = multiprocessing.get_context("fork")
 
@@ -49,10 +49,10 @@ def pool():
     ],
 )
 def test_what_is_started_is_noted_and_nothing_stays_patched(start, functions, said):
-    before, children = multiprocessing.process.BaseProcess.start, Children()
-    with children.watch():
+    before, children = multiprocessing.process.BaseProcess.start, ChildProcesses()
+    with children.watch_starts():
         start()
     assert multiprocessing.process.BaseProcess.start == before
     assert children.functions == functions
-    assert said in children.why_unseen()
-    assert bool(said) == bool(children.why_unseen())
+    assert said in children.explain_unseen()
+    assert bool(said) == bool(children.explain_unseen())

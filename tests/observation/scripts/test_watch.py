@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from halfulp.observation.scripts import Watch, tell_backward_losses
-from halfulp.observation.scripts import _watch as watching
-from halfulp.observation.scripts._find import Together, find
+from halfulp.observation.scripts import ScriptWatch, tell_backward_losses
+from halfulp.observation.scripts import _watch as watch_module
+from halfulp.observation.scripts._find import JointModel, find_training
 
 
 def net() -> nn.Sequential:
@@ -25,13 +25,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
         optimizer.step()
 
 
-def steps_of(watch: Watch) -> list[int]:
+def steps_of(watch: ScriptWatch) -> list[int]:
     return [len(training) for training in watch.trainings]
 
 
 def test_folds_are_trainings_of_their_own_and_nothing_keeps_their_models():
     gone = []
-    with Watch(2) as watch:
+    with ScriptWatch(2) as watch:
         for fold in range(3):
             model = net()
             optimizer = torch.optim.AdamW(model.parameters())
@@ -44,7 +44,7 @@ def test_folds_are_trainings_of_their_own_and_nothing_keeps_their_models():
         gc.collect()
         assert {ref() for ref in gone} == {None}
     assert steps_of(watch) == [3, 4, 5]
-    found = watch.report("finished").to_dict()
+    found = watch.make_report("finished").to_dict()
     assert [(one["number"], one["steps"], one["shown"]) for one in found["trainings"]] == [
         (1, 3, False),
         (2, 4, False),
@@ -54,27 +54,29 @@ def test_folds_are_trainings_of_their_own_and_nothing_keeps_their_models():
     assert found["steps"] == 5
     names = [[one["name"] for one in each["record"]["parameters"]] for each in found["trainings"][:2]]
     assert names == [[name for name, _ in net().named_parameters()]] * 2, "names of the model, none before them"
-    assert {role for role, _ in watch.trainings[0].record.tensors} >= {"activation", "weight gradient", "update"}
+    assert {role for role, _ in watch.trainings[0].summary.record.tensors} >= {
+        "activation",
+        "weight gradient",
+        "update",
+    }
 
 
 def test_models_made_before_the_first_is_trained_are_trainings_of_their_own():
     models = [net() for _ in range(3)]
-    with Watch(5) as watch:
+    with ScriptWatch(5) as watch:
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
         for model, optimizer in zip(models, optimizers):
             train(model, optimizer, 7)
     assert steps_of(watch) == [7, 7, 7]
     assert [training.model for training in watch.trainings] == ["Sequential"] * 3
     for training in watch.trainings:
-        assert any(role == "activation" for role, _ in training.record.tensors), "a later step is seen whole"
-        assert training.record.unseen == []
+        assert any(role == "activation" for role, _ in training.summary.record.tensors), "a later step is seen whole"
+        assert training.summary.record.unseen == []
 
 
-def test_models_that_are_trained_together_are_observed_together_under_names_of_their_own():
-    class Net(nn.Linear): ...
-
-    maker, critic = Net(4, 4), Net(4, 1)
-    with Watch(2) as watch:
+def test_models_that_are_trained_together_by_optimizers_of_their_own_are_trainings_beside_each_other():
+    maker, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    with ScriptWatch(2) as watch:
         optimizers = [torch.optim.Adam(one.parameters()) for one in (maker, critic)]
         for step in range(6):
             with torch.no_grad():
@@ -86,63 +88,25 @@ def test_models_that_are_trained_together_are_observed_together_under_names_of_t
                 critic(maker(torch.randn(3, 4))).mean().backward()
                 optimizers[0].step()
                 optimizers[0].zero_grad()
-    assert steps_of(watch) == [6]
-    [training] = watch.trainings
-    assert training.model == "maker + critic"
-    assert list(training.record.parameters) == ["maker.weight", "maker.bias", "critic.weight", "critic.bias"]
+    assert sorted(steps_of(watch)) == [3, 6]
+    assert [one["overlaps"] for one in watch.make_report().to_dict()["trainings"]] == [[2], [1]]
+    for training in watch.trainings:
+        assert list(training.summary.record.parameters) == ["weight", "bias"]
+        assert {role for role, _ in training.summary.record.tensors} >= {"activation", "weight gradient", "update"}
 
 
-class Trainer:
-    """Holds its models as attributes, as a class of a library does."""
-
-    def __init__(self, first, second):
-        self.first, self.second = first, second
-
-    def train(self):
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (self.first, self.second)]
-        for _ in range(2):
-            step_both(self.first, self.second, optimizers)
-
-
-def step_both(one, other, optimizers):
-    other(one(torch.randn(3, 4))).sum().backward()
-    for optimizer in optimizers:
+def test_models_of_one_optimizer_are_one_training_and_each_is_named_by_its_class():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    with ScriptWatch(1) as watch:
+        optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+        second(first(torch.randn(3, 4))).sum().backward()
         optimizer.step()
-
-
-def test_to_read_names_keeps_no_model_alive():
-    with Watch(1):
-        models = nn.Linear(4, 4), nn.Linear(4, 4)
-        first, second = models
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in models]
-        step_both(*models, optimizers)
-        alive = weakref.ref(first)
-        del models, first, second, optimizers
-        gc.collect()
-        assert alive() is None
-
-
-def test_models_that_are_trained_together_have_the_names_of_the_script_or_else_of_their_class():
-    with Watch(1) as watch:
-        trainer = Trainer(nn.Linear(4, 4), nn.Linear(4, 4))
-        trainer.train()
-    assert watch.trainings[0].model == "first + second"
-    with Watch(1) as watch:
-        nets = {"gen": nn.Linear(4, 4), "train": nn.Linear(4, 4)}
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in nets.values()]
-        step_both(nets["gen"], nets["train"], optimizers)
-    assert watch.trainings[0].model == "gen + train_2", "a name that modules have for something else gets a number"
-    with Watch(1) as watch:
-        listed = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        (lambda one, other, optimizers: (other(one(torch.randn(3, 4))).sum().backward(), optimizers[0].step()))(
-            *listed, [torch.optim.SGD([p for net in listed for p in net.parameters()], lr=0.1)]
-        )
-    assert watch.trainings[0].model == "one + other"
+    assert watch.trainings[0].model == "Linear + Linear_2"
 
 
 def test_trainings_that_alternate_say_so():
     first, second = net(), net()
-    with Watch(2) as watch:
+    with ScriptWatch(2) as watch:
         one = torch.optim.SGD(first.parameters(), lr=0.1)
         train(first, one, 2)
         other = torch.optim.SGD(second.parameters(), lr=0.1)
@@ -150,26 +114,28 @@ def test_trainings_that_alternate_say_so():
             train(first, one, 1)
             train(second, other, 1)
     assert steps_of(watch) == [6, 4]
-    entries = watch.report().to_dict()["trainings"]
+    entries = watch.make_report().to_dict()["trainings"]
     assert [one["overlaps"] for one in entries] == [[2], [1]]
-    assert "beside training 2" in str(watch.report())
+    assert "beside training 2" in str(watch.make_report())
 
 
 def test_another_optimizer_of_the_same_model_begins_another_training():
     model = net()
-    with Watch(2) as watch:
+    with ScriptWatch(2) as watch:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer, 3)
         optimizer = torch.optim.AdamW(model.parameters())
         train(model, optimizer, 4)
     assert steps_of(watch) == [3, 4]
-    assert [training.kinds for training in watch.trainings] == [["SGD"], ["AdamW"]], "the one that is gone is not there"
+    assert [training.optimizer_names for training in watch.trainings] == [["SGD"], ["AdamW"]], (
+        "the one that is gone is not there"
+    )
 
 
 def test_an_optimizer_made_at_each_step_is_bounded(monkeypatch):
-    monkeypatch.setattr(watching, "MOST_TRAININGS", 4)
+    monkeypatch.setattr(watch_module, "MOST_TRAININGS", 4)
     model = net()
-    with Watch(1) as watch:
+    with ScriptWatch(1) as watch:
         for _ in range(9):
             train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
     assert steps_of(watch) == [1] * 4
@@ -178,7 +144,7 @@ def test_an_optimizer_made_at_each_step_is_bounded(monkeypatch):
 
 def test_a_model_that_several_optimizers_step_is_one_training():
     model = net()
-    with Watch(2) as watch:
+    with ScriptWatch(2) as watch:
         one = torch.optim.SGD(model[0].parameters(), lr=0.1)
         two = torch.optim.AdamW([*model[1].parameters(), *model[2].parameters()])
         for _ in range(4):
@@ -186,20 +152,20 @@ def test_a_model_that_several_optimizers_step_is_one_training():
             one.step()
             two.step()
     assert steps_of(watch) == [4]
-    assert watch.trainings[0].kinds == ["SGD", "AdamW"]
+    assert watch.trainings[0].optimizer_names == ["SGD", "AdamW"]
 
 
 def test_what_holds_models_together_is_not_found_as_a_model():
     model = net()
-    together = Together([model, net(), type("a.b", (nn.Linear,), {})(2, 2)])
+    together = JointModel([model, net(), type("a.b", (nn.Linear,), {})(2, 2)])
     assert list(together._modules) == ["Sequential", "Sequential_2", "a_b"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert find([optimizer]).model is model
+    assert find_training([optimizer]).model is model
 
 
 def test_a_copy_of_the_model_in_a_sampled_step_ends_nothing():
     model = net()
-    with Watch(1) as watch:
+    with ScriptWatch(1) as watch:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer, 2)
         copied = copy.deepcopy(model)
@@ -231,6 +197,6 @@ def test_an_average_whose_construction_failed_is_none():
     half = AveragedModel.__new__(AveragedModel)
     nn.Module.__init__(half)
     model = net()
-    found = find([torch.optim.SGD(model.parameters(), lr=0.1)])
+    found = find_training([torch.optim.SGD(model.parameters(), lr=0.1)])
     assert found.model is model
     assert found.average is None

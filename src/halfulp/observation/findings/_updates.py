@@ -197,7 +197,7 @@ COINCIDENCES = 6
 
 @register_finding
 class RandomBitsRepeat(FindingKind):
-    """Stochastic rounding goes one way too often, or the same way again on another step or rank."""
+    """Stochastic rounding goes one way too often, or the same way again on another step."""
 
     code = "random-bits-repeat"
     cure = "draw fresh bits for every step and rank; hu.optim's are a hash of seed, step, parameter and element"
@@ -222,14 +222,10 @@ class RandomBitsRepeat(FindingKind):
         least = (
             max(CORRELATION_LIMIT, DEVIATION_LIMIT / 2 / opened**0.5, COINCIDENCES / opened) if opened else float("inf")
         )
-        # Of ranks the record has what chance does not explain.
-        for what, correlation, limit in (
-            ("steps", rounding.repeated, least),
-            ("ranks", rounding.between_ranks, CORRELATION_LIMIT),
-        ):
-            if correlation is not None and correlation > limit:
-                said = f"two {what} round the same way, with a correlation of {correlation:.2g}"
-                yield self.found(name, "error", confidence, said, correlation=correlation, between=what, seen=seen)
+        correlation = rounding.repeated
+        if correlation is not None and correlation > least:
+            said = f"two steps round the same way, with a correlation of {correlation:.2g}"
+            yield self.found(name, "error", confidence, said, correlation=correlation, seen=seen)
         deviations = rounding.excess / rounding.variance**0.5 if rounding.variance > 0 else 0.0
         # A bias of a hundredth of a spacing per rounding is as small as the rounding of float32 arithmetic before it.
         bias = rounding.excess / seen

@@ -19,12 +19,12 @@ from ...optim._ema import decay_at
 from ...optim._float32 import read_weights
 from .._record import AverageRecord
 from ..sampling._sampler import read_numbers, take_sample
-from ._notebook import Notebook
-from ._updates import Comparison, add_changes, is_represented
+from ._recorder import Recorder
+from ._updates import ChangeComparison, count_changes, has_float32_weight
 
 
 @dataclass(slots=True)
-class _Average:
+class _AverageBeforeUpdate:
     """One averaged tensor before its update: samples of it and of its live weight."""
 
     name: str
@@ -34,7 +34,7 @@ class _Average:
     live: torch.Tensor
 
 
-class WeightAverages:
+class WeightAverageWatcher:
     """Watches an average of the weights, which is updated between two optimizer steps.
 
     Args:
@@ -46,10 +46,10 @@ class WeightAverages:
         ValueError: no parameter of the average has the name of one of the model's.
     """
 
-    def __init__(self, book: Notebook, average: EMA | nn.Module | None, model: nn.Module) -> None:
-        self.book, self.average = book, average
+    def __init__(self, recorder: Recorder, average: EMA | nn.Module | None, model: nn.Module) -> None:
+        self.recorder, self.average = recorder, average
         self._pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        self._awaited: list[_Average] = []
+        self._awaited: list[_AverageBeforeUpdate] = []
         self._retention: float | None = None
         if average is None:
             return
@@ -59,54 +59,54 @@ class WeightAverages:
                 f"parameters, got {a_kind(average)}"
             )
         live = dict(model.named_parameters())
-        for name, tensor in read_averages(average).items():
+        for name, tensor in list_averaged_parameters(average).items():
             if name in live and tensor.shape == live[name].shape and tensor.dtype.is_floating_point:
                 self._pairs.append((name, tensor, live[name]))
         if not self._pairs:
             raise ValueError("average= holds no parameter named and shaped like one of the model's: give this model's")
 
-    def begin(self) -> None:
+    def sample_averages(self) -> None:
         """Sample averages and weights as they are after a step."""
         self._awaited = []
-        self._retention = _retention(self.average)
+        self._retention = _get_retention(self.average)
         for name, tensor, weight in self._pairs:
-            before, live = self._sample(name, tensor), self._sample(name, weight)
+            before, live = self._sample_tensor(name, tensor), self._sample_tensor(name, weight)
             if before is not None and live is not None:
-                self._awaited.append(_Average(name, tensor, tensor._version, before, live))
+                self._awaited.append(_AverageBeforeUpdate(name, tensor, tensor._version, before, live))
 
-    def end(self) -> None:
+    def compare_averages(self) -> None:
         """Compare the averages before the next step with the samples, where they were updated in between."""
         held, self._awaited = self._awaited, []
         for one in held:
-            after = self._sample(one.name, one.tensor)
+            after = self._sample_tensor(one.name, one.tensor)
             if after is None or one.tensor._version == one.version:
                 continue
             name = f"average.{one.name}"
-            record = self.book.record.averages.setdefault(name, AverageRecord(name, one.tensor.dtype, None))
+            record = self.recorder.record.averages.setdefault(name, AverageRecord(name, one.tensor.dtype, None))
             record.retention = self._retention
             gap = one.live.double() - one.before.double()
             wanted = gap if self._retention is None else gap * (1 - self._retention)
             known = self._retention is not None
-            add_changes([Comparison([record.change], one.before, after, wanted, known)])
+            count_changes([ChangeComparison([record.change], one.before, after, wanted, known)])
 
-    def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        key = self.book.key(name)
+    def _sample_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        key = self.recorder.place_key(name)
         if isinstance(self.average, EMA):
             plan = self.average._inner._plans.get(tensor)
-            if plan is not None and is_represented(plan):
+            if plan is not None and has_float32_weight(plan):
                 return take_sample(read_weights([plan])[0], key)
         found = read_numbers(tensor)
         return None if found is None else take_sample(found.flat, key).mul_(found.scale)
 
 
-def read_averages(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
+def list_averaged_parameters(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
     """Return the averaged parameters by name."""
     if isinstance(average, EMA):
         return dict(average._averages)
     return dict((average.module if isinstance(average, AveragedModel) else average).named_parameters())
 
 
-def _retention(average: EMA | nn.Module | None) -> float | None:
+def _get_retention(average: EMA | nn.Module | None) -> float | None:
     """Return the share of an average that its next update keeps, where it can be told."""
     if isinstance(average, EMA):
         return decay_at(average._inner.param_groups[0], average.updates + 1)
@@ -118,10 +118,10 @@ def _retention(average: EMA | nn.Module | None) -> float | None:
     function = average.multi_avg_fn or average.avg_fn
     if function is None:
         return count / (count + 1)
-    return _decay_of(function)
+    return _read_decay(function)
 
 
-def _decay_of(function: Callable[..., Any]) -> float | None:
+def _read_decay(function: Callable[..., Any]) -> float | None:
     """Return the decay that torch's EMA functions hold in their closure."""
     function = inspect.unwrap(function)
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
@@ -131,7 +131,7 @@ def _decay_of(function: Callable[..., Any]) -> float | None:
 
 
 @dataclass(slots=True)
-class _Statistics:
+class _BatchNormStatistics:
     """Running statistics at the beginning of a step, and float64 shadows that follow the batches."""
 
     before: dict[str, torch.Tensor]
@@ -140,23 +140,23 @@ class _Statistics:
     calls: int = 0
 
 
-class RunningStatistics:
+class RunningStatisticsWatcher:
     """Watches the running mean and variance of batch normalizations, by their names."""
 
-    def __init__(self, book: Notebook, modules: dict[nn.Module, str]) -> None:
-        self.book = book
+    def __init__(self, recorder: Recorder, modules: dict[nn.Module, str]) -> None:
+        self.recorder = recorder
         self._modules = modules
-        self._shadows: dict[nn.Module, _Statistics] = {}
+        self._shadows: dict[nn.Module, _BatchNormStatistics] = {}
 
-    def begin(self) -> None:
+    def copy_statistics(self) -> None:
         """Copy the statistics as they are before the step's batches."""
         self._shadows = {}
         for module in self._modules:
             before = {key: getattr(module, key).detach().cpu().double() for key in ("running_mean", "running_var")}
             shadow = {key: value.clone() for key, value in before.items()}
-            self._shadows[module] = _Statistics(before, shadow, _batches(module))
+            self._shadows[module] = _BatchNormStatistics(before, shadow, _count_batches(module))
 
-    def follow(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def update_shadows(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         """Update the float64 shadows with a batch."""
         held = self._shadows.get(module)
         if held is None or not module.training or not inputs or not isinstance(inputs[0], torch.Tensor):
@@ -173,22 +173,22 @@ class RunningStatistics:
         for key, batch in (("running_mean", mean), ("running_var", variance)):
             held.shadow[key] += share * (batch.cpu() - held.shadow[key])
 
-    def end(self) -> None:
+    def compare_statistics(self) -> None:
         """Compare the statistics with their shadows, where these saw every batch."""
         held, self._shadows = self._shadows, {}
         for module, one in held.items():
-            if not one.calls or _batches(module) - one.tracked != one.calls:
+            if not one.calls or _count_batches(module) - one.tracked != one.calls:
                 continue
             momentum: Any = module.momentum
             for key, before in one.before.items():
                 name = ".".join(part for part in (self._modules[module], key) if part)
                 now = getattr(module, key).detach()
                 retention = None if momentum is None else 1 - float(momentum)
-                record = self.book.record.averages.setdefault(name, AverageRecord(name, now.dtype, retention))
-                add_changes([Comparison([record.change], before, now.reshape(-1), one.shadow[key] - before)])
+                record = self.recorder.record.averages.setdefault(name, AverageRecord(name, now.dtype, retention))
+                count_changes([ChangeComparison([record.change], before, now.reshape(-1), one.shadow[key] - before)])
 
 
-def _batches(module: nn.Module) -> int:
+def _count_batches(module: nn.Module) -> int:
     """Return how many batches a normalization has seen."""
     counted: Any = module.num_batches_tracked
     return int(counted)

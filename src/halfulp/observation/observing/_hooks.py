@@ -16,15 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
 from .._record import PositionsRecord, Realised, ResidualRecord
-from ..sampling._sampler import PLAIN_TYPES, read_numbers, take_sample
-from ._averages import RunningStatistics, has_running_statistics
+from ..sampling._sampler import PLAIN_TENSOR_TYPES, read_numbers, take_sample
+from ._averages import RunningStatisticsWatcher, has_running_statistics
 from ._expectations import Expectations
-from ._notebook import Notebook, find_loss, find_tensors, watch, watching
-from ._second_runs import CompiledModules, Recomputations
-from ._updates import Comparison, add_changes
+from ._recorder import Recorder, find_float_tensors, find_loss, make_safe_method, run_safely
+from ._second_runs import CompiledModuleCheck, Recomputations
+from ._updates import ChangeComparison, count_changes
 
 # Hooks on outputs whose graphs may be gone, before they are looked through.
-MOST_HANDLES = 10_000
+MOST_GRADIENT_HANDLES = 10_000
 
 
 class ModuleHooks:
@@ -35,8 +35,8 @@ class ModuleHooks:
         check: whether compiled modules and modules that run again are compared with a second run.
     """
 
-    def __init__(self, book: Notebook, model: nn.Module, expectations: Expectations, check: bool) -> None:
-        self.book, self._expectations = book, expectations
+    def __init__(self, recorder: Recorder, model: nn.Module, expectations: Expectations, check: bool) -> None:
+        self.recorder, self._expectations = recorder, expectations
         self.loss: torch.Tensor | None = None
         self._handles: list[RemovableHandle] = []
         self._gradient_handles: list[RemovableHandle] = []
@@ -44,23 +44,29 @@ class ModuleHooks:
         self._last: tuple[weakref.ref, int] | None = None
         compiled: dict[str, nn.Module] = {}
         names: dict[nn.Module, str] = {}
-        for name, module in _eager_modules(model, compiled):
+        for name, module in _find_eager_modules(model, compiled):
             names.setdefault(module, name)
         for name in compiled:
-            book.note_unseen(
+            recorder.note_unseen(
                 f"{name or 'the model'} is compiled: activations and their gradients inside it are not observed, as "
                 "hooks run in eager mode only; observe the run without torch.compile to see them"
             )
         self.expects_calls: bool = bool(names) and not compiled
         followed = {module: name for module, name in names.items() if has_running_statistics(module)}
-        self.statistics: RunningStatistics = RunningStatistics(book, followed)
-        self._residuals, self._positions, self._casts = Residuals(book), Positions(book), Casts(book)
-        self._again = Recomputations(book) if check else None
-        self._hooks = {module: functools.partial(self._note_run, name) for module, name in names.items()}
+        self.statistics: RunningStatisticsWatcher = RunningStatisticsWatcher(recorder, followed)
+        self._residuals, self._positions, self._casts = (
+            ResidualSums(recorder),
+            PositionCollisions(recorder),
+            UnderflowingCasts(recorder),
+        )
+        self._again = Recomputations(recorder) if check else None
+        self._hooks = {module: functools.partial(self._note_module_run, name) for module, name in names.items()}
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
         for name in compiled.keys() - wrappers.keys() if check else ():
-            book.note_unseen(f"{name or 'the model'} was compiled in place: there is no eager original to compare with")
-        self._compiled = CompiledModules(book, wrappers)
+            recorder.note_unseen(
+                f"{name or 'the model'} was compiled in place: there is no eager original to compare with"
+            )
+        self._compiled = CompiledModuleCheck(recorder, wrappers)
 
     def attach(self) -> None:
         """Attach the hooks."""
@@ -70,7 +76,7 @@ class ModuleHooks:
 
     def detach(self) -> None:
         """Remove all hooks, and let go of a step's tensors."""
-        self._forget()
+        self._release_tensors()
         for handle in (*self._handles, *self._gradient_handles):
             handle.remove()
         self._handles.clear()
@@ -84,18 +90,18 @@ class ModuleHooks:
         self._gradient_handles.clear()
         self._seen.clear()
         self._last = self.loss = None
-        self._forget()
+        self._release_tensors()
         if self._again is not None:
             self._again.end_step()
 
-    def _forget(self) -> None:
-        self.book.uses.forget()
-        self._residuals.forget()
-        self._casts.forget()
+    def _release_tensors(self) -> None:
+        self.recorder.uses.forget_tensors()
+        self._residuals.release_tensors()
+        self._casts.remove_hooks()
 
-    def _note_run(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _note_module_run(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run in training; evaluation without gradients is left out."""
-        if torch.compiler.is_compiling() or not self.book.sampling:
+        if torch.compiler.is_compiling() or not self.recorder.sampling:
             return
         if torch.is_grad_enabled():
             in_backward = torch._C._current_graph_task_id() != -1
@@ -105,104 +111,104 @@ class ModuleHooks:
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
             self._note_first_pass(name, output)
 
-    @watching
+    @make_safe_method
     def _note_graph(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
         """Note the uses, residual sums, casts and positions of a module that ran, apart from counting its outputs."""
-        self.book.uses.note(name, inputs, output)
-        self._residuals.note(name, inputs, output)
-        self._casts.note(name, output)
-        self._positions.note(name, output)
+        self.recorder.uses.note_module_run(name, inputs, output)
+        self._residuals.note_module_run(name, inputs, output)
+        self._casts.note_module_run(name, output)
+        self._positions.note_output(name, output)
 
-    @watching
+    @make_safe_method
     def _look_at_outputs(
         self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
     ) -> None:
-        found = list(find_tensors(output))
-        self.statistics.follow(module, inputs)
+        found = list(find_float_tensors(output))
+        self.statistics.update_shadows(module, inputs)
         if self._again is not None and found:
-            self._again.note(name, found[0], in_backward)
+            self._again.note_output(name, found[0], in_backward)
         if not in_backward or name not in self._seen:
             if torch._C._is_any_autocast_enabled():
-                self._expectations.note_output(module, name, output)
+                self._expectations.note_autocast_output(module, name, output)
             for tensor in found:
-                if not self._was_last(tensor):
+                if not self._is_last_output(tensor):
                     self._look_at_output(name, module, tensor, inputs)
             self._seen.add(name)
         if not name:
             self.loss = find_loss(output)
 
-    @watching
+    @make_safe_method
     def _note_first_pass(self, name: str, output: Any) -> None:
-        first = next(find_tensors(output), None)
+        first = next(find_float_tensors(output), None)
         if first is not None and self._again is not None:
-            self._again.note(name, first, again=False)
+            self._again.note_output(name, first, again=False)
 
     def _look_at_output(self, name: str, module: nn.Module, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
         kind = type(module).__name__
-        totals = self.book.look("activation", name, kind, tensor)
+        totals = self.recorder.count_tensor("activation", name, kind, tensor)
         if totals is None:
             return
         # Of outputs that are all zeros the largest input and weight: did rounding make them so?
         record, zeros = totals.record, totals.record.last_amax == 0.0
-        record.input_amax = max(map(_amax, find_tensors(inputs)), default=None) if zeros else None
+        record.input_amax = max(map(_find_amax, find_float_tensors(inputs)), default=None) if zeros else None
         own = [one for one in module._parameters.values() if one is not None] if zeros else []
-        record.weight_amax = max(map(_amax, find_tensors(own)), default=None)
+        record.weight_amax = max(map(_find_amax, find_float_tensors(own)), default=None)
         self._last = weakref.ref(tensor), tensor._version
         if tensor.requires_grad:
             handles = self._gradient_handles
-            if len(handles) > MOST_HANDLES:  # many forward passes without an optimizer's step
+            if len(handles) > MOST_GRADIENT_HANDLES:  # many forward passes without an optimizer's step
                 handles[:] = [handle for handle in handles if handle.hooks_dict_ref() is not None]
             handles.append(tensor.register_hook(functools.partial(self._note_gradient, name, kind)))
 
-    def _was_last(self, tensor: torch.Tensor) -> bool:
+    def _is_last_output(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is the one that was looked at last, handed on by a module around it."""
         last = self._last
         return last is not None and last[0]() is tensor and last[1] == tensor._version
 
     def _note_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
-        if self.book.sampling:
+        if self.recorder.sampling:
             self._look_at_gradient(name, kind, gradient)
 
-    @watching
+    @make_safe_method
     def _look_at_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
         """Count the gradient of an output as it arrives."""
-        self.book.look("activation gradient", name, kind, gradient, self.book.scale)
+        self.recorder.count_tensor("activation gradient", name, kind, gradient, self.recorder.scale)
 
 
-def _amax(tensor: torch.Tensor) -> float:
-    if type(tensor) not in PLAIN_TYPES or not tensor.numel():
+def _find_amax(tensor: torch.Tensor) -> float:
+    if type(tensor) not in PLAIN_TENSOR_TYPES or not tensor.numel():
         return 0.0
     values = tensor.detach()
     low, high = torch.aminmax(values.float() if values.dtype.itemsize == 1 else values)
     return max(abs(float(low)), abs(float(high)))
 
 
-def _eager_modules(
+def _find_eager_modules(
     model: nn.Module, compiled: dict[str, nn.Module], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are called in eager mode, by name, and note those that are compiled."""
-    if is_compiled(model):
+    if is_compiled_module(model):
         compiled[prefix] = model
         return
     if type(model).forward is not nn.Module.forward:
         yield prefix, model
     for name, child in model.named_children():
-        yield from _eager_modules(child, compiled, f"{prefix}.{name}" if prefix else name)
+        yield from _find_eager_modules(child, compiled, f"{prefix}.{name}" if prefix else name)
 
 
-def is_compiled(module: nn.Module) -> bool:
+def is_compiled_module(module: nn.Module) -> bool:
     """Return whether torch.compile wraps a module, or was called on it in place."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
-NARROW = (torch.bfloat16, torch.float16)
+SIXTEEN_BIT_DTYPES = (torch.bfloat16, torch.float16)
 # A sum is looked at when a module takes it: between a layer's input and that lie some outputs and inputs of its own.
-OUTPUTS, INPUTS = 3, 8
-SAMPLE = 4096
+MOST_KEPT_OUTPUTS, MOST_KEPT_INPUTS = 3, 8
+MOST_SAMPLED = 4096
 
 
 @dataclass(slots=True)
-class _Held:
+class _Addend:
     """A tensor that may be an addend: its place in autograd's graph, its numbers, and the module that made it."""
 
     key: tuple[int, int]
@@ -211,49 +217,49 @@ class _Held:
     name: str | None
 
 
-class Residuals:
+class ResidualSums:
     """Finds residual sums, of a module's output and a tensor that bypasses it, and counts what rounding loses of them.
 
     Which tensors a sum adds is read from autograd's graph. Some outputs and inputs are held until later ones or the
     end of the step take their place.
     """
 
-    def __init__(self, book: Notebook) -> None:
-        self.book = book
-        self._outputs: deque[_Held] = deque(maxlen=OUTPUTS)
-        self._inputs: deque[_Held] = deque(maxlen=INPUTS)
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self._outputs: deque[_Addend] = deque(maxlen=MOST_KEPT_OUTPUTS)
+        self._inputs: deque[_Addend] = deque(maxlen=MOST_KEPT_INPUTS)
 
-    def forget(self) -> None:
+    def release_tensors(self) -> None:
         """Let go of a step's tensors."""
         self._outputs.clear()
         self._inputs.clear()
 
-    def note(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
+    def note_module_run(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run; modules inside it have been noted before."""
         first = inputs[0] if inputs else None
-        if type(first) is torch.Tensor and first.dtype in NARROW and first.grad_fn is not None:
-            self._enter(first, None)
-        if type(output) is torch.Tensor and output.dtype in NARROW and output.grad_fn is not None:
-            self._enter(output, name)
+        if type(first) is torch.Tensor and first.dtype in SIXTEEN_BIT_DTYPES and first.grad_fn is not None:
+            self._note_tensor(first, None)
+        if type(output) is torch.Tensor and output.dtype in SIXTEEN_BIT_DTYPES and output.grad_fn is not None:
+            self._note_tensor(output, name)
 
-    def _enter(self, tensor: torch.Tensor, name: str | None) -> None:
-        key = graph_key(tensor.grad_fn, tensor.output_nr)
+    def _note_tensor(self, tensor: torch.Tensor, name: str | None) -> None:
+        key = make_graph_key(tensor.grad_fn, tensor.output_nr)
         known = next((one for one in (*self._outputs, *self._inputs) if one.key == key), None)
         if known is None:
-            self._look(tensor)
+            self._measure_sum(tensor)
         if name is None:
             if known is None or known.name is not None:
-                self._inputs.append(_Held(key, tensor.detach(), tensor._version, known.name if known else None))
+                self._inputs.append(_Addend(key, tensor.detach(), tensor._version, known.name if known else None))
         elif known is None:
-            self._outputs.append(_Held(key, tensor.detach(), tensor._version, name))
+            self._outputs.append(_Addend(key, tensor.detach(), tensor._version, name))
 
-    def _look(self, total: torch.Tensor) -> None:
+    def _measure_sum(self, total: torch.Tensor) -> None:
         """Measure the loss of a sum's smaller addend, if both addends are noted tensors."""
         node: Any = total.grad_fn
         if not total.numel() or node.name() != "AddBackward0" or len(node.next_functions) != 2:
             return
         held = {one.key: one for one in (*self._inputs, *self._outputs)}
-        parts = [held.get(graph_key(*pair)) for pair in node.next_functions]
+        parts = [held.get(make_graph_key(*pair)) for pair in node.next_functions]
         first, second = parts[0], parts[1]
         if first is None or second is None or first is second:
             return
@@ -262,65 +268,65 @@ class Residuals:
             same = one.values.shape == total.shape and one.values.dtype is total.dtype
             if not same or one.values._version != one.version:
                 return
-            samples.append(_sample(one.values))
+            samples.append(_sample_rows(one.values))
         sizes = [float(sample.square().mean().sqrt()) for sample in samples]
         small = sizes.index(min(sizes))
         added, past, name = samples[small], samples[1 - small], (first, second)[small].name
         if name is None:
             return
-        record = self.book.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
+        record = self.recorder.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
         record.stream, record.added = sizes[1 - small], sizes[small]
-        add_changes([Comparison([record.change], past, _sample(total), added)])
+        count_changes([ChangeComparison([record.change], past, _sample_rows(total), added)])
 
 
-def graph_key(node: Any, number: int) -> tuple[int, int]:
+def make_graph_key(node: Any, number: int) -> tuple[int, int]:
     """Return a key that tells the outputs of a graph's operations apart within a thread."""
     return (-1 if node is None else node._sequence_nr(), number)
 
 
-def _sample(tensor: torch.Tensor) -> torch.Tensor:
+def _sample_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return some rows of a tensor at even distances."""
     rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.detach().reshape(1, 1)
-    most = max(1, SAMPLE // max(1, rows.shape[1]))
-    return in_float64(rows[:: max(1, -(-rows.shape[0] // most))][:most, :SAMPLE].reshape(-1)).cpu()
+    most = max(1, MOST_SAMPLED // max(1, rows.shape[1]))
+    return in_float64(rows[:: max(1, -(-rows.shape[0] // most))][:most, :MOST_SAMPLED].reshape(-1)).cpu()
 
 
 # The whole numbers up to which each format has all.
-COUNTED = {torch.bfloat16: 256, torch.float16: 2048}
-WINDOW = 8
-FEWEST_POSITIONS = min(COUNTED.values()) + WINDOW
+EXACT_INTEGERS_UP_TO = {torch.bfloat16: 256, torch.float16: 2048}
+FIRST_REPEATS_WINDOW = 8
+FEWEST_ROWS = min(EXACT_INTEGERS_UP_TO.values()) + FIRST_REPEATS_WINDOW
 # As many pairs of equal neighbours chance does not place where rounding does.
-FEWEST = 16
+FEWEST_REPEATS = 16
 # Two positions may have one sine in 8 bits.
-CHANCE = 0.2
+MOST_CHANCE_REPEATS = 0.2
 
 
-class Positions:
+class PositionCollisions:
     """Finds outputs whose positions were counted in 16 bits: a column repeats just where rounded integers do."""
 
-    def __init__(self, book: Notebook) -> None:
-        self.book = book
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
 
-    def note(self, name: str, output: Any) -> None:
-        """Note what a module returned."""
+    def note_output(self, name: str, output: Any) -> None:
+        """Check the output of a module that has run."""
         for one in output if isinstance(output, tuple) else (output,):
-            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_POSITIONS:
-                self._look(name, one)
+            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_ROWS:
+                self._check_output(name, one)
 
-    def _look(self, name: str, output: torch.Tensor) -> None:
-        if name in self.book.record.positions or not output.is_floating_point() or not output.numel():
+    def _check_output(self, name: str, output: torch.Tensor) -> None:
+        if name in self.recorder.record.positions or not output.is_floating_point() or not output.numel():
             return
         rows = output.detach()[(0,) * (output.dim() - 2)]
-        for dtype, start in COUNTED.items():
-            if len(rows) <= start + WINDOW:
+        for dtype, start in EXACT_INTEGERS_UP_TO.items():
+            if len(rows) <= start + FIRST_REPEATS_WINDOW:
                 continue
             expected = _find_repeats(len(rows), dtype, rows.device)
-            end = start + WINDOW
+            end = start + FIRST_REPEATS_WINDOW
             columns = _find_columns_repeating_at(rows[start : end + 1], expected[start:end])
-            if not bool(columns.any()) or int(expected.sum()) < FEWEST:
+            if not bool(columns.any()) or int(expected.sum()) < FEWEST_REPEATS:
                 continue
             if bool(_find_columns_repeating_at(rows[:, columns], expected).any()):
-                self.book.record.positions[name] = PositionsRecord(name, dtype, len(rows))
+                self.recorder.record.positions[name] = PositionsRecord(name, dtype, len(rows))
                 return
 
 
@@ -333,80 +339,80 @@ def _find_repeats(count: int, dtype: torch.dtype, device: torch.device) -> torch
 def _find_columns_repeating_at(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the columns whose elements repeat wherever they are expected to, and hardly anywhere else."""
     repeats = rows[1:] == rows[:-1]
-    return repeats[expected].all(0) & (repeats[~expected].double().mean(0) < CHANCE)
+    return repeats[expected].all(0) & (repeats[~expected].double().mean(0) < MOST_CHANCE_REPEATS)
 
 
 # Operations between a module's output and that of one around it, before the search is given up.
-MOST_NODES = 512
-CAST = "ToCopyBackward0"
+MOST_GRAPH_NODES = 512
+CAST_NODE = "ToCopyBackward0"
 
 
-class Casts:
+class UnderflowingCasts:
     """Measures gradients before the casts to 16 bits that may have rounded all of them to zero.
 
     Autograd's graph, from the output of a module around, leads to the cast that took the output; what comes to it on
     the way back is what was there before rounding.
 
     Attributes:
-        wanted: what leads to the outputs in autograd's graph, by the names of their modules.
+        wanted_outputs: what leads to the outputs in autograd's graph, by the names of their modules.
     """
 
-    def __init__(self, book: Notebook) -> None:
-        self.book = book
-        self.wanted: dict[str, tuple[int, int]] = {}
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.wanted_outputs: dict[str, tuple[int, int]] = {}
         self._handles: list[Any] = []
 
-    def forget(self) -> None:
-        """Forget what belongs to one step."""
+    def remove_hooks(self) -> None:
+        """Remove the hooks of one step."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.wanted.clear()
+        self.wanted_outputs.clear()
 
-    def note(self, name: str, output: Any) -> None:
+    def note_module_run(self, name: str, output: Any) -> None:
         """Note that a module has run; modules inside it have been noted before."""
         if type(output) is not torch.Tensor or output.grad_fn is None:
             return
-        if self.wanted and any(not name or wanted.startswith(f"{name}.") for wanted in self.wanted):
-            self._search(name, output)
-        if output.dtype in NARROW:
-            totals = self.book.totals.get(("activation gradient", name))
+        if self.wanted_outputs and any(not name or wanted.startswith(f"{name}.") for wanted in self.wanted_outputs):
+            self._search_casts(name, output)
+        if output.dtype in SIXTEEN_BIT_DTYPES:
+            totals = self.recorder.totals.get(("activation gradient", name))
             if totals is not None and 0 < totals.record.elements == totals.record.zeros:
-                self.wanted[name] = graph_key(output.grad_fn, output.output_nr)
+                self.wanted_outputs[name] = make_graph_key(output.grad_fn, output.output_nr)
 
-    def _search(self, name: str, output: torch.Tensor) -> None:
+    def _search_casts(self, name: str, output: torch.Tensor) -> None:
         """Look for the casts of wanted outputs among the operations that made an output around them."""
-        wanted = {key: one for one, key in self.wanted.items() if not name or one.startswith(f"{name}.")}
+        wanted = {key: one for one, key in self.wanted_outputs.items() if not name or one.startswith(f"{name}.")}
         stack: list[Any] = [output.grad_fn]
         seen: set[int] = set()
-        while stack and len(seen) < MOST_NODES:
+        while stack and len(seen) < MOST_GRAPH_NODES:
             node = stack.pop()
-            number = graph_key(node, 0)[0]
+            number = make_graph_key(node, 0)[0]
             if node is None or number in seen:
                 continue
             seen.add(number)
             for before in node.next_functions:
-                found = wanted.get(graph_key(*before))
+                found = wanted.get(make_graph_key(*before))
                 if found is None:
                     stack.append(before[0])
                     continue
-                self.wanted.pop(found, None)
-                if node.name() == CAST:
-                    hook = functools.partial(watch, self.book, self._measure, found)
+                self.wanted_outputs.pop(found, None)
+                if node.name() == CAST_NODE:
+                    hook = functools.partial(run_safely, self.recorder, self._measure_gradient, found)
                     self._handles.append(node.register_prehook(hook))
 
-    def _measure(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def _measure_gradient(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Record the largest gradient that arrives at the cast of a module's output."""
-        totals, gradient = self.book.totals.get(("activation gradient", name)), gradients[0]
+        totals, gradient = self.recorder.totals.get(("activation gradient", name)), gradients[0]
         if totals is not None and type(gradient) is torch.Tensor and gradient.numel():
-            totals.record.before_cast = _amax(gradient)
+            totals.record.before_cast = _find_amax(gradient)
 
 
 class GradientHooks:
     """Watches gradients as backward passes hand them to parameters.
 
     Args:
-        book: what is written to; its record has the parameters.
+        recorder: what is written to; its record has the parameters.
         named: trainable parameters and their names.
 
     Attributes:
@@ -414,8 +420,8 @@ class GradientHooks:
         adding: hooks whose gradients are sums in this step.
     """
 
-    def __init__(self, book: Notebook, named: list[tuple[str, torch.Tensor]]) -> None:
-        self.book = book
+    def __init__(self, recorder: Recorder, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.recorder = recorder
         self.arrived: set[str] = set()
         self.adding: list[_ParameterHooks] = []
         self.handles: list[RemovableHandle] = []
@@ -426,7 +432,7 @@ class GradientHooks:
         for hook in self._hooks if not self.handles else ():
             if hook.parameter.requires_grad and hook.parameter.is_leaf:
                 hook.is_followed = False
-                self.handles.append(hook.parameter.register_hook(hook.before))
+                self.handles.append(hook.parameter.register_hook(hook.observe_arriving))
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -437,7 +443,7 @@ class GradientHooks:
     def end_step(self) -> None:
         """Compare the step's sums with the exact ones, and forget what belongs to one step."""
         for hook in self.adding:
-            hook.compare_sums()
+            hook.record_sum_error()
         self.adding.clear()
         self.arrived.clear()
 
@@ -446,7 +452,7 @@ class _ParameterHooks:
     """The two hooks by which a parameter's gradient is observed as it arrives and once it is accumulated."""
 
     def __init__(self, owner: GradientHooks, name: str, parameter: torch.Tensor) -> None:
-        self.owner, self.book, self.name, self.parameter = owner, owner.book, name, parameter
+        self.owner, self.recorder, self.name, self.parameter = owner, owner.recorder, name, parameter
         self.is_followed: bool = False
         # Samples: of the gradient that is there and of the one that is added; of the step's exact and rounded sum.
         self.addends: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -454,42 +460,42 @@ class _ParameterHooks:
         self.errors: float = 0.0
         self.squares: float = 0.0
 
-    def before(self, gradient: torch.Tensor) -> None:
-        """Look at a gradient that arrives, before it is added to the one that is there."""
-        if self.book.sampling:
-            self._look(gradient)
+    def observe_arriving(self, gradient: torch.Tensor) -> None:
+        """Count a gradient that arrives, before it is added to the one that is there."""
+        if self.recorder.sampling:
+            self._count_gradient(gradient)
             self.addends = None
             if self.parameter.grad is not None:
-                self._hold(self.parameter.grad, gradient)
+                self._sample_addends(self.parameter.grad, gradient)
 
-    def after(self, parameter: torch.Tensor) -> None:
+    def observe_accumulated(self, parameter: torch.Tensor) -> None:
         """Compare a gradient that has been added with the exact sum."""
         if self.addends is not None:
             self._compare_sum(parameter)
 
-    @watching
-    def _look(self, gradient: torch.Tensor) -> None:
-        kind = self.book.record.parameters[self.name].kind
-        if self.book.look("weight gradient", self.name, kind, gradient, self.book.scale) is not None:
+    @make_safe_method
+    def _count_gradient(self, gradient: torch.Tensor) -> None:
+        kind = self.recorder.record.parameters[self.name].kind
+        if self.recorder.count_tensor("weight gradient", self.name, kind, gradient, self.recorder.scale) is not None:
             self.owner.arrived.add(self.name)
 
-    @watching
-    def _hold(self, there: torch.Tensor, gradient: torch.Tensor) -> None:
+    @make_safe_method
+    def _sample_addends(self, there: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep samples of a gradient that is there and of the one that is added to it; wait for the sum."""
         held, incoming = read_numbers(there), read_numbers(gradient)
         if held is None or incoming is None or held.flat.numel() != incoming.flat.numel():
             return
-        key = self.book.key(self.name)
+        key = self.recorder.place_key(self.name)
         self.addends = take_sample(held.flat, key), take_sample(incoming.flat, key)
         if not self.is_followed:
             self.is_followed = True
-            self.owner.handles.append(self.parameter.register_post_accumulate_grad_hook(self.after))
+            self.owner.handles.append(self.parameter.register_post_accumulate_grad_hook(self.observe_accumulated))
             # First of all: another hook may step by the gradient and free it. torch runs them in the order of a dict.
             hooks = self.parameter._post_accumulate_grad_hooks
             for other in [*hooks][:-1]:
                 hooks[other] = hooks.pop(other)
 
-    @watching
+    @make_safe_method
     def _compare_sum(self, parameter: torch.Tensor) -> None:
         addends, self.addends = self.addends, None
         found = read_numbers(parameter.grad) if parameter.grad is not None else None
@@ -497,17 +503,17 @@ class _ParameterHooks:
         if found is None or addends is None or not addends[0].any():
             return
         held, incoming = addends
-        now = take_sample(found.flat, self.book.key(self.name))
-        record = self.book.record.parameters[self.name]
+        now = take_sample(found.flat, self.recorder.place_key(self.name))
+        record = self.recorder.record.parameters[self.name]
         record.accumulation = record.accumulation or Realised()
-        add_changes([Comparison([record.accumulation], held, now, incoming)])
+        count_changes([ChangeComparison([record.accumulation], held, now, incoming)])
         if self.sums is None:
             self.owner.adding.append(self)
         # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.
         exact = in_float64(held) if self.sums is None or not torch.equal(held, self.sums[1]) else self.sums[0]
         self.sums = exact + in_float64(incoming), now
 
-    def compare_sums(self) -> None:
+    def record_sum_error(self) -> None:
         """Record the rounding error of this step's accumulated gradient."""
         sums, self.sums = self.sums, None
         if sums is None:
@@ -517,4 +523,4 @@ class _ParameterHooks:
         if math.isfinite(error) and math.isfinite(square):
             self.errors, self.squares = self.errors + error, self.squares + square
         if self.squares:
-            self.book.record.parameters[self.name].accumulation_error = math.sqrt(self.errors / self.squares)
+            self.recorder.record.parameters[self.name].accumulation_error = math.sqrt(self.errors / self.squares)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -11,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -30,16 +31,16 @@ from .._record import ParameterRecord, Record, StepRecord, plain_record
 from .._text import times
 from ..findings import findings_of
 from ..page import write_page
-from ..sampling._sampler import AnyFormat, make_place_key, prepare_kernels, read_numbers, take_sample
-from ._averages import WeightAverages
-from ._expectations import Asked, Expectations, Formats, Quantized, check_expectations
+from ..sampling._sampler import FormatLike, make_place_key, prepare_kernels, read_numbers, take_sample
+from ._averages import WeightAverageWatcher
+from ._expectations import Expectations, ExpectedFormats, FormatsByPattern, QuantizedModules, check_expectations
 from ._hooks import GradientHooks, ModuleHooks
-from ._notebook import Notebook, Sinks, watch, watching
-from ._ranks import Ranks
-from ._updates import Updates
+from ._ranks import RankComparison
+from ._recorder import Recorder, RowWriter, make_safe_method, run_safely
+from ._updates import UpdateWatcher
 
 # Losses of sampled steps that tell how far neighbouring ones are apart.
-RECENT_LOSSES = 256
+MOST_RECENT_LOSSES = 256
 
 
 class Observation(StepWatcher):
@@ -61,32 +62,29 @@ class Observation(StepWatcher):
         scaler: torch.amp.GradScaler | None,
         scheduler: Any | None,
         average: EMA | nn.Module | None,
-        expect: Asked | None,
+        expect: ExpectedFormats | None,
         check: bool,
-        quantized: Formats | None,
-        formats: Sequence[AnyFormat],
+        quantized: FormatsByPattern | None,
+        formats: Sequence[FormatLike],
         sinks: Sequence[Sink] = (),
     ) -> None:
-        self._steps = Optimizers(optimizers)
+        self._steps = OptimizerSteps(optimizers)
         self.model: nn.Module = model
-        self.optimizers: list[torch.optim.Optimizer] = self._steps.all
+        self.optimizers: list[torch.optim.Optimizer] = self._steps.optimizers
         self.interval: int = interval
-        self.book: Notebook = Notebook(formats, Quantized(model, quantized))
-        self._parameters = Parameters(model, self.optimizers, self.book.record)
-        self._scales = LossScales(self.book.record, scaler, scheduler)
-        self._expectations = Expectations(model, check_expectations(expect))
-        self._modules = ModuleHooks(self.book, model, self._expectations, check)
-        self._averages = WeightAverages(self.book, average, model)
-        self._ranks = Ranks(self.book, model, self._parameters.named)
-        self._gradients = GradientHooks(self.book, self._parameters.list_trainable())
-        self._updates = {
-            id(one): Updates(self.book, one, self._steps.choose_parameters(one, self._parameters.names))
-            for one in self.optimizers
-        }
-        self._sinks = Sinks(self.book, sinks) if sinks else None
+        self.recorder: Recorder = Recorder(formats, QuantizedModules(model, quantized))
+        self._parameters = ObservedParameters(model, self.optimizers, self.recorder.record)
+        self._scales = ScalerTracker(self.recorder.record, scaler, scheduler)
+        self._expectations = Expectations(model, check_expectations(expect, model, optimizers))
+        self._modules = ModuleHooks(self.recorder, model, self._expectations, check)
+        self._averages = WeightAverageWatcher(self.recorder, average, model)
+        self._ranks = RankComparison(self.recorder, model, self._parameters.named)
+        self._gradients = GradientHooks(self.recorder, self._parameters.list_trainable())
+        self._updates = {id(one): UpdateWatcher(self.recorder, one, self._parameters.names) for one in self.optimizers}
+        self._sinks = RowWriter(self.recorder, sinks) if sinks else None
         self._handles: list[RemovableHandle] = []
         self._logged: float | None = None
-        self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
+        self._losses: deque[float] = deque(maxlen=MOST_RECENT_LOSSES)
         self._began: float | None = None
         self._wall: float = 0.0
 
@@ -103,13 +101,13 @@ class Observation(StepWatcher):
         prepare_kernels([torch.float32, *(memory(p).dtype for p in self._parameters.named.values())])
         self._began = time.perf_counter()
         for optimizer in self.optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        if not self.book.record.history:
-            watch(self.book, self._parameters.remember)
-        watch(self.book, self._scales.begin, self.optimizers)
-        watch(self.book, self._ranks.begin, self._next_step())
-        watch(self.book, self._begin_step, self._next_step(), True)
+            self._handles.append(optimizer.register_step_pre_hook(self._handle_step_begin))
+            self._handles.append(optimizer.register_step_post_hook(self._handle_step_end))
+        if not self.recorder.record.history:
+            run_safely(self.recorder, self._parameters.keep_first_samples)
+        run_safely(self.recorder, self._scales.begin_counting_skips, self.optimizers)
+        run_safely(self.recorder, self._ranks.begin_observing, self._next_step_number())
+        run_safely(self.recorder, self._begin_run_step, self._next_step_number(), True)
         return self
 
     def stop(self) -> Observation:
@@ -117,23 +115,23 @@ class Observation(StepWatcher):
 
         Of several processes, each compares what it saw with the others, for which it waits five seconds at most.
         """
-        return self._stop(patient=True)
+        return self._stop_observing(patient=True)
 
-    def _stop(self, patient: bool) -> Observation:
+    def _stop_observing(self, patient: bool) -> Observation:
         if self._began is None:
             return self
-        last = self._steps.end_first_step()
+        last = self._steps.end_first_run_step()
         if last is not None:
-            self._end_step(last)
+            self._end_run_step(last)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._modules.detach()
         self._gradients.detach()
-        watch(self.book, self._ranks.end, patient)
-        self._count()
+        run_safely(self.recorder, self._ranks.compare_ranks, patient)
+        self._update_record()
         self._wall += time.perf_counter() - self._began
-        self._began, self.book.sampling = None, False
+        self._began, self.recorder.sampling = None, False
         return self
 
     def __enter__(self) -> Observation:
@@ -142,7 +140,7 @@ class Observation(StepWatcher):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop(patient=kind is None)  # ranks that wait for this one have no more to say
+        self._stop_observing(patient=kind is None)  # ranks that wait for this one have no more to say
 
     # what is asked --------------------------------------------------------------------------------------------
 
@@ -150,28 +148,28 @@ class Observation(StepWatcher):
     def record(self) -> Record:
         """All that was counted so far."""
         if self._began is not None:
-            self._count()
+            self._update_record()
         self._note_unseen()
-        record = self.book.finish()
-        record.expectations = self._expectations.compare(record, bool(record.sampled_steps))
+        record = self.recorder.finish_record()
+        record.expectations = self._expectations.compare_with_record(record)
         return record
 
     @property
     def findings(self) -> list[Finding]:
         """The problems that the record shows, the worst first."""
-        return findings_of("observe", self.record)
+        return self.summarize().findings
 
     @property
     def overhead(self) -> float | None:
-        """Share of the run's time that was spent in watching; None before any time passed."""
+        """Share of the run's time that was spent in make_safe_method; None before any time passed."""
         wall = self._wall + (0.0 if self._began is None else time.perf_counter() - self._began)
-        own = wall - self.book.seconds
-        return self.book.seconds / own if own > 0 else None
+        own = wall - self.recorder.seconds
+        return self.recorder.seconds / own if own > 0 else None
 
     @property
     def loss_scale(self) -> float:
         """What the run's scaler multiplies the loss by now; 1 without one."""
-        return self._scales.scale() or 1.0
+        return self._scales.get_loss_scale() or 1.0
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
         """Set the loss of the running step, where no module returns it.
@@ -180,21 +178,17 @@ class Observation(StepWatcher):
             loss: a number, or a tensor with one element.
         """
         if isinstance(loss, torch.Tensor):
-            self.book.record.loss_dtype = loss.dtype
+            self.recorder.record.loss_dtype = loss.dtype
             loss = loss.detach()
         self._logged = float(loss)
 
+    def summarize(self) -> RunSummary:
+        """Return a summary of the run so far, which needs no model."""
+        return RunSummary(self.record, len(self), self.interval, self.overhead)
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data that JSON can hold: first `findings`, then those of one cause together."""
-        findings = self.findings
-        return {
-            "findings": [finding.to_dict() for finding in findings],
-            "causes": plain_causes(findings),
-            "steps": len(self),
-            "interval": self.interval,
-            "overhead": self.overhead,
-            "record": plain_record(self.book.record),
-        }
+        return self.summarize().to_dict()
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write one self-contained HTML page, whole or not at all; of several processes rank 0 alone writes.
@@ -207,187 +201,226 @@ class Observation(StepWatcher):
 
     def __len__(self) -> int:
         """Return how many optimizer steps were observed."""
-        return self._next_step()
+        return self._next_step_number()
 
     def __str__(self) -> str:
         """The findings and what was seen, as a table for a person."""
-        record = self.record
-        return write_summary(record, findings_of("observe", record), len(self), self.interval, self.overhead)
+        return str(self.summarize())
 
     # hooks ----------------------------------------------------------------------------------------------------
 
-    def _before_step(
+    def _handle_step_begin(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Sample before an optimizer's step; with a closure, behind that, which computes the gradients."""
         self.begin_step(optimizer)
-        if not self.book.sampling:
+        if not self.recorder.sampling:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
         if not callable(closure):
-            self._sample_before(optimizer)
+            self._sample_before_update(optimizer)
             return None
 
         def watched() -> Any:
             loss = closure()
-            self._sample_before(optimizer)
+            self._sample_before_update(optimizer)
             return loss
 
         if len(args) > 1:
             return (args[0], watched, *args[2:]), kwargs
         return args, {**kwargs, "closure": watched}
 
-    @watching
-    def _sample_before(self, optimizer: torch.optim.Optimizer, alone: torch.Tensor | None = None) -> None:
-        self._updates[id(optimizer)].sample_before(self._gradients.arrived, alone)
+    @make_safe_method
+    def _sample_before_update(self, optimizer: torch.optim.Optimizer, alone: torch.Tensor | None = None) -> None:
+        self._updates[id(optimizer)].sample_before_step(self._gradients.arrived, alone)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _handle_step_end(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare what an optimizer's step did with what was wanted."""
-        if self.book.sampling:
-            watch(self.book, self._updates[id(optimizer)].compare_after)
+        if self.recorder.sampling:
+            run_safely(self.recorder, self._updates[id(optimizer)].compare_after_step)
         self.end_step(optimizer)
 
     # released gradients, which are stepped by one after another ------------------------------------------------
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer is about to step."""
-        ended = self._steps.note_begin(optimizer)
+        ended = self._steps.note_step_begin(optimizer)
         if ended is not None:
-            self._end_step(ended)
-        if self._scales.searches:
-            watch(self.book, self._scales.search)
-        if self.book.sampling:
-            watch(self.book, self._averages.end)
+            self._end_run_step(ended)
+        if self._scales.searches_left:
+            run_safely(self.recorder, self._scales.search_scaler)
+        if self.recorder.sampling:
+            run_safely(self.recorder, self._averages.compare_averages)
 
     @contextlib.contextmanager
     def watch_parameter(self, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[None]:
         """Compare one parameter's wanted change with what its step has made of it."""
-        if self.book.sampling:
-            self._sample_before(optimizer, parameter)
+        if self.recorder.sampling:
+            self._sample_before_update(optimizer, parameter)
         yield
-        if self.book.sampling:
-            watch(self.book, self._updates[id(optimizer)].compare_after)
+        if self.recorder.sampling:
+            run_safely(self.recorder, self._updates[id(optimizer)].compare_after_step)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Suspend sampling inside a block."""
-        sampling, self.book.sampling = self.book.sampling, False
+        sampling, self.recorder.sampling = self.recorder.sampling, False
         try:
             yield
         finally:
-            self.book.sampling = sampling
+            self.recorder.sampling = sampling
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        if self._steps.note_end(optimizer):
-            self._end_step(optimizer)
+        if self._steps.note_step_end(optimizer):
+            self._end_run_step(optimizer)
 
-    @watching
-    def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        book, record = self.book, self.book.record
-        scale, skipped = self._scales.after_step(optimizer, book.sampling)
-        loss = self._loss()
+    @make_safe_method
+    def _end_run_step(self, optimizer: torch.optim.Optimizer) -> None:
+        recorder, record = self.recorder, self.recorder.record
+        scale, skipped = self._scales.count_step(optimizer, recorder.sampling)
+        loss = self._take_loss()
         lr = optimizer.param_groups[0].get("lr")
-        step = StepRecord(book.step, book.sampling, None if lr is None else float(lr), scale, skipped)
-        step.scheduled, step.loss = self._scales.count_scheduled(), loss
+        step = StepRecord(recorder.step, recorder.sampling, None if lr is None else float(lr), scale, skipped)
+        step.scheduled, step.loss = self._scales.count_scheduler_steps(), loss
         try:
-            if book.sampling:
-                record.sampled_steps.append(book.step)
-                book.count_waiting()
-                self._modules.statistics.end()
-                if self._ranks.others:
-                    self._ranks.note_step(self._rounding_errors())
-                record.sites = self._scales.sites()
+            if recorder.sampling:
+                record.sampled_steps.append(recorder.step)
+                recorder.count_queued_samples()
+                self._modules.statistics.compare_statistics()
+                if self._ranks.other_ranks:
+                    self._ranks.note_sampled_step()
+                record.sites = self._scales.list_sites()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
         finally:  # what failed is noted, and steps go on
-            add_step(record.history, step)
-            following = book.step + 1
-            self._begin_step(following, following % self.interval == 0)
+            append_step_record(record.history, step)
+            following = recorder.step + 1
+            self._begin_run_step(following, following % self.interval == 0)
         if step.sampled and self._sinks is not None:
-            self._sinks.put(step)
+            self._sinks.write_row(step)
 
-    def _begin_step(self, step: int, sampling: bool) -> None:
+    def _begin_run_step(self, step: int, sampling: bool) -> None:
         self._modules.end_step()
         self._gradients.end_step()
-        self.book.begin_step(step, sampling)
+        self.recorder.begin_step(step, sampling)
         if sampling:
-            self.book.scale = self._scales.scale() or 1.0
+            self.recorder.scale = self._scales.get_loss_scale() or 1.0
             self._modules.attach()
             self._gradients.attach()
-            self._modules.statistics.begin()
-            self._averages.begin()
+            self._modules.statistics.copy_statistics()
+            self._averages.sample_averages()
         else:
             self._modules.detach()
             self._gradients.detach()
 
-    def _next_step(self) -> int:
-        history = self.book.record.history
+    def _next_step_number(self) -> int:
+        history = self.recorder.record.history
         return history[-1].step + 1 if history else 0
 
-    def _loss(self) -> float | None:
+    def _take_loss(self) -> float | None:
         """Return the loss of this step: the logged one, or one among the model's outputs."""
         seen, told = self._modules.loss, self._logged
         self._logged = None
         if told is None and seen is not None:
-            self.book.record.loss_dtype = seen.dtype
+            self.recorder.record.loss_dtype = seen.dtype
             told = float(seen)
-        if told is not None and self.book.sampling and math.isfinite(told):
+        if told is not None and self.recorder.sampling and math.isfinite(told):
             self._losses.append(told)
-            self.book.record.loss_gap = measure_loss_gap(self._losses, self.book.record.loss_dtype)
+            self.recorder.record.loss_gap = measure_loss_gap(self._losses, self.recorder.record.loss_dtype)
         return told
 
-    def _rounding_errors(self) -> dict[str, torch.Tensor]:
-        """Return the errors of stochastic rounding in this step, by parameter."""
-        followed = [item for one in self._updates.values() for item in one.rounded.items()]
-        return {name: errors for name, one in followed if (errors := one.take_errors()) is not None}
-
-    @watching
-    def _count(self) -> None:
-        self.book.count_waiting()
+    @make_safe_method
+    def _update_record(self) -> None:
+        self.recorder.count_queued_samples()
         self._read_scales()
-        if self.book.record.sampled_steps:
+        if self.recorder.record.sampled_steps:
             self._parameters.count_moved()
 
     def _read_scales(self) -> None:
         """Read what scaler and scheduler did since the last optimizer step, such as skipping all that follow."""
-        record = self.book.record
-        record.loss_scale, skipped = self._scales.read()
+        record = self.recorder.record
+        record.loss_scale, skipped = self._scales.read_scale_and_skips()
         if record.history:
-            last, scheduled = record.history[-1], self._scales.count_scheduled()
+            last, scheduled = record.history[-1], self._scales.count_scheduler_steps()
             last.skipped += skipped
             last.scheduled = last.scheduled if scheduled is None else (last.scheduled or 0) + scheduled
 
     def _note_unseen(self) -> None:
-        record = self.book.record
+        record = self.recorder.record
         if not self.optimizers:
-            self.book.note_unseen(
+            self.recorder.note_unseen(
                 "no optimizer was given: updates, moments, and which parameters are stepped, are not observed; give it "
                 "as hu.observe(model, optimizer)"
             )
             return
         if not record.history:
             if self._wall:
-                self.book.note_unseen("no optimizer step was seen: the run never stepped, or steps other optimizers")
+                self.recorder.note_unseen(
+                    "no optimizer step was seen: the run never stepped, or steps other optimizers"
+                )
             return
         gradients = any(parameter.gradients for parameter in record.parameters.values())
-        if gradients and self._modules.expects_calls and not any(role == "activation" for role, _ in self.book.totals):
-            self.book.note_unseen(
+        if (
+            gradients
+            and self._modules.expects_calls
+            and not any(role == "activation" for role, _ in self.recorder.totals)
+        ):
+            self.recorder.note_unseen(
                 "no module of the model was seen to run: it runs compiled, or under another object; activations and "
                 "their gradients are not observed"
             )
 
 
-ROLES = ("activation", "weight", "activation gradient", "weight gradient", "update", "first moment", "second moment")
+TENSOR_ROLES = (
+    "activation",
+    "weight",
+    "activation gradient",
+    "weight gradient",
+    "update",
+    "first moment",
+    "second moment",
+)
 
 
-def write_summary(
-    record: Record, findings: Sequence[Finding], steps: int, interval: int, overhead: float | None
-) -> str:
-    """Return findings, what was seen and what it cost as lines for a person."""
-    unseen = [f"not observed: {sentence}" for sentence in record.unseen]
-    cost = [] if overhead is None else [f"time spent observing: {times(overhead)} the run's own"]
-    return "\n".join([*listing(findings), "", *_describe_roles(record, steps, interval), *unseen, *cost])
+@dataclass(frozen=True)
+class RunSummary:
+    """The record of a run with its steps and cost, apart from the run itself.
+
+    Attributes:
+        record: what was counted.
+        steps: how many optimizer steps were observed.
+        interval: one step in so many was sampled.
+        overhead: share of the run's time that was spent in make_safe_method; None where no time passed.
+    """
+
+    record: Record
+    steps: int
+    interval: int
+    overhead: float | None
+
+    @functools.cached_property
+    def findings(self) -> list[Finding]:
+        """The problems that the record shows, the worst first."""
+        return findings_of("observe", self.record)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain data that JSON can hold: first `findings`, then those of one cause together."""
+        return {
+            "findings": [finding.to_dict() for finding in self.findings],
+            "causes": plain_causes(self.findings),
+            "steps": self.steps,
+            "interval": self.interval,
+            "overhead": self.overhead,
+            "record": plain_record(self.record),
+        }
+
+    def __str__(self) -> str:
+        """The findings, what was seen and what it cost, as lines for a person."""
+        unseen = [f"not observed: {sentence}" for sentence in self.record.unseen]
+        cost = [] if self.overhead is None else [f"time spent observing: {times(self.overhead)} the run's own"]
+        roles = _describe_roles(self.record, self.steps, self.interval)
+        return "\n".join([*listing(self.findings), "", *roles, *unseen, *cost])
 
 
 def _describe_roles(record: Record, steps: int, interval: int) -> list[str]:
@@ -396,7 +429,7 @@ def _describe_roles(record: Record, steps: int, interval: int) -> list[str]:
     if not record.tensors:
         return lines
     lines.append(f"{'role':<20} {'tensors':>7} {'largest':>10} {'smallest':>10} {'zeros':>7} {'not finite':>10}")
-    for role in ROLES:
+    for role in TENSOR_ROLES:
         found = [tensor for (of, _), tensor in record.tensors.items() if of == role]
         if found:
             elements = max(1, sum(tensor.elements for tensor in found))
@@ -411,14 +444,11 @@ def _describe_roles(record: Record, steps: int, interval: int) -> list[str]:
     return lines
 
 
-class Optimizers:
+class OptimizerSteps:
     """Orders optimizers such that one which holds another counts once, and counts steps.
 
-    A ZeroRedundancyOptimizer steps this rank's share of the parameters by an optimizer that it holds, and gets the
-    others from their ranks: the one inside follows the share, in the arithmetic of its own class, and the one outside
-    the rest. One that holds several in a list, tuple or dict, and steps nothing but their parameters, as torchtitan's
-    container does, is none of its own: those in it follow their parameters. Of any other pair the one outside follows
-    all.
+    One that holds several in a list, tuple or dict, and steps nothing but their parameters, as torchtitan's container
+    does, is none of its own: those in it follow their parameters. Of any other pair the one outside follows all.
 
     A step of the run ends with the step of one optimizer, which leads: the last one to step before another steps again.
     Where one steps again while the lead does not, it leads from then on.
@@ -428,39 +458,21 @@ class Optimizers:
     """
 
     def __init__(self, given: Sequence[torch.optim.Optimizer]) -> None:
-        given = list({id(part): part for one in given for part in find_parts(one)}.values())
-        shares = {id(one): share for one in given if (share := find_share(one)) is not None}
-        inside = {id(share) for share in shares.values()}
+        given = list({id(part): part for one in given for part in find_contained_optimizers(one)}.values())
         held = {id(part) for one in given for part in vars(one).values() if isinstance(part, torch.optim.Optimizer)}
-        self.all: list[torch.optim.Optimizer] = []
-        for one in given:
-            if id(one) not in held:
-                self.all += [one] if id(one) not in shares else [one, shares[id(one)]]
-        self._inside = inside
-        self._shares = shares
-        outside = [one for one in self.all if id(one) not in inside]
-        self._lead: torch.optim.Optimizer | None = outside[0] if len(outside) == 1 else None
+        self.optimizers: list[torch.optim.Optimizer] = [one for one in given if id(one) not in held]
+        self._lead: torch.optim.Optimizer | None = self.optimizers[0] if len(self.optimizers) == 1 else None
         self._stepped: list[torch.optim.Optimizer] = []
 
-    def choose_parameters(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, str]:
-        """Return which of the named parameters, by id, an optimizer follows."""
-        share = self._shares.get(id(optimizer))
-        if share is None:
-            return names
-        elsewhere = {id(p) for group in share.param_groups for p in group["params"]}
-        return {key: name for key, name in names.items() if key not in elsewhere}
-
-    def note_end(self, optimizer: torch.optim.Optimizer) -> bool:
+    def note_step_end(self, optimizer: torch.optim.Optimizer) -> bool:
         """Note that an optimizer has stepped; return whether the run's step ends with it."""
-        if id(optimizer) in self._inside:
-            return False
         self._stepped.append(optimizer)
         if optimizer is self._lead:
             self._stepped.clear()
             return True
         return False
 
-    def note_begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    def note_step_begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """Note that an optimizer begins to step; return the one that ended the step before, if it shows only now."""
         if not any(one is optimizer for one in self._stepped):
             return None
@@ -469,7 +481,7 @@ class Optimizers:
         self._stepped.clear()
         return last
 
-    def end_first_step(self) -> torch.optim.Optimizer | None:
+    def end_first_run_step(self) -> torch.optim.Optimizer | None:
         """End the run's first step, if none has ended yet; return the optimizer that stepped last, else None."""
         if self._lead is not None or not self._stepped:
             return None
@@ -478,7 +490,7 @@ class Optimizers:
         return self._lead
 
 
-def find_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def find_contained_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that a container holds, or the optimizer itself.
 
     >>> class Container(torch.optim.SGD):
@@ -486,31 +498,24 @@ def find_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     ...         self.parts = parts
     ...         super().__init__([p for one in parts for group in one.param_groups for p in group["params"]])
     >>> parts = [torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]) for _ in range(2)]
-    >>> find_parts(Container(parts)) == parts, find_parts(parts[0]) == parts[:1]
+    >>> find_contained_optimizers(Container(parts)) == parts, find_contained_optimizers(parts[0]) == parts[:1]
     (True, True)
     """
     found: dict[int, torch.optim.Optimizer] = {}
     for value in vars(optimizer).values():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
         found |= {id(one): one for one in held if isinstance(one, torch.optim.Optimizer)}
-    inside = {id(p) for one in found.values() for p in _parameters(one)}
-    if not found or not all(id(p) in inside for p in _parameters(optimizer)):
+    inside = {id(p) for one in found.values() for p in _list_parameters(one)}
+    if not found or not all(id(p) in inside for p in _list_parameters(optimizer)):
         return [optimizer]
-    return [part for one in found.values() for part in find_parts(one)]
+    return [part for one in found.values() for part in find_contained_optimizers(one)]
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def _list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def find_share(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer of this rank's share that a ZeroRedundancyOptimizer holds; None of any other."""
-    share = getattr(optimizer, "optim", None)
-    named = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
-    return share if named and isinstance(share, torch.optim.Optimizer) else None
-
-
-class Parameters:
+class ObservedParameters:
     """Names, records and first values of a model's and its optimizers' parameters.
 
     Attributes:
@@ -529,28 +534,27 @@ class Parameters:
                 kinds.setdefault(id(parameter), type(module).__name__)  # a tied one is of the first, as its name is
         named = dict(model.named_parameters())
         for name, parameter in zip(plain_names(named, parallel=False), named.values(), strict=True):
-            self._enter(name, parameter, kinds.get(id(parameter), ""))
+            self._add_parameter(name, parameter, kinds.get(id(parameter), ""))
         for number, optimizer in enumerate(optimizers):
-            self._enter_stepped(number if len(optimizers) > 1 else None, optimizer)
+            self._add_stepped_parameters(number if len(optimizers) > 1 else None, optimizer)
 
-    def _enter(self, name: str, parameter: torch.Tensor, kind: str) -> None:
+    def _add_parameter(self, name: str, parameter: torch.Tensor, kind: str) -> None:
         self.named[name], self.names[id(parameter)] = parameter, name
         dtype, shape = memory(parameter).dtype, tuple(local(parameter).shape)
         count = local(parameter).numel()
         self._record.parameters[name] = ParameterRecord(name, kind, dtype, shape, count, parameter.requires_grad)
 
-    def _enter_stepped(self, number: int | None, optimizer: torch.optim.Optimizer) -> None:
+    def _add_stepped_parameters(self, number: int | None, optimizer: torch.optim.Optimizer) -> None:
         place = "optimizer" if number is None else f"optimizer.{number}"
         places = {id(group): k for k, group in enumerate(optimizer.param_groups)}
         for group, position, parameter in model_parameters(optimizer):
             name, given = self.names.get(id(parameter)), group.get("param_names")
             if name is None:
                 name = f"{place}.{given[position]}" if given else f"{place}.{places[id(group)]}.{position}"
-                self._enter(name, parameter, "")
+                self._add_parameter(name, parameter, "")
             self.names[id(group["params"][position])] = name
             record = self._record.parameters[name]
-            rule = type(find_share(optimizer) or optimizer)
-            record.optimizer, record.optimizer_module = rule.__name__, rule.__module__
+            record.optimizer, record.optimizer_module = type(optimizer).__name__, type(optimizer).__module__
             record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
             if isinstance(optimizer, Optimizer):
                 record.weight_update = "none"
@@ -559,72 +563,72 @@ class Parameters:
         """Return parameters that get gradients."""
         return [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
 
-    def remember(self) -> None:
+    def keep_first_samples(self) -> None:
         """Keep samples of all parameters as they are before the first step."""
-        self._first = self._samples()
+        self._first = self._sample_parameters()
 
     def count_moved(self) -> None:
         """Record which share of each parameter's sample has changed since the first step."""
-        for name, now in self._samples().items():
+        for name, now in self._sample_parameters().items():
             before = self._first.get(name)
             if before is not None and len(before) == len(now) and len(now):
                 self._record.parameters[name].moved = float((before != now).cpu().double().mean())
 
-    def _samples(self) -> dict[str, torch.Tensor]:
+    def _sample_parameters(self) -> dict[str, torch.Tensor]:
         found = {}
         for name, parameter in self.named.items():
             numbers = read_numbers(parameter)
             if numbers is not None:
-                found[name] = take_sample(numbers.flat, make_place_key(0, 0, name)).mul_(numbers.scale)
+                found[name] = take_sample(numbers.flat, make_place_key(0, name)).mul_(numbers.scale)
         return found
 
 
-Scaler = torch.amp.GradScaler
-MOST_SEARCHES = 3
-MOST_FRAMES = 14
+GradScaler = torch.amp.GradScaler
+MOST_SCALER_SEARCHES = 3
+MOST_CALLER_FRAMES = 14
 # A scale that would grow beyond float32 stays as it is.
 LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
-class LossScales:
+class ScalerTracker:
     """Follows a gradient scaler and a learning-rate scheduler; counts skipped steps in the record.
 
     Args:
         scaler: the run's, or None: then one that calls an optimizer's step is found there.
 
     Attributes:
-        searches: how often the scaler is yet to be looked for, as in the first steps of a run without a given one.
+        searches_left: how often the scaler is yet to be looked for, as in the first steps of a run without a given one.
     """
 
-    def __init__(self, record: Record, scaler: Scaler | None, scheduler: Any | None) -> None:
+    def __init__(self, record: Record, scaler: GradScaler | None, scheduler: Any | None) -> None:
         self._record, self.scaler, self.scheduler = record, scaler, scheduler
-        self._before: _Reading | None = None
+        self._before: _ScalerReading | None = None
         self._taken: int = 0
         self._fresh: bool = False
-        self.searches: int = 0 if scaler is not None else MOST_SEARCHES
+        self.searches_left: int = 0 if scaler is not None else MOST_SCALER_SEARCHES
         self._epoch: int | None = None if scheduler is None else int(getattr(scheduler, "last_epoch", 0))
 
-    def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def begin_counting_skips(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take the scale from which skips are counted, as a run begins to be watched."""
         self._fresh = not any(optimizer.state for optimizer in optimizers)
-        self._before = self._read_now()
+        self._before = self._read_scaler()
         self._taken = 0
 
-    def search(self) -> None:
+    def search_scaler(self) -> None:
         """Look for the scaler among the callers of an optimizer's step."""
-        self.searches -= 1
+        self.searches_left -= 1
         frame: FrameType | None = sys._getframe(1)
-        for _ in range(MOST_FRAMES):
+        for _ in range(MOST_CALLER_FRAMES):
             frame = frame.f_back if frame is not None else None
             if frame is None:
                 return
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
-            if isinstance(owner, Scaler):
-                self.scaler, self.searches = owner, 0
-                self._before = self._read_found()
+            if isinstance(owner, GradScaler):
+                self.scaler, self.searches_left = owner, 0
+                self._before = self._read_found_scaler()
                 return
 
-    def scale(self) -> float | None:
+    def get_loss_scale(self) -> float | None:
         """Return the loss scale, None without an enabled scaler."""
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled():
@@ -633,7 +637,7 @@ class LossScales:
             return scaler._scale_now()
         return float(scaler.get_scale())
 
-    def after_step(self, optimizer: torch.optim.Optimizer, sampled: bool) -> tuple[float | None, int]:
+    def count_step(self, optimizer: torch.optim.Optimizer, sampled: bool) -> tuple[float | None, int]:
         """Count a step that was taken, before the scaler is told of it.
 
         Returns:
@@ -641,52 +645,52 @@ class LossScales:
         """
         scaler, before = self.scaler, self._before
         can_have_grown = before is None or scaler is None or before.streak + self._taken >= scaler.get_growth_interval()
-        found = self.read() if sampled or self._is_on_host() or can_have_grown else (None, 0)
+        found = self.read_scale_and_skips() if sampled or self._is_scale_on_host() or can_have_grown else (None, 0)
         infinite = getattr(optimizer, "found_inf", None)  # of an optimizer that skips its step itself
         on_host = isinstance(infinite, torch.Tensor) and infinite.is_cpu
         self._taken += 0 if on_host and bool(infinite) else 1
         return found
 
-    def read(self) -> tuple[float | None, int]:
+    def read_scale_and_skips(self) -> tuple[float | None, int]:
         """Return the scale now, and how many steps were skipped since it was read last."""
         before, taken = self._before, self._taken
-        now = self._before = self._read_now()
+        now = self._before = self._read_scaler()
         self._taken = 0
         if now is None or before is None or self.scaler is None:
-            return self.scale(), 0
-        skipped = _count_skips(before, now, taken, self.scaler)
+            return self.get_loss_scale(), 0
+        skipped = _count_skipped_steps(before, now, taken, self.scaler)
         self._record.skipped += skipped
         return now.scale, skipped
 
-    def _read_now(self) -> _Reading | None:
+    def _read_scaler(self) -> _ScalerReading | None:
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled() or isinstance(scaler, AdaptiveGradScaler):
             return None
-        return _Reading(float(scaler.get_scale()), int(scaler._get_growth_tracker()))
+        return _ScalerReading(float(scaler.get_scale()), int(scaler._get_growth_tracker()))
 
-    def _read_found(self) -> _Reading | None:
+    def _read_found_scaler(self) -> _ScalerReading | None:
         """Return the reading to count from, for a scaler that is found as the first step is taken.
 
         The first step that a new scaler does not skip follows on nothing but skips. One that has been at work before
         has made other steps since its last skip, or has left a state in the optimizer.
         """
-        now = self._read_now()
+        now = self._read_scaler()
         if now is None or self.scaler is None or now.streak or not self._fresh:
             return now
-        return _Reading(float(self.scaler._init_scale), 0)
+        return _ScalerReading(float(self.scaler._init_scale), 0)
 
-    def _is_on_host(self) -> bool:
+    def _is_scale_on_host(self) -> bool:
         scale = getattr(self.scaler, "_scale", None)
         return isinstance(self.scaler, AdaptiveGradScaler) or scale is None or bool(scale.is_cpu)
 
-    def count_scheduled(self) -> int | None:
+    def count_scheduler_steps(self) -> int | None:
         """Return how many steps the scheduler took since the last call; None without one."""
         if self.scheduler is None or self._epoch is None:
             return None
         before, self._epoch = self._epoch, int(getattr(self.scheduler, "last_epoch", 0))
         return self._epoch - before
 
-    def sites(self) -> list[dict[str, Any]]:
+    def list_sites(self) -> list[dict[str, Any]]:
         """Return an AdaptiveGradScaler's gradient exponents per site."""
         if not isinstance(self.scaler, AdaptiveGradScaler) or not self.scaler.is_enabled():
             return []
@@ -703,14 +707,14 @@ class LossScales:
         ]
 
 
-class _Reading(NamedTuple):
+class _ScalerReading(NamedTuple):
     """A scaler's scale, and how many iterations in a row it had not skipped then."""
 
     scale: float
     streak: int
 
 
-def _count_skips(before: _Reading, now: _Reading, taken: int, scaler: Scaler) -> int:
+def _count_skipped_steps(before: _ScalerReading, now: _ScalerReading, taken: int, scaler: GradScaler) -> int:
     """Return how many steps were skipped between two readings, between which so many were taken.
 
     Exact where one step is taken between them, as on the host; of a scale that grew and then fell, together with
@@ -726,21 +730,21 @@ def _count_skips(before: _Reading, now: _Reading, taken: int, scaler: Scaler) ->
     return 1 if now.scale <= 0 else max(1, round(math.log(now.scale / highest) / math.log(factor)))
 
 
-MOST_HISTORY = 2000
+MOST_HISTORY_STEPS = 2000
 
 
-def add_step(history: list[StepRecord], step: StepRecord) -> None:
+def append_step_record(history: list[StepRecord], step: StepRecord) -> None:
     """Append a step, and thin the history where it grows long; counts of skipped steps are never lost."""
     history.append(step)
-    if len(history) > MOST_HISTORY:
-        history[:] = thin(history)
+    if len(history) > MOST_HISTORY_STEPS:
+        history[:] = thin_history(history)
 
 
-def thin(steps: list[StepRecord]) -> list[StepRecord]:
+def thin_history(steps: list[StepRecord]) -> list[StepRecord]:
     """Return every second step, with the skipped and scheduled steps of the one before it added to its own.
 
     >>> one = StepRecord(0, True, 0.1, skipped=2, scheduled=1)
-    >>> thin([one, StepRecord(1, False, 0.1, scheduled=1)])[0].skipped
+    >>> thin_history([one, StepRecord(1, False, 0.1, scheduled=1)])[0].skipped
     2
     """
     kept = []

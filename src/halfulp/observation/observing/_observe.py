@@ -14,26 +14,26 @@ from ..._messages import a_kind
 from ...optim import EMA
 from ...optim._inner_optimizer import inner_optimizer
 from ...sinks import Sink
-from ..sampling._sampler import DEFAULT_FORMATS, AnyFormat
-from ._expectations import Asked, Formats, ResumedRun, read_contract
-from ._notebook import checked_sinks
+from ..sampling._sampler import DEFAULT_FORMATS, FormatLike
+from ._expectations import ExpectedFormats, FormatsByPattern
 from ._observation import Observation
+from ._recorder import check_sinks
 
-Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+OneOrMoreOptimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 def observe(
     model: nn.Module,
-    optimizer: Optimizers | None = None,
+    optimizer: OneOrMoreOptimizers | None = None,
     *,
     interval: int = 50,
     scaler: torch.amp.GradScaler | None = None,
     scheduler: Any | None = None,
     average: EMA | nn.Module | None = None,
-    expect: Asked | None = None,
+    expect: ExpectedFormats | None = None,
     check: bool = False,
-    quantized: Formats | None = None,
-    formats: Sequence[AnyFormat] = DEFAULT_FORMATS,
+    quantized: FormatsByPattern | None = None,
+    formats: Sequence[FormatLike] = DEFAULT_FORMATS,
     sinks: Iterable[Sink] = (),
 ) -> Observation:
     """Watch a run of any model and any torch optimizer, unmodified, and say what is wrong with its numbers.
@@ -109,18 +109,15 @@ def observe(
             f"{type(model).__name__} has no parameters, and no optimizer has any: there is nothing to observe; give "
             "the model that is trained"
         )
-    held = read_contract(expect)
-    if held is not None:
-        expect = ResumedRun(held, model, optimizers)
     if scheduler is None:
         scheduler = find_scheduler(optimizers)
     return Observation(
-        model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats, checked_sinks(sinks)
+        model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats, check_sinks(sinks)
     )
 
 
 def check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the torch optimizers that are meant, those that a trainer's wrapper holds included.
+    """Return the torch optimizers among one or several, out of the wrappers of trainers.
 
     Raises:
         TypeError: something else, on which hooks are impossible.
@@ -151,12 +148,12 @@ def find_scheduler(optimizers: Sequence[torch.optim.Optimizer]) -> LRScheduler |
     if not any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers):
         return None
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
-    return find_outermost(
+    return find_outermost_scheduler(
         one for one in found if any(getattr(one, "optimizer", None) is stepped for stepped in optimizers)
     )
 
 
-def find_outermost(schedulers: Iterable[Any]) -> LRScheduler | None:
+def find_outermost_scheduler(schedulers: Iterable[Any]) -> LRScheduler | None:
     """Return the scheduler that no other one steps, None without any; one of several."""
     found = list(schedulers)
     inner = {id(part) for one in found for part in getattr(one, "_schedulers", ())}

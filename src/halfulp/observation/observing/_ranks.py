@@ -9,35 +9,28 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
-import math
 import pickle
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...optim.parameters._local_tensors import is_dtensor, local
+from ...optim.parameters._local_tensors import is_dtensor
 from ...rounding import mix64
-from ..sampling._sampler import MOST, hash_name, make_place_key, read_numbers, take_sample
-from ._notebook import Notebook
+from ..sampling._sampler import hash_name, make_place_key, read_numbers, take_sample
+from ._recorder import Recorder
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 # Seconds that a rank waits, where it stops, for what the others have yet to say.
-PATIENCE = 5.0
+SECONDS_TO_WAIT = 5.0
 # Sampled steps that are compared at the end: ranks that differ stay different, and an early stop is met within these.
-MOST_STEPS = 16
-# Rounding errors of few parameters and elements a step, other ones at the next: bits repeat in all of a rank's
-# parameters, or in many.
-MOST_PARAMETERS, MOST_ELEMENTS, UNITS = 4, 1024, 127
-CHANCE = math.log(1e8)
-_starts: Counter[str] = Counter()
+MOST_COMPARED_STEPS = 16
+_observation_starts: Counter[str] = Counter()
 
 
 @dataclass(slots=True)
@@ -45,163 +38,145 @@ class RankSummary:
     """One rank's observations, to be compared with the others'.
 
     Attributes:
-        met: how often each rank had begun to observe this model when this one had made its first step.
-        hashes: by sampled step since it began, uint32 hashes of the replicated parameters by name.
-        errors: by sampled step, by `shard_key`, a number that names the shard, and its rounding errors as int8 / 127.
-        extremes: by role and name, largest and smallest nonzero magnitudes.
+        starts_by_rank: how often each rank had begun to observe this model when this one had made its first step.
+        parameter_hashes: by sampled step since it began, uint32 hashes of the replicated parameters by name.
+        tensor_extremes: by role and name, largest and smallest nonzero magnitudes.
     """
 
-    met: dict[int, int] = field(default_factory=dict)
-    hashes: dict[int, dict[str, int]] = field(default_factory=dict)
-    errors: dict[int, dict[int, tuple[int, Array]]] = field(default_factory=dict)
-    extremes: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    starts_by_rank: dict[int, int] = field(default_factory=dict)
+    parameter_hashes: dict[int, dict[str, int]] = field(default_factory=dict)
+    tensor_extremes: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
 
 
-class Ranks:
+class RankComparison:
     """Compares this rank with others that train the same model.
 
     The lowest rank that observes, the hub, reads what all others saw, and they read the hub: whether replicas hold the
-    same bits, whether shards are rounded by the same random bits, and the largest and smallest magnitudes. Ranks that
-    began at another step, sampled no step in common or are late are named in the record's `unseen`; nothing hangs, and
-    no step waits.
+    same bits, and the largest and smallest magnitudes. Ranks that began at another step, sampled no step in common or
+    are late are named in the record's `unseen`; nothing hangs, and no step waits.
 
     Attributes:
         others: ranks to compare with, none before `begin` and behind `end`.
     """
 
-    def __init__(self, book: Notebook, model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.book, self._model, self._parameters = book, model, parameters
+    def __init__(self, recorder: Recorder, model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.recorder, self._model, self._parameters = recorder, model, parameters
         self._said: list[str] = []
-        self.others: list[int] = []
+        self.other_ranks: list[int] = []
 
-    def begin(self, step: int) -> None:
+    def begin_observing(self, step: int) -> None:
         """Say that this rank observes from a step on."""
         active = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if active else 0
         size = dist.get_world_size() if active else 1
-        self.book.record.replica_of = self.rank, size
-        self.book.record.unseen[:] = [one for one in self.book.record.unseen if one not in self._said]
+        self.recorder.record.replica_of = self.rank, size
+        self.recorder.record.unseen[:] = [one for one in self.recorder.record.unseen if one not in self._said]
         self._said, self._first, self._own, self._failed = [], step, RankSummary(), ""
         shared = find_sharing_ranks(self._model) if active else None
-        self.others = [rank for rank in shared or range(size) if rank != self.rank]
-        if not self.others:
+        self.other_ranks = [rank for rank in shared or range(size) if rank != self.rank]
+        if not self.other_ranks:
             return
-        self._replicated = find_replicated(self._model, self._parameters)
-        self._shards = find_shards(self._parameters)
+        self._replicated = find_replicated_parameters(self._model, self._parameters)
         name = f"halfulp/observe/{mix64(*map(hash_name, (str(shared), *sorted(self._parameters)))):016x}"
-        _starts[name] += 1
-        self._name, self._before = name, _starts[name] - 1
-        self._try(lambda: _default_store().set(f"{name}/{self.rank}", str(_starts[name])))
+        _observation_starts[name] += 1
+        self._name, self._before = name, _observation_starts[name] - 1
+        self._try_with_store(lambda: _get_default_store().set(f"{name}/{self.rank}", str(_observation_starts[name])))
 
-    def note_step(self, errors: Mapping[str, torch.Tensor]) -> None:
-        """Keep what this rank observed in a sampled step.
-
-        Args:
-            errors: rounding errors of sampled elements by parameter, where updates are rounded stochastically.
-        """
+    def note_sampled_step(self) -> None:
+        """Keep hashes of the replicated parameters as they are after a sampled step."""
         if self._failed:
             return
-        step = self.book.step - self._first
-        if not self._own.met:
-            self._try(self._meet)
-        self._own.hashes[step] = hash_parameters(self._replicated, lambda name: make_place_key(0, step, name))
-        self._own.errors[step] = chosen_errors(step, errors, self._shards)
-        for kept in (self._own.hashes, self._own.errors):
-            while len(kept) > MOST_STEPS:
-                del kept[min(kept)]
+        step = self.recorder.step - self._first
+        if not self._own.starts_by_rank:
+            self._try_with_store(self._read_other_starts)
+        self._own.parameter_hashes[step] = hash_parameters(self._replicated, lambda name: make_place_key(step, name))
+        if len(self._own.parameter_hashes) > MOST_COMPARED_STEPS:
+            del self._own.parameter_hashes[min(self._own.parameter_hashes)]
 
-    def _meet(self) -> None:
+    def _read_other_starts(self) -> None:
         """Read who else observes: ranks that train together have all begun when one has made its first step."""
-        ranks = sorted([self.rank, *self.others])
-        store, keys = _default_store(), [f"{self._name}/{rank}" for rank in ranks]
+        ranks = sorted([self.rank, *self.other_ranks])
+        store, keys = _get_default_store(), [f"{self._name}/{rank}" for rank in ranks]
         if not store.check(keys):
             there = [store.check([key]) for key in keys]
             ranks, keys = list(itertools.compress(ranks, there)), list(itertools.compress(keys, there))
-        self._own.met = {rank: int(count) for rank, count in zip(ranks, store.multi_get(keys))}
+        self._own.starts_by_rank = {rank: int(count) for rank, count in zip(ranks, store.multi_get(keys))}
 
-    def end(self, patient: bool) -> None:
-        """Compare with what the others saw, and say what is missing of them.
+    def compare_ranks(self, patient: bool) -> None:
+        """Compare the summaries of other ranks with this one's, and note the missing ones.
 
         Args:
             patient: whether to wait for ranks that have yet to say it.
         """
-        if not self.others:
+        if not self.other_ranks:
             return
         # Else a rank that begins before this one the next time would take it for one that has begun.
-        self._try(lambda: _default_store().delete_key(f"{self._name}/{self.rank}"))
-        if not self._own.hashes and not self._failed:
+        self._try_with_store(lambda: _get_default_store().delete_key(f"{self._name}/{self.rank}"))
+        if not self._own.parameter_hashes and not self._failed:
             return
         heard: dict[int, RankSummary] = {}
-        met = self._own.met
-        hub = min(met, default=self.rank)
-        wanted = self.others if hub == self.rank else [hub]
+        starts_by_rank = self._own.starts_by_rank
+        hub = min(starts_by_rank, default=self.rank)
+        wanted = self.other_ranks if hub == self.rank else [hub]
 
         def gather() -> None:
-            self._own.extremes = {key: (one.record.amax, one.record.amin) for key, one in self.book.totals.items()}
-            store = _default_store()
-            store.set(self._key(self.rank), pickle.dumps(self._own))
+            self._own.tensor_extremes = {
+                key: (one.record.amax, one.record.amin) for key, one in self.recorder.totals.items()
+            }
+            store = _get_default_store()
+            store.set(self._store_key(self.rank), pickle.dumps(self._own))
             store.delete_key(f"{self._name}/{self.rank}/{self._before}")  # of the run before, which all have ended
-            keys = {rank: self._key(rank) for rank in wanted if rank in met}
+            keys = {rank: self._store_key(rank) for rank in wanted if rank in starts_by_rank}
             if keys and patient:
                 with contextlib.suppress(RuntimeError):  # those that are late are named
-                    store.wait(list(keys.values()), datetime.timedelta(seconds=PATIENCE))
+                    store.wait(list(keys.values()), datetime.timedelta(seconds=SECONDS_TO_WAIT))
             for rank, key in keys.items():
                 if store.check([key]):
                     heard[rank] = pickle.loads(store.get(key))
 
-        self._try(gather)
+        self._try_with_store(gather)
         words: dict[str, list[int]] = {}
-        bits = SharedRandomBits()
         for rank in wanted:
-            said = self._compare(rank, heard.get(rank), bits)
+            said = self._compare_with_rank(rank, heard.get(rank))
             if said:
                 words.setdefault(said, []).append(rank)
         self._said = [f"{_name_ranks(ranks)} {said}" for said, ranks in sorted(words.items())]
-        self.book.record.unseen += self._said
-        self.others = []
+        self.recorder.record.unseen += self._said
+        self.other_ranks = []
 
-    def _key(self, rank: int) -> str:
-        return f"{self._name}/{rank}/{self._own.met[rank]}"
+    def _store_key(self, rank: int) -> str:
+        return f"{self._name}/{rank}/{self._own.starts_by_rank[rank]}"
 
-    def _compare(self, rank: int, theirs: RankSummary | None, bits: SharedRandomBits) -> str:
+    def _compare_with_rank(self, rank: int, theirs: RankSummary | None) -> str:
         """Merge another rank's summary into the record; return what is missing of it."""
         if self._failed:
             return f"not compared ({self._failed})"
-        if rank not in self._own.met or (theirs is not None and theirs.met != self._own.met):
+        if rank not in self._own.starts_by_rank or (
+            theirs is not None and theirs.starts_by_rank != self._own.starts_by_rank
+        ):
             return "did not begin to observe at the same step: not compared"
         if theirs is None:
             return "had not stopped observing when this one did: not compared"
-        self._join_extremes(theirs)
-        common = sorted(self._own.hashes.keys() & theirs.hashes.keys())
+        self._merge_extremes(theirs)
+        common = sorted(self._own.parameter_hashes.keys() & theirs.parameter_hashes.keys())
+        replicas = self.recorder.record.replicas
         for step in common:
-            self._compare_step(rank, step, theirs, bits)
+            for name, own in self._own.parameter_hashes[step].items():
+                if name in theirs.parameter_hashes[step]:
+                    replicas[name] = replicas.get(name, True) and own == theirs.parameter_hashes[step][name]
         if not common:
             return "sampled other steps than this rank: not compared"
-        if common[-1] < max(self._own.hashes):
+        if common[-1] < max(self._own.parameter_hashes):
             return f"ended after step {self._first + common[-1]}: compared until then"
         return ""
 
-    def _compare_step(self, rank: int, step: int, theirs: RankSummary, bits: SharedRandomBits) -> None:
-        replicas, parameters = self.book.record.replicas, self.book.record.parameters
-        other = theirs.hashes[step]
-        for name, own in self._own.hashes[step].items():
-            if name in other:
-                replicas[name] = replicas.get(name, True) and own == other[name]
-        names = {shard_key(name, elements): name for name, (_, elements) in self._shards.items()}
-        mine, others = self._own.errors[step], theirs.errors[step]
-        for key in mine.keys() & others.keys():
-            bits.add(rank, key, mine[key], others[key])
-            rounding = parameters[names[key]].rounding
-            if rounding is not None:
-                rounding.between_ranks = bits.correlation(key)
-
-    def _join_extremes(self, theirs: RankSummary) -> None:
-        for key, totals in self.book.totals.items():
-            if key in theirs.extremes:
-                (largest, smallest), record = theirs.extremes[key], totals.record
+    def _merge_extremes(self, theirs: RankSummary) -> None:
+        for key, totals in self.recorder.totals.items():
+            if key in theirs.tensor_extremes:
+                (largest, smallest), record = theirs.tensor_extremes[key], totals.record
                 record.amax, record.amin = max(record.amax, largest), min(record.amin, smallest)
 
-    def _try(self, act: Any) -> None:
+    def _try_with_store(self, act: Any) -> None:
         """Do something with the store of the process group; without one the record says so, and the run goes on."""
         if self._failed:
             return
@@ -215,7 +190,7 @@ class Ranks:
             self._failed = f"the process group's store cannot be reached: {type(error).__name__}"
 
 
-def _default_store() -> Any:
+def _get_default_store() -> Any:
     from torch.distributed import distributed_c10d  # torch without distributed lacks the module
 
     return distributed_c10d._get_default_store()
@@ -236,7 +211,7 @@ def find_sharing_ranks(model: nn.Module) -> list[int] | None:
     return sorted(found.pop()) if len(found) == 1 else None
 
 
-def find_replicated(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def find_replicated_parameters(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the parameters of which all ranks should hold the same bits.
 
     Not shards of a DTensor, of FSDP1 or of Megatron's tensor parallelism, and not what DistributedDataParallel is told
@@ -254,20 +229,6 @@ def find_replicated(model: nn.Module, parameters: Mapping[str, torch.Tensor]) ->
         for name, parameter in parameters.items()
         if id(parameter) not in own and not _is_sharded(parameter) and read_numbers(parameter) is not None
     }
-
-
-def find_shards(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Return of DTensors' shards a number, the same on ranks that hold the same one, and how many elements it has."""
-    found = {}
-    for name, parameter in parameters.items():
-        if is_dtensor(parameter) and _is_sharded(parameter):
-            mesh = parameter.device_mesh
-            number = 0
-            for k, (at, placement) in enumerate(zip(mesh.get_coordinate() or (), parameter.placements)):
-                if not placement.is_replicate():
-                    number = number * mesh.size(k) + at
-            found[name] = number, local(parameter).numel()
-    return found
 
 
 def _is_sharded(parameter: torch.Tensor) -> bool:
@@ -290,71 +251,3 @@ def hash_parameters(parameters: Mapping[str, torch.Tensor], key: Callable[[str],
             size = zlib.crc32(f"{found.flat.numel()} {found.scale}".encode())
             hashes[name] = zlib.crc32(take_sample(found.flat, key(name)).numpy().data, size)
     return hashes
-
-
-def chosen_errors(
-    step: int, errors: Mapping[str, torch.Tensor], shards: Mapping[str, tuple[int, int]]
-) -> dict[int, tuple[int, Array]]:
-    """Return the rounding errors of a few parameters in a step, by `shard_key`: a shard's number, and int8 in 1/127.
-
-    Args:
-        errors: of the sampled elements, by the parameter's name; NaN where nothing was rounded.
-        shards: by names, the number of the shard on this rank and its elements.
-    """
-    keys = {shard_key(name, shards[name][1]): name for name in errors if name in shards}
-    chosen = sorted(keys, key=lambda key: mix64(step, key))[:MOST_PARAMETERS]
-    found: dict[int, tuple[int, Array]] = {}
-    for key in chosen:
-        in_units = errors[keys[key]][:MOST_ELEMENTS].nan_to_num(0.0) * UNITS
-        found[key] = shards[keys[key]][0], in_units.round().to(torch.int8).numpy()
-    return found
-
-
-def shard_key(name: str, elements: int) -> int:
-    """Return the key under which ranks compare a parameter; large shards of other sizes are sampled at other places."""
-    return hash_name(f"{name} {max(elements, MOST)}")
-
-
-class SharedRandomBits:
-    """Tests whether two ranks round different shards by the same random bits: sums over elements that both rounded.
-
-    Of an element that is rounded away from zero with probability p, the error e = [away] - p has mean 0 and variance
-    p (1 - p); p is |e| or 1 - |e|, so that e tells both. Of two elements that are rounded by independent bits the
-    product of the errors has mean 0 and variance v w, at most 1 in magnitude; by the same bits its mean is
-    min(p, q) - p q. With V = sum v w, Bernstein's inequality bounds the sum of such products of independent bits by
-    L/3 + sqrt(L^2/9 + 2 L V) but for a chance of exp(-L) (Boucheron, Lugosi and Massart, Concentration Inequalities,
-    theorem 2.10). What a sum is above that, over sum sqrt(v w), is a correlation that chance does not explain.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[int, dict[int, Array]] = {}
-
-    def add(self, rank: int, key: int, mine: tuple[int, Array], theirs: tuple[int, Array]) -> None:
-        """Add one step's rounding errors of a parameter, or nothing where both ranks hold the same shard."""
-        if mine[0] == theirs[0]:
-            return
-        count = min(len(mine[1]), len(theirs[1]))
-        e, f = (one[1][:count].astype(np.float64) / UNITS for one in (mine, theirs))
-        v, w = (np.abs(one) * (1 - np.abs(one)) for one in (e, f))
-        open_ = (v > 0) & (w > 0)
-        vw = (v * w)[open_]
-        sums = self._sums.setdefault(key, {}).setdefault(rank, np.zeros(3))
-        sums += [(e * f)[open_].sum(), vw.sum(), np.sqrt(vw).sum()]
-
-    def correlation(self, key: int) -> float | None:
-        """Return the largest correlation with another rank that chance does not explain; None without another one."""
-        return max(
-            (_unexplained_correlation(*sums.tolist()) for sums in self._sums.get(key, {}).values()), default=None
-        )
-
-
-def _unexplained_correlation(products: float, variance: float, deviations: float) -> float:
-    """Return the correlation beyond chance, at least 0.
-
-    >>> _unexplained_correlation(100.0, 40.0, 200.0) > 0.1
-    True
-    >>> _unexplained_correlation(10.0, 40.0, 200.0), _unexplained_correlation(0.0, 0.0, 0.0)
-    (0.0, 0.0)
-    """
-    chance = CHANCE / 3 + math.sqrt(CHANCE * CHANCE / 9 + 2 * CHANCE * variance)
-    return max(0.0, products - chance) / deviations if deviations else 0.0

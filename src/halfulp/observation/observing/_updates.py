@@ -1,4 +1,4 @@
-"""Updates: samples of weights, gradients and states around an optimizer's step, beside what was wanted."""
+"""UpdateWatcher: samples of weights, gradients and states around an optimizer's step, beside what was wanted."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from ...optim.rules._update_rule import UpdateRule
 from ...optim.states._codec import Plain
 from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, Realised, Role, RoundingRecord
-from ..sampling._device_functions import record_changes_table
-from ..sampling._sampler import Samples, Stored, compile_once, read_numbers, take_samples
-from ._notebook import Notebook
+from ..sampling._device_functions import make_changes_table
+from ..sampling._sampler import PackedSamples, StoredNumbers, compile_table_once, read_numbers, take_samples
+from ._recorder import Recorder
 
-Options = Mapping[str, Any]
+OptimizerOptions = Mapping[str, Any]
 # Whether weight decay multiplies the weight by 1 - lr wd, rounded by itself, before the update is subtracted.
-ELEMENTWISE: dict[type[torch.optim.Optimizer], Callable[[Options], bool]] = {}
+ELEMENTWISE_OPTIMIZERS: dict[type[torch.optim.Optimizer], Callable[[OptimizerOptions], bool]] = {}
 # State entries that belong to a whole tensor, whatever its shape.
-WHOLE = frozenset({"step", "mu_product", "eta", "mu"})
+WHOLE_TENSOR_STATES = frozenset({"step", "mu_product", "eta", "mu"})
 _TORCH_WRAPPERS = ("torch.optim.optimizer", "torch.utils._contextlib")
-_IMPLEMENTATIONS = {"foreach": False, "capturable": False, "differentiable": False}
-_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+_IMPLEMENTATION_OPTIONS = {"foreach": False, "capturable": False, "differentiable": False}
+_FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def register_elementwise(
-    kind: type[torch.optim.Optimizer], decouples: Callable[[Options], bool] | bool = False
+    kind: type[torch.optim.Optimizer], decouples: Callable[[OptimizerOptions], bool] | bool = False
 ) -> None:
     """Let observations compute the updates of an optimizer class by running it on shadows of sampled elements.
 
@@ -53,38 +53,38 @@ def register_elementwise(
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(f"register_elementwise takes a subclass of torch.optim.Optimizer, got {a_kind(kind)}")
-    ELEMENTWISE[kind] = decouples if callable(decouples) else lambda options: decouples
+    ELEMENTWISE_OPTIMIZERS[kind] = decouples if callable(decouples) else lambda options: decouples
 
 
-def _is_decoupled(options: Options) -> bool:
+def _has_decoupled_decay(options: OptimizerOptions) -> bool:
     return bool(options.get("decoupled_weight_decay"))
 
 
 for _name in ("SGD", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD"):
     register_elementwise(getattr(torch.optim, _name))
 for _name in ("Adam", "NAdam", "RAdam"):
-    register_elementwise(getattr(torch.optim, _name), _is_decoupled)
+    register_elementwise(getattr(torch.optim, _name), _has_decoupled_decay)
 register_elementwise(torch.optim.AdamW, True)
 
 
-def decay_factor(optimizer: torch.optim.Optimizer, options: Options) -> float | None:
+def decay_factor(optimizer: torch.optim.Optimizer, options: OptimizerOptions) -> float | None:
     """Return 1 - lr wd where that factor is rounded into the weight by itself; None elsewhere."""
-    decouples = ELEMENTWISE.get(type(optimizer))
+    decouples = ELEMENTWISE_OPTIMIZERS.get(type(optimizer))
     decay = options.get("weight_decay")
     if decouples is None or not decay or options.get("fused") or not decouples(options):
         return None
     return 1 - float(options["lr"]) * float(decay)
 
 
-def _remove_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step without what torch puts around it: hooks, a profiler's range, the mode of gradients."""
+def _unwrap_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step without torch's wrappers around it: hooks, a profiler's range, the mode of gradients."""
     step = getattr(step, "__wrapped__", step)
     while hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _TORCH_WRAPPERS:
         step = step.__wrapped__
     return step
 
 
-class Shadow:
+class ShadowOptimizer:
     """An optimizer's own class, run on float64 copies of samples."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +95,7 @@ class Shadow:
         self._weight: torch.nn.Parameter | None = None
 
     def step(
-        self, weights: torch.Tensor, gradients: torch.Tensor, states: dict[str, Any], options: Options
+        self, weights: torch.Tensor, gradients: torch.Tensor, states: dict[str, Any], options: OptimizerOptions
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return weights and states after one step, which the next one overwrites; no hooks of the user's are called.
 
@@ -112,27 +112,27 @@ class Shadow:
         else:
             weight.copy_(weights)
         weight.grad = gradients
-        plain = {key: self._plain(key, value) for key, value in options.items() if key in self._takes}
+        plain = {key: self._choose_option(key, value) for key, value in options.items() if key in self._takes}
         if self._instance is None:
             self._instance = self.kind([weight], **plain)
         one = self._instance
         group = one.param_groups[0]
         group.update(plain)
         group["params"] = [weight]
-        if states or not isinstance(one, torch.optim.Adagrad | torch.optim.ASGD):
+        if states or not isinstance(one, torch.optim.Adagrad):
             one.state = defaultdict(dict, {weight: states} if states else {})
-        _remove_hooks(type(one).step)(one)
+        _unwrap_step(type(one).step)(one)
         return weight.detach(), one.state[weight]
 
-    def _plain(self, key: str, value: Any) -> Any:
+    def _choose_option(self, key: str, value: Any) -> Any:
         if key == "fused":
-            return True if self.kind in _FUSED else None
-        if key in _IMPLEMENTATIONS:
-            return _IMPLEMENTATIONS[key]
+            return True if self.kind in _FUSED_OPTIMIZERS else None
+        if key in _IMPLEMENTATION_OPTIONS:
+            return _IMPLEMENTATION_OPTIONS[key]
         return value.item() if isinstance(value, torch.Tensor) else value
 
 
-class Before(NamedTuple):
+class ParameterBeforeStep(NamedTuple):
     """A parameter that is about to step, and its numbers: copies of them perhaps, held until they have been sampled.
 
     Attributes:
@@ -142,51 +142,51 @@ class Before(NamedTuple):
 
     record: ParameterRecord
     parameter: torch.Tensor
-    weight: Stored
-    gradient: Stored
+    weight: StoredNumbers
+    gradient: StoredNumbers
     states: dict[str, Any] | None
 
 
-def look(
-    book: Notebook, records: Sequence[ParameterRecord], numbers: Sequence[Stored], role: Role | None = None
-) -> Samples:
+def sample_tensors(
+    recorder: Recorder, records: Sequence[ParameterRecord], numbers: Sequence[StoredNumbers], role: Role | None = None
+) -> PackedSamples:
     """Return samples of one tensor per parameter in float64; under a role count the tensors too."""
     if role is not None:
-        samples = book.look_all(role, [(one.name, one.kind) for one in records], numbers)
+        samples = recorder.count_tensors(role, [(one.name, one.kind) for one in records], numbers)
     else:
-        samples = take_samples(numbers, [book.key(one.name) for one in records])
+        samples = take_samples(numbers, [recorder.place_key(one.name) for one in records])
     packed = samples.packed.double()
     if any(one.scale != 1.0 for one in numbers):
         packed = packed * torch.from_numpy(np.repeat([one.scale for one in numbers], samples.counts))
-    return Samples(packed, samples.counts)
+    return PackedSamples(packed, samples.counts)
 
 
-def read_numbers_again(tensor: torch.Tensor) -> Stored:
+def read_known_numbers(tensor: torch.Tensor) -> StoredNumbers:
     """Return the numbers of a tensor that had some before."""
     found = read_numbers(tensor)
     assert found is not None, "a step leaves tensors readable"
     return found
 
 
-class Comparison(NamedTuple):
+class ChangeComparison(NamedTuple):
     """Samples of some tensors before and after a change, one tensor's after the other's, with what was wanted.
 
     Attributes:
         records: what the changes are added to, one per tensor.
         wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
-        known: whether `wanted` is what was wanted.
-        decreases: whether wanted decreases alone are counted.
+        is_wanted_known: whether `wanted` is what was wanted.
+        decreases_only: whether wanted decreases alone are counted.
     """
 
     records: Sequence[Realised]
     before: torch.Tensor
     after: torch.Tensor
     wanted: torch.Tensor
-    known: bool = True
-    decreases: bool = False
+    is_wanted_known: bool = True
+    decreases_only: bool = False
 
 
-def add_changes(compared: Sequence[Comparison], ends: Sequence[int] | None = None) -> None:
+def count_changes(compared: Sequence[ChangeComparison], ends: Sequence[int] | None = None) -> None:
     """Add to each record the changes of its tensor's samples.
 
     Args:
@@ -195,14 +195,14 @@ def add_changes(compared: Sequence[Comparison], ends: Sequence[int] | None = Non
     ends = [0, len(compared[0].before)] if ends is None else ends
     values = [[_convert_to_float64(x) for x in (one.before, one.after, one.wanted)] for one in compared]
     if select_engine("cpu") == "llvm":
-        sums = _count_by_kernel(values, ends, [one.decreases for one in compared])
+        sums = _count_changes_by_kernel(values, ends, [one.decreases_only for one in compared])
     else:
-        sums = [_count_by_numpy(own, ends, one.decreases) for own, one in zip(values, compared)]
+        sums = [_count_changes_by_numpy(own, ends, one.decreases_only) for own, one in zip(values, compared)]
     for one, found in zip(compared, sums):
         for record, (seen, cancelled, square, kept) in zip(one.records, found, strict=True):
             record.seen += int(seen)
             record.cancelled += int(cancelled)
-            if not one.known:
+            if not one.is_wanted_known:
                 record.known = False
             elif record.known:
                 # Each step's share counts by its elements, not by the size of its learning rate.
@@ -211,23 +211,23 @@ def add_changes(compared: Sequence[Comparison], ends: Sequence[int] | None = Non
                 record.kept += int(seen) * share
 
 
-def _count_by_kernel(
+def _count_changes_by_kernel(
     values: Sequence[Sequence[torch.Tensor]], ends: Sequence[int], decreases: Sequence[bool]
 ) -> list[list[list[float]]]:
-    """Return the sums of `record_changes_table` of each tensor of each comparison."""
+    """Return the sums of `make_changes_table` of each tensor of each comparison."""
     rows, shape = np.arange(len(values)), (len(values), len(ends) - 1, CHUNK)
     chunks, sums = np.zeros(shape, np.int64), np.zeros(shape)
     chunks[:, :, 0], chunks[:, :, 1], chunks[:, :, 2] = rows[:, None], ends[:-1], np.diff(ends)
     pointers = np.array([[address(one) for one in own] for own in values], np.int64)
     limits = np.where(decreases, 0.0, np.inf)
     given = (*map(address_of, (chunks, pointers, rows, limits)), 0, address_of(sums), 0)
-    run_chunks(compile_once(record_changes_table()), chunks[:, :, 2].ravel(), *given)
+    run_chunks(compile_table_once(make_changes_table()), chunks[:, :, 2].ravel(), *given)
     found: list[list[list[float]]] = sums.tolist()
     return found
 
 
-def _count_by_numpy(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
-    """Return the sums of `record_changes_table` of each tensor without kernels."""
+def _count_changes_by_numpy(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
+    """Return the sums of `make_changes_table` of each tensor without kernels."""
     found = []
     for start, end in itertools.pairwise(ends):
         b, a, w = (one.numpy()[start:end] for one in values)
@@ -248,16 +248,16 @@ def _convert_to_float64(values: torch.Tensor) -> torch.Tensor:
 
 
 # Roles of states, by their names in torch.optim and here.
-MOMENTS: dict[str, Role] = {
+ROLES_OF_STATES: dict[str, Role] = {
     **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg", "prev"), "first moment"),
     **dict.fromkeys(("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq", "exp_inf", "acc_delta"), "second moment"),
 }
 # Averages of squares: what holds them too coarsely loses their decay and keeps their growth, so that decay alone tells.
-AVERAGED_SQUARES = ("exp_avg_sq", "square_avg", "acc_delta")
+SQUARE_AVERAGE_STATES = ("exp_avg_sq", "square_avg", "acc_delta")
 
 
 @dataclass(slots=True)
-class Wanted:
+class WantedUpdate:
     """The update that an optimizer wants of packed samples, float64.
 
     Attributes:
@@ -272,7 +272,7 @@ class Wanted:
 
 
 @dataclass(slots=True)
-class Batch:
+class ParameterBatch:
     """Parameters that step together, their samples one after another in float64.
 
     Attributes:
@@ -291,73 +291,69 @@ class Batch:
     weight: torch.Tensor
     gradient: torch.Tensor
     states: dict[str, Any] = field(default_factory=dict)
-    compute_wanted: Callable[[Batch], Wanted] | None = None
+    compute_wanted: Callable[[ParameterBatch], WantedUpdate] | None = None
     is_unplanned: bool = False
 
-    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
+    def split_samples(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the sample of each parameter among packed ones."""
         return list(packed.split(np.diff(self.ends).tolist()))
 
 
-class Updates:
+class UpdateWatcher:
     """Watches the steps of one optimizer.
 
     Args:
         names: of its parameters, by id.
     """
 
-    def __init__(self, book: Notebook, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-        self.book, self.optimizer, self._names = book, optimizer, names
-        self._batches: list[Batch] = []
-        self._shadows: dict[int, Shadow] = {}
-        self._options: dict[int, tuple[str, dict[str, Any]]] = {}
-        self.rounded: dict[str, RoundingDecisions] = {}
+    def __init__(self, recorder: Recorder, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+        self.recorder, self.optimizer, self._names = recorder, optimizer, names
+        self._batches: list[ParameterBatch] = []
+        self._shadow = ShadowOptimizer(optimizer) if type(optimizer) in ELEMENTWISE_OPTIMIZERS else None
+        self.rounded: dict[str, RoundingDirections] = {}
 
-    def sample_before(self, arrived: set[str], alone: torch.Tensor | None = None) -> None:
-        """Sample what the step is about to change.
+    def sample_before_step(self, arrived: set[str], alone: torch.Tensor | None = None) -> None:
+        """Sample weights, gradients and states before a step.
 
         Args:
             arrived: names whose gradients were looked at when they arrived.
             alone: the parameter that steps, if it is one.
         """
         self._batches = []
-        batches = self._group(alone)
+        batches = self._group_parameters(alone)
         late = [one for _, members in batches for one in members if one.record.name not in arrived]
         if late:  # their gradients met no hook
-            look(self.book, [one.record for one in late], [one.gradient for one in late], "weight gradient")
-        self._batches = [self._sample(group, members) for group, members in batches]
+            sample_tensors(
+                self.recorder, [one.record for one in late], [one.gradient for one in late], "weight gradient"
+            )
+        self._batches = [self._sample_batch(group, members) for group, members in batches]
 
-    def _group(self, alone: torch.Tensor | None) -> list[tuple[dict[str, Any], list[Before]]]:
+    def _group_parameters(self, alone: torch.Tensor | None) -> list[tuple[dict[str, Any], list[ParameterBeforeStep]]]:
         """Return parameters with gradients by what makes them step together, with their param groups."""
-        batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[Before]]] = {}
+        batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[ParameterBeforeStep]]] = {}
         for group in self.optimizer.param_groups:
-            kind, options = self._options_of(group)
+            options = {key: _convert_option(value) for key, value in group.items() if _is_option(key, value)}
+            kind = tuple(options.items())
             for parameter in group["params"] if alone is None else [p for p in group["params"] if p is alone]:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None:
                     continue
-                one = self._read(self.book.record.parameters[name], parameter, parameter.grad, group, options)
+                one = self._read_parameter(
+                    self.recorder.record.parameters[name], parameter, parameter.grad, group, options
+                )
                 if one is not None:
-                    key = (kind, parameter.dtype, parameter.grad.dtype, *self._shared_by(one, group))
+                    key = (kind, parameter.dtype, parameter.grad.dtype, *self._get_batch_key(one, group))
                     batches.setdefault(key, (group, []))[1].append(one)
         return list(batches.values())
 
-    def _options_of(self, group: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return a group's options as plain data, and words that tell them from others."""
-        options = {key: _convert_option(value) for key, value in group.items() if _is_option(key, value)}
-        known = self._options.get(id(group))
-        if known is None or known[1] != options:
-            known = self._options[id(group)] = repr(options), options
-        return known
-
-    def _read(
+    def _read_parameter(
         self,
         record: ParameterRecord,
         parameter: torch.Tensor,
         gradient: torch.Tensor,
         group: dict[str, Any],
         options: dict[str, Any],
-    ) -> Before | None:
+    ) -> ParameterBeforeStep | None:
         """Return a parameter that is about to step; None where it has no numbers that can be read."""
         record.gradients += 1
         record.gradient_dtype, record.options = gradient.dtype, options
@@ -366,33 +362,38 @@ class Updates:
             record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
         weight, slope = read_numbers(parameter), read_numbers(gradient)
         if weight is None or slope is None or weight.flat.numel() != slope.flat.numel():
-            self.book.note_unseen(f"{record.name}: a parameter or gradient whose numbers cannot be read")
+            self.recorder.note_unseen(f"{record.name}: a parameter or gradient whose numbers cannot be read")
             return None
-        if is_stochastic(self.optimizer, parameter):
-            self.book.fixed.add(record.name)
+        if is_rounded_stochastically(self.optimizer, parameter):
+            self.recorder.fixed.add(record.name)
         size = weight.flat.numel()
         if not size:
             return None
-        is_known = type(self.optimizer) in ELEMENTWISE
-        states = _read_states(self._state_of(parameter), size) if is_known else None
-        return Before(record, parameter, weight, slope, states)
+        states = _read_states(self._get_state(parameter), size) if self._shadow is not None else None
+        return ParameterBeforeStep(record, parameter, weight, slope, states)
 
-    def _shared_by(self, one: Before, group: dict[str, Any]) -> tuple[Any, ...]:
-        """Return what parameters must share, beyond dtypes and options, to step with this one."""
+    def _get_batch_key(self, one: ParameterBeforeStep, group: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the properties that parameters must share, beyond dtypes and options, to step with this one."""
         if isinstance(self.optimizer, Optimizer):
             plan = self.optimizer._plans.get(one.parameter)
             if plan is None:
                 return (None,)
             names = [slot.name for slot in plan.spec.rule.states]
-            return id(group), plan.state.get("step"), is_represented(plan), self._has_rule(plan, group), *names
+            return (
+                id(group),
+                plan.state.get("step"),
+                has_float32_weight(plan),
+                self._has_elementwise_rule(plan, group),
+                *names,
+            )
         if one.states is None:
             return (None,)
         return tuple(
-            (key, value.flat.dtype if isinstance(value, Stored) else _number(value, 0.0))
+            (key, value.flat.dtype if isinstance(value, StoredNumbers) else _convert_to_float(value, 0.0))
             for key, value in one.states.items()
         )
 
-    def _has_rule(self, plan: ParameterPlan, group: dict[str, Any]) -> bool:
+    def _has_elementwise_rule(self, plan: ParameterPlan, group: dict[str, Any]) -> bool:
         """Return whether a parameter of halfulp's optimizers changes by a rule of its elements alone.
 
         It does not under `wrap` or scaled parameters, and where the rule looks at whole tensors first.
@@ -401,128 +402,138 @@ class Updates:
         rule = self.optimizer.rule(group)
         return not (plan.spec.scaled or rule.assigns or rule.is_late)
 
-    def _sample(self, group: dict[str, Any], members: list[Before]) -> Batch:
+    def _sample_batch(self, group: dict[str, Any], members: list[ParameterBeforeStep]) -> ParameterBatch:
         """Sample weights, gradients and states of parameters that step together."""
         records, sizes = [one.record for one in members], [one.weight.flat.numel() for one in members]
-        weight, counts = look(self.book, records, [one.weight for one in members], "weight")
-        gradient = look(self.book, records, [one.gradient for one in members]).packed
-        divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
+        weight, counts = sample_tensors(self.recorder, records, [one.weight for one in members], "weight")
+        gradient = sample_tensors(self.recorder, records, [one.gradient for one in members]).packed
+        divisor = _convert_to_float(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient = gradient / divisor
         ends = [0, *itertools.accumulate(counts)]
         nonzero = np.add.reduceat((gradient != 0).numpy(), ends[:-1], dtype=np.int64)
         for record, count in zip(records, nonzero.tolist()):
             record.nonzero_gradients += count
-        batch = Batch(records, [one.parameter for one in members], sizes, ends, weight, gradient)
+        batch = ParameterBatch(records, [one.parameter for one in members], sizes, ends, weight, gradient)
         first = members[0]
         if isinstance(self.optimizer, Optimizer):
             plan = self.optimizer._plans.get(first.parameter)
             batch.is_unplanned = plan is None
             if plan is not None:
-                batch.weight = self._read_weights(batch, weight)
-                if self._has_rule(plan, group):
-                    batch.states = self._decode_states(batch)
+                batch.weight = self._sample_float32_weights(batch, weight)
+                if self._has_elementwise_rule(plan, group):
+                    batch.states = self._sample_decoded_states(batch)
                     rule = self.optimizer.rule(group)
                     constants = rule.values(group, plan.state["step"] + 1)
-                    batch.compute_wanted = functools.partial(_apply_rule, rule, constants)
+                    batch.compute_wanted = functools.partial(_compute_by_rule, rule, constants)
         elif first.states is not None:
             for key, value in first.states.items():
-                if isinstance(value, Stored):
+                if isinstance(value, StoredNumbers):
                     held = [one.states[key] for one in members if one.states is not None]
-                    batch.states[key] = look(self.book, records, held).packed
+                    batch.states[key] = sample_tensors(self.recorder, records, held).packed
                 else:
                     batch.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            batch.compute_wanted = self._step_shadow
+            batch.compute_wanted = self._compute_by_shadow
         return batch
 
-    def _read_weights(self, batch: Batch, stored_weights: torch.Tensor) -> torch.Tensor:
+    def _sample_float32_weights(self, batch: ParameterBatch, stored_weights: torch.Tensor) -> torch.Tensor:
         """Return samples of the float32 weights behind the parameters of halfulp's optimizers."""
-        plans = self._plans_of(batch)
-        if not is_represented(plans[0]):
+        plans = self._get_plans(batch)
+        if not has_float32_weight(plans[0]):
             return stored_weights
-        weights = [Stored(weight, weight.dtype) for weight in read_weights(plans)]
-        return look(self.book, batch.records, weights).packed
+        weights = [StoredNumbers(weight, weight.dtype) for weight in read_weights(plans)]
+        return sample_tensors(self.recorder, batch.records, weights).packed
 
-    def _plans_of(self, batch: Batch) -> list[ParameterPlan]:
+    def _get_plans(self, batch: ParameterBatch) -> list[ParameterPlan]:
         assert isinstance(self.optimizer, Optimizer)
         return [self.optimizer._plans[parameter] for parameter in batch.parameters]
 
-    def _decode_states(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def _sample_decoded_states(self, batch: ParameterBatch) -> dict[str, torch.Tensor]:
         """Return samples of the states of halfulp's optimizers, whatever they are stored as."""
-        plans, found = self._plans_of(batch), {}
+        plans, found = self._get_plans(batch), {}
         for k, slot in enumerate(plans[0].spec.rule.states):
             numbers = []
             for plan in plans:
                 codec, tensors = plan.spec.codecs[k], plan.states[k]
                 # What stores numbers as they are need not be decoded where no sample looks.
                 values = tensors[0] if type(codec) is Plain else codec.decode(tensors)
-                numbers.append(Stored(values.contiguous(), values.dtype))
-            found[slot.name] = look(self.book, batch.records, numbers).packed
+                numbers.append(StoredNumbers(values.contiguous(), values.dtype))
+            found[slot.name] = sample_tensors(self.recorder, batch.records, numbers).packed
         return found
 
-    def compare_after(self) -> None:
+    def compare_after_step(self) -> None:
         """Compare the changes and states that the step wanted with those that it made."""
         batches, self._batches = self._batches, []
-        if not batches or _number(getattr(self.optimizer, "found_inf", None), 0.0):
+        if not batches or _convert_to_float(getattr(self.optimizer, "found_inf", None), 0.0):
             return
         for batch in batches:
-            now = look(self.book, batch.records, [read_numbers_again(one) for one in batch.parameters]).packed
+            now = sample_tensors(
+                self.recorder, batch.records, [read_known_numbers(one) for one in batch.parameters]
+            ).packed
             states_now = self._count_states(batch)
             if batch.is_unplanned:
                 continue
             updates = [record.update for record in batch.records]
             if isinstance(self.optimizer, Optimizer):
-                now = self._read_weights(batch, now)
-                states_now = self._decode_states(batch) if batch.states else {}
+                now = self._sample_float32_weights(batch, now)
+                states_now = self._sample_decoded_states(batch) if batch.states else {}
             if batch.compute_wanted is None:
-                add_changes([Comparison(updates, batch.weight, now, batch.gradient, known=False)], batch.ends)
-                self._look_at_updates(batch, now - batch.weight)
+                count_changes(
+                    [ChangeComparison(updates, batch.weight, now, batch.gradient, is_wanted_known=False)], batch.ends
+                )
+                self._count_updates(batch, now - batch.weight)
                 continue
             wanted = batch.compute_wanted(batch)
-            self._follow_directions(batch, wanted.values, now)
-            self._look_at_updates(batch, wanted.change)
-            compared = [Comparison(updates, batch.weight, now, wanted.change)]
+            self._count_rounding_directions(batch, wanted.values, now)
+            self._count_updates(batch, wanted.change)
+            compared = [ChangeComparison(updates, batch.weight, now, wanted.change)]
             for key, state in wanted.states.items():
                 if key in states_now:
                     compared.append(_compare_state(key, batch, state, states_now[key]))
             factor = decay_factor(self.optimizer, batch.records[0].options)
             if factor is not None:
                 compared.append(_compare_decay(batch, factor))
-            add_changes(compared, batch.ends)
+            count_changes(compared, batch.ends)
 
-    def _step_shadow(self, batch: Batch) -> Wanted:
-        """Return what one step of the optimizer's own class makes of some samples in float64."""
+    def _compute_by_shadow(self, batch: ParameterBatch) -> WantedUpdate:
+        """Return the update of samples by the optimizer's own class, in float64."""
         options = batch.records[0].options
         states = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in batch.states.items()}
-        shadow = self._shadows.get(id(options))
-        if shadow is None:
-            shadow = self._shadows[id(options)] = Shadow(self.optimizer)
-        values, found = shadow.step(batch.weight, batch.gradient, states, options)
+        assert self._shadow is not None, "known by its class"
+        values, found = self._shadow.step(batch.weight, batch.gradient, states, options)
         shape = batch.weight.shape
-        own = {key: x for key, x in found.items() if key not in WHOLE and getattr(x, "shape", None) == shape}
-        return Wanted(values, values - batch.weight, own)
+        own = {
+            key: x for key, x in found.items() if key not in WHOLE_TENSOR_STATES and getattr(x, "shape", None) == shape
+        }
+        return WantedUpdate(values, values - batch.weight, own)
 
-    def _follow_directions(self, batch: Batch, wanted: torch.Tensor, now: torch.Tensor) -> None:
+    def _count_rounding_directions(self, batch: ParameterBatch, wanted: torch.Tensor, now: torch.Tensor) -> None:
         """Count the directions in which stochastically rounded parameters went."""
-        if not any(record.name in self.book.fixed for record in batch.records):
+        if not any(record.name in self.recorder.fixed for record in batch.records):
             return
-        for record, own, there in zip(batch.records, batch.parts(wanted), batch.parts(now)):
-            if record.name in self.book.fixed:
-                self.rounded.setdefault(record.name, RoundingDecisions()).add(record, record.dtype, own, there)
+        for record, own, there in zip(batch.records, batch.split_samples(wanted), batch.split_samples(now)):
+            if record.name in self.recorder.fixed:
+                self.rounded.setdefault(record.name, RoundingDirections()).count_directions(
+                    record, record.dtype, own, there
+                )
 
-    def _look_at_updates(self, batch: Batch, change: torch.Tensor) -> None:
+    def _count_updates(self, batch: ParameterBatch, change: torch.Tensor) -> None:
         dtypes = [record.dtype for record in batch.records]
-        parts = batch.parts(change if torch.float64 in dtypes else change.float())
+        parts = batch.split_samples(change if torch.float64 in dtypes else change.float())
         kinds = [dtype if dtype.is_floating_point else torch.float32 for dtype in dtypes]
         named = [(record.name, record.kind) for record in batch.records]
-        self.book.count_samples("update", named, list(map(Stored, parts, kinds)))
+        self.recorder.count_sampled_tensors("update", named, list(map(StoredNumbers, parts, kinds)))
 
-    def _count_states(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def _count_states(self, batch: ParameterBatch) -> dict[str, torch.Tensor]:
         """Count the states after the step, and return samples of those that all parameters of a batch have."""
-        found: dict[str, tuple[list[ParameterRecord], list[Stored]]] = {}
+        found: dict[str, tuple[list[ParameterRecord], list[StoredNumbers]]] = {}
         for record, parameter, size in zip(batch.records, batch.parameters, batch.sizes):
-            for key, value in self._state_of(parameter).items():
-                if key in WHOLE or not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+            for key, value in self._get_state(parameter).items():
+                if (
+                    key in WHOLE_TENSOR_STATES
+                    or not isinstance(value, torch.Tensor)
+                    or not value.dtype.is_floating_point
+                ):
                     continue
                 record.state_dtypes[key] = value.dtype
                 numbers = read_numbers(value)
@@ -530,10 +541,12 @@ class Updates:
                     records, held = found.setdefault(key, ([], []))
                     records.append(record)
                     held.append(numbers)
-        samples = {key: look(self.book, *held, MOMENTS.get(key)).packed for key, held in found.items()}
+        samples = {
+            key: sample_tensors(self.recorder, *held, ROLES_OF_STATES.get(key)).packed for key, held in found.items()
+        }
         return {key: samples[key] for key, (records, _) in found.items() if len(records) == len(batch.records)}
 
-    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+    def _get_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         # Indexing a defaultdict would make an entry that the optimizer takes for a started one.
         found: dict[str, Any] = self.optimizer.state.get(parameter, {})
         return found
@@ -543,7 +556,7 @@ def _read_states(given: Mapping[str, Any], size: int) -> dict[str, Any] | None:
     """Return states, tensors of a parameter's elements as their numbers; None where one has no such numbers."""
     states: dict[str, Any] = {}
     for key, value in given.items():
-        if key not in WHOLE and isinstance(value, torch.Tensor):
+        if key not in WHOLE_TENSOR_STATES and isinstance(value, torch.Tensor):
             value = read_numbers(value)
             if value is None or value.flat.numel() != size:
                 return None
@@ -551,32 +564,32 @@ def _read_states(given: Mapping[str, Any], size: int) -> dict[str, Any] | None:
     return states
 
 
-def _compare_state(key: str, batch: Batch, wanted: torch.Tensor, now: torch.Tensor) -> Comparison:
+def _compare_state(key: str, batch: ParameterBatch, wanted: torch.Tensor, now: torch.Tensor) -> ChangeComparison:
     before = batch.states.get(key)
     before = torch.zeros_like(wanted) if before is None else before
     changes = [record.states.setdefault(key, Realised()) for record in batch.records]
-    return Comparison(changes, before, now, wanted - before, decreases=key in AVERAGED_SQUARES)
+    return ChangeComparison(changes, before, now, wanted - before, decreases_only=key in SQUARE_AVERAGE_STATES)
 
 
-def _compare_decay(batch: Batch, factor: float) -> Comparison:
+def _compare_decay(batch: ParameterBatch, factor: float) -> ChangeComparison:
     """Compare decoupled decay, which torch's loop rounds by itself."""
     changes = []
     for record in batch.records:
         record.decay = record.decay or Realised()
         changes.append(record.decay)
     decayed = (batch.weight.to(batch.parameters[0].dtype) * factor).double()
-    return Comparison(changes, batch.weight, decayed, batch.weight * (factor - 1))
+    return ChangeComparison(changes, batch.weight, decayed, batch.weight * (factor - 1))
 
 
-def _apply_rule(rule: UpdateRule, constants: Sequence[float], batch: Batch) -> Wanted:
-    """Return what a rule of halfulp's optimizers makes of some samples in float32."""
+def _compute_by_rule(rule: UpdateRule, constants: Sequence[float], batch: ParameterBatch) -> WantedUpdate:
+    """Return the update of samples by a rule of halfulp's optimizers, in float32."""
     states = [state.float() for state in batch.states.values()]
     change, new = change_by_rule(rule, batch.weight, batch.gradient, states, constants)
     change = change.double()
-    return Wanted(batch.weight + change, change, {key: one.double() for key, one in zip(batch.states, new)})
+    return WantedUpdate(batch.weight + change, change, {key: one.double() for key, one in zip(batch.states, new)})
 
 
-def is_represented(plan: ParameterPlan) -> bool:
+def has_float32_weight(plan: ParameterPlan) -> bool:
     """Return whether a parameter and its auxiliary tensors stand for a float32 weight, which is sampled instead.
 
     Not where the weight is a ScaledTensor's or an MCTensor's.
@@ -584,20 +597,20 @@ def is_represented(plan: ParameterPlan) -> bool:
     return not (plan.spec.scaled or plan.spec.in_parameter) and bool(plan.spec.auxiliary_names)
 
 
-def _number(value: Any, otherwise: float) -> float:
+def _convert_to_float(value: Any, otherwise: float) -> float:
     if value is None:
         return otherwise
     return float(value) if isinstance(value, int | float | torch.Tensor) else otherwise
 
 
-_OPTIONS = (bool, int, float, str, tuple)
-_LEFT_OUT = frozenset({"params", "param_names", "identities", "random_stream"})
+_OPTION_TYPES = (bool, int, float, str, tuple)
+_IGNORED_GROUP_KEYS = frozenset({"params", "param_names", "identities", "random_stream"})
 
 
 def _is_option(key: str, value: Any) -> bool:
-    if key in _LEFT_OUT:
+    if key in _IGNORED_GROUP_KEYS:
         return False
-    return isinstance(value, _OPTIONS) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    return isinstance(value, _OPTION_TYPES) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _convert_option(value: Any) -> Any:
@@ -606,40 +619,29 @@ def _convert_option(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-FEWEST = 64
-_WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
+FEWEST_CORRELATED = 64
+_STOCHASTIC_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def is_stochastic(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+def is_rounded_stochastically(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     """Return whether an optimizer rounds updates of a parameter stochastically, as far as it says so."""
     if isinstance(optimizer, Optimizer):
         plan = optimizer._plans.get(parameter)
         if plan is None or plan.spec.scaled or plan.spec.in_parameter or plan.spec.auxiliary_names:
             return False
-        return plan.spec.store.dtype in _WORDS and bool(plan.spec.update.draws(plan.spec.store))
-    return parameter.dtype in _WORDS and bool(getattr(optimizer, "bf16_stochastic_round", False))
+        return plan.spec.store.dtype in _STOCHASTIC_DTYPES and bool(plan.spec.update.draws(plan.spec.store))
+    return parameter.dtype in _STOCHASTIC_DTYPES and bool(getattr(optimizer, "bf16_stochastic_round", False))
 
 
-class RoundingDecisions:
-    """Follows the directions in which one parameter's sampled elements are rounded, at the same places every time.
-
-    Attributes:
-        errors: of the last step, float64: 1 where an element was rounded away from zero, 0 where towards it, less the
-            probability of going away from it, since random bits are added to magnitudes; NaN where nothing was rounded.
-    """
-
-    __slots__ = ("_before", "errors")
+class RoundingDirections:
+    """Follows the directions in which one parameter's sampled elements are rounded, at the same places every time."""
 
     def __init__(self) -> None:
-        self.errors: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
 
-    def take_errors(self) -> torch.Tensor | None:
-        """Return the errors of the last step, once."""
-        errors, self.errors = self.errors, None
-        return errors
-
-    def add(self, record: ParameterRecord, dtype: torch.dtype, wanted: torch.Tensor, after: torch.Tensor) -> None:
+    def count_directions(
+        self, record: ParameterRecord, dtype: torch.dtype, wanted: torch.Tensor, after: torch.Tensor
+    ) -> None:
         """Count the directions of one step.
 
         Args:
@@ -655,13 +657,11 @@ class RoundingDecisions:
         rounding.seen += len(p)
         rounding.excess += float((went_up - p).sum())
         rounding.variance += float((p * (1 - p)).sum())
-        errors = torch.where(decided, up.double() - probability, torch.nan)
-        self.errors = errors * wanted.sign()
-        surprise = errors / (probability * (1 - probability)).sqrt()
+        surprise = torch.where(decided, up.double() - probability, torch.nan) / (probability * (1 - probability)).sqrt()
         if self._before is not None and len(self._before) == len(surprise):
             products = self._before * surprise
             products = products[products.isfinite()]
-            if len(products) >= FEWEST:
+            if len(products) >= FEWEST_CORRELATED:
                 correlation = float(products.mean())
                 rounding.repeated = correlation if rounding.repeated is None else max(rounding.repeated, correlation)
         self._before = surprise
@@ -675,11 +675,11 @@ def find_neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
     ([1.0, -1.0078125], [1.0078125, -1.0])
     """
     near = x.to(dtype)
-    below = torch.where(near.double() > x, _next(near, -1), near).double()
-    return below, _next(below.to(dtype), 1).double()
+    below = torch.where(near.double() > x, _step_to_neighbour(near, -1), near).double()
+    return below, _step_to_neighbour(below.to(dtype), 1).double()
 
 
-def _next(x: torch.Tensor, direction: int) -> torch.Tensor:
+def _step_to_neighbour(x: torch.Tensor, direction: int) -> torch.Tensor:
     """Return the neighbouring number upwards (1) or downwards (-1), by its bits in order."""
     bits = x.view(torch.int16).to(torch.int32)
     ordered = torch.where(bits < 0, -(bits & 0x7FFF), bits) + direction

@@ -19,14 +19,15 @@ from ...rounding._target import COUNT
 # The words of infinity in memory, and bits of the fraction.
 INFINITE_WORDS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 KERNEL_DTYPES = tuple(INFINITE_WORDS)
-INFINITE = INFINITE_WORDS[torch.float32]
-# Where sums of `counts_table` begin: squares, what has been found since the step began, formats of single elements.
-SQUARES, FINITE, SINGLES = 0, 2, 4
-BINS = 277  # of exponents of float32, from that of its smallest subnormal number on; one more takes what is not counted
-_NONE = np.uint32(0)
+INFINITE_WORD = INFINITE_WORDS[torch.float32]
+# Where sums of `make_counts_table` begin: squares, what was found since the step began, formats of single elements.
+SQUARES_SUM, FINITE_SUM, FIRST_FORMAT_SUM = 0, 2, 4
+# Exponents of float32, from that of its smallest subnormal number on; one more bin takes what is not counted.
+EXPONENT_BINS = 277
+_ZERO_WORD = np.uint32(0)
 
 
-def _magnitude(dtype: torch.dtype, array: Any, index: Any) -> Any:
+def _load_magnitude(dtype: torch.dtype, array: Any, index: Any) -> Any:
     """Return an element's magnitude as the word of memory."""
     load: Any = o.load32 if dtype == torch.float32 else o.load16
     return o.bit_and(load(array, index), 0x7FFFFFFF if dtype == torch.float32 else 0x7FFF)
@@ -40,34 +41,34 @@ def _align_fraction(dtype: torch.dtype, magnitude: Any) -> Any:
 
 
 @functools.cache
-def whole_table(dtype: torch.dtype) -> Table:
+def make_extremes_table(dtype: torch.dtype) -> Table:
     """Return the kernel that finds extremes of finite tensors.
 
     Sums: infinity's word less that of the smallest number, zeros, and the largest. An infinity or NaN shows in the
     last, which is then none of a finite number, and makes the first meaningless.
     """
     element = Recording(1)
-    magnitude = _magnitude(dtype, element.arrays[0], element.index)
+    magnitude = _load_magnitude(dtype, element.arrays[0], element.index)
     a = _align_fraction(dtype, magnitude)
-    element.trace.gather_sum("max", select(a == 0, _NONE, o.sub(INFINITE, a)))
+    element.trace.gather_sum("max", select(a == 0, _ZERO_WORD, o.sub(INFINITE_WORD, a)))
     element.trace.gather_sum("count", a == 0)
     element.trace.gather_sum("max", a)
     return Table(element.trace, 1, is_far=True)
 
 
 @functools.cache
-def counts_table(singles: int) -> Table:
+def make_counts_table(singles: int) -> Table:
     """Return the kernel that counts float32 numbers by exponent and in formats of single elements.
 
-    Columns: the sample, and int64 (COPIES, BINS + 1). Constants: three words of each format, the first magnitudes that
-    become nonzero, normal and too large. Sums: squares, finite numbers (twice), zeros, and for each constant what is
-    below it.
+    Columns: the sample, and int64 (COPIES, EXPONENT_BINS + 1). Constants: three words of each format, the first
+    magnitudes that become nonzero, normal and too large. Sums: squares, finite numbers (twice), zeros, and for each
+    constant what is below it.
     """
     element = Recording(2, 3 * singles, "w32")
     sample, counters = element.arrays
-    a = _magnitude(torch.float32, sample, element.index)
-    finite, zero = a < INFINITE, a == 0
-    value: Any = element.trace.emit("to_float64", (o.real(select(finite, a, _NONE)),), None, "f64")
+    a = _load_magnitude(torch.float32, sample, element.index)
+    finite, zero = a < INFINITE_WORD, a == 0
+    value: Any = element.trace.emit("to_float64", (o.real(select(finite, a, _ZERO_WORD)),), None, "f64")
     element.trace.gather_sum("sum", value * value)
     for mask in (finite, finite, zero):
         element.trace.gather_sum("count", mask)
@@ -76,13 +77,13 @@ def counts_table(singles: int) -> Table:
     # A subnormal number's digits are those of the integer that its word is.
     subnormal = o.sub(o.shr(o.word(o.to_real(a)), 23), 127)
     place = select(a < 0x800000, subnormal, o.add(o.shr(a, 23), 22))
-    place = select(finite & ~zero, place, np.uint32(BINS))
-    o.deposit64(counters, place, element.trace.emit("word", (), (1, 64), "w64"), BINS + 1)
+    place = select(finite & ~zero, place, np.uint32(EXPONENT_BINS))
+    o.deposit64(counters, place, element.trace.emit("word", (), (1, 64), "w64"), EXPONENT_BINS + 1)
     return Table(element.trace, 2, constants=3 * singles)
 
 
 @functools.cache
-def blocks_table(kind: Kind) -> Table:
+def make_block_counts_table(kind: Kind) -> Table:
     """Return the kernel that counts float32 numbers in a block format.
 
     Columns: the sample, and one that is not read. Constants: the words of the first payloads that become nonzero and
@@ -112,7 +113,7 @@ def blocks_table(kind: Kind) -> Table:
 
 
 @functools.cache
-def record_changes_table() -> Table:
+def make_changes_table() -> Table:
     """Return the kernel that compares wanted changes of float64 values with the actual ones.
 
     Columns: before, after, wanted change. Constant: what wanted changes must be below to count. Sums: changes that

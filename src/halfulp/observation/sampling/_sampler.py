@@ -1,7 +1,7 @@
 """The sampler: the numbers behind a tensor, extremes of the whole, and counts of a sample in candidate formats.
 
 A sample is 32 aligned runs of 128 elements. The k-th run is floor((k + u_k) R / 32) of the tensor's R runs in row-major
-order, u_k uniform in [0, 1) and a pure function of (seed, step, name): every run has the same chance 32 / R, whatever R
+order, u_k uniform in [0, 1) and a pure function of (step, name): every run has the same chance 32 / R, whatever R
 is, so that counts over the sample are unbiased, and no period of the tensor's rows can hide from them. A tensor of up
 to 4096 elements is taken whole.
 
@@ -40,7 +40,6 @@ from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import local
 from ...rounding import Nearest, mix64, mix64_all, quantize
 from ...rounding._blocks import (
-    BlockTarget,
     Kind,
     amax_table,
     layout_of,
@@ -53,9 +52,9 @@ from ...scaled import ScaledTensor
 from .._record import FormatCounts, TensorRecord
 from . import _device_functions as d
 
-RUN = 128
-RUNS = 32
-MOST = RUN * RUNS
+RUN_LENGTH = 128
+RUNS_PER_SAMPLE = 32
+SAMPLE_SIZE = RUN_LENGTH * RUNS_PER_SAMPLE
 
 
 @functools.lru_cache(2**14)
@@ -64,13 +63,13 @@ def hash_name(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def make_place_key(seed: int, step: int, name: str) -> int:
+def make_place_key(step: int, name: str) -> int:
     """Return the key of a tensor's places at a step."""
-    return mix64(seed, step, hash_name(name))
+    return mix64(0, step, hash_name(name))
 
 
-MOST_DRAWN = 4096
-_drawn: dict[tuple[int, int], torch.Tensor] = {}
+MOST_CACHED_DRAWS = 4096
+_drawn_runs: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def draw_runs(wanted: Collection[tuple[int, int]]) -> Sequence[torch.Tensor]:
@@ -79,14 +78,14 @@ def draw_runs(wanted: Collection[tuple[int, int]]) -> Sequence[torch.Tensor]:
     Args:
         wanted: the key of each tensor's places, and how many elements it has.
     """
-    if len(_drawn) + len(wanted) > MOST_DRAWN:
-        _drawn.clear()
+    if len(_drawn_runs) + len(wanted) > MOST_CACHED_DRAWS:
+        _drawn_runs.clear()
     keys = np.array([key for key, _ in wanted], np.uint64)[:, None]
-    runs = np.array([-(-elements // RUN) for _, elements in wanted], np.uint64)[:, None]
-    k = np.arange(RUNS, dtype=np.uint64)
+    runs = np.array([-(-elements // RUN_LENGTH) for _, elements in wanted], np.uint64)[:, None]
+    k = np.arange(RUNS_PER_SAMPLE, dtype=np.uint64)
     drawn = (k << np.uint64(32)) | (mix64_all(keys, k) >> np.uint64(32))
     found: Sequence[torch.Tensor] = torch.from_numpy((drawn * runs >> np.uint64(37)).astype(np.int64)).unbind()
-    _drawn.update(zip(wanted, found))
+    _drawn_runs.update(zip(wanted, found))
     return found
 
 
@@ -97,33 +96,16 @@ def find_runs(key: int, elements: int) -> torch.Tensor:
     >>> len(runs), all(0 <= run < 79 for run in runs)
     (32, True)
     """
-    found = _drawn.get((key, elements))
+    found = _drawn_runs.get((key, elements))
     return draw_runs([(key, elements)])[0] if found is None else found
 
 
-def sampling_error(share: float, elements: int, steps: int = 1) -> float:
-    """Return the standard error of a share that was counted in samples of a tensor; 0 where it was taken whole.
-
-    The bound takes elements of a run for copies of each other, so that 32 runs count as 32 observations: the error of
-    tensors whose elements are independent is about a tenth of it.
-
-    Args:
-        share: from 0 to 1.
-        elements: of the tensor.
-        steps: over how many sampled steps.
-
-    >>> round(sampling_error(0.5, 10**6), 3), sampling_error(0.5, 4096)
-    (0.088, 0.0)
-    """
-    return 0.0 if elements <= MOST else math.sqrt(max(0.0, share * (1 - share)) / (RUNS * max(1, steps)))
+_SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
+_PLAIN_DTYPES = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+PLAIN_TENSOR_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-_NARROW = (torch.float16, torch.bfloat16)
-_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
-PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-
-
-class Stored(NamedTuple):
+class StoredNumbers(NamedTuple):
     """A tensor's numbers.
 
     Attributes:
@@ -137,121 +119,105 @@ class Stored(NamedTuple):
     scale: float = 1.0
 
 
-def read_numbers(tensor: torch.Tensor) -> Stored | None:
+def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
     """Return a tensor's numbers in row-major order; None where it holds none that can be read.
 
     Floating-point tensors only; of a DTensor the shard on this process. A sparse, quantized, nested, fake or meta
     tensor, and one inside a transform of torch.func, has none.
     """
-    if tensor.dtype in _FLOATS and plain_address(tensor):
-        return Stored(tensor.detach(), tensor.dtype)
+    if tensor.dtype in _PLAIN_DTYPES and plain_address(tensor):
+        return StoredNumbers(tensor.detach(), tensor.dtype)
     tensor = local(tensor)
     if not tensor.dtype.is_floating_point:
         return None
     try:
         if isinstance(tensor, ScaledTensor):
             payload = plain(tensor.payload.detach())
-            return Stored(payload.contiguous(), payload.dtype, float(tensor.scale))
+            return StoredNumbers(payload.contiguous(), payload.dtype, float(tensor.scale))
         if isinstance(tensor, MCTensor):
             dtype = tensor.components[0].dtype
-            decoded = tensor.detach().decode(torch.float32 if dtype in _NARROW else torch.float64)
-            return Stored(plain(decoded).contiguous(), dtype)
+            decoded = tensor.detach().decode(torch.float32 if dtype in _SIXTEEN_BIT_DTYPES else torch.float64)
+            return StoredNumbers(plain(decoded).contiguous(), dtype)
         flat = plain(tensor.detach())
     except TypeError:
         return None
-    return Stored(flat if flat.is_contiguous() else flat.contiguous(), flat.dtype)
+    return StoredNumbers(flat if flat.is_contiguous() else flat.contiguous(), flat.dtype)
 
 
-AnyFormat = Format | BlockFormat | str | torch.dtype
+FormatLike = Format | BlockFormat | str | torch.dtype
 DEFAULT_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3", "nvfp4")
-# Exponents of the smallest subnormals of float32 and float64, and how many exponents there are to the largest numbers.
-NARROW, WIDE = (-149, 277), (-1074, 2098)
-_INFINITY = {torch.int32: 0x7F800000, torch.int64: 0x7FF << 52}
+# Exponent of the smallest subnormal of float32.
+LOWEST_EXPONENT = -149
+_FRACTION_BITS = 23
 
 
-class Candidates:
+class CandidateFormats:
     """The formats that samples are counted in: those of single elements first."""
 
-    def __init__(self, formats: Sequence[AnyFormat]) -> None:
-        found = [find_candidate(format) for format in formats]
+    def __init__(self, formats: Sequence[FormatLike]) -> None:
+        found = [find_format(format) for format in formats]
         self.single: list[Format] = [format for format in found if isinstance(format, Format)]
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
-        self._limits: dict[bool, np.ndarray] = {}
-        self._counter: Counter | None = None
+        self._kernels: SampleKernels | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_counter": None}
+        return {**vars(self), "_kernels": None}
 
     @property
-    def counter(self) -> Counter:
+    def kernels(self) -> SampleKernels:
         """The kernels that count, whose memory is this object's alone."""
-        if self._counter is None:
-            self._counter = Counter(self)
-        return self._counter
+        if self._kernels is None:
+            self._kernels = SampleKernels(self)
+        return self._kernels
 
-    def limits(self, wide: bool) -> np.ndarray:
-        """Return the magnitudes that samples in float64 if `wide`, else in float32, are compared with, as words.
+    @functools.cached_property
+    def magnitude_limits(self) -> np.ndarray:
+        """The magnitudes that samples are compared with, as words of float32.
 
-        Three of each format of single elements (`find_thresholds`), then each power of two and infinity.
+        Three of each format of single elements (`find_format_thresholds`), then each power of two and infinity.
         """
-        found = self._limits.get(wide)
-        if found is None:
-            bits, signed, unsigned = _TYPES[wide]
-            _, count = WIDE if wide else NARROW
-            own = [word for format in self.single for word in find_thresholds(format, signed)]
-            subnormal = [1 << bit for bit in range(bits)]
-            normal = [exponent << bits for exponent in range(1, count - bits + 1)]
-            found = self._limits[wide] = np.array([*own, *subnormal, *normal, _INFINITY[signed]], unsigned)
-        return found
+        own = [word for format in self.single for word in find_format_thresholds(format)]
+        subnormal = [1 << bit for bit in range(_FRACTION_BITS)]
+        normal = [exponent << _FRACTION_BITS for exponent in range(1, d.EXPONENT_BINS - _FRACTION_BITS + 1)]
+        return np.array([*own, *subnormal, *normal, d.INFINITE_WORD], np.uint32)
 
 
-def find_candidate(format: AnyFormat) -> Format | BlockFormat:
-    """Return the format or block format that is meant.
+def find_format(format: FormatLike) -> Format | BlockFormat:
+    """Return a format or block format by its name or dtype.
 
     Raises:
         ValueError: unknown, or blocks that the sampled runs do not hold a whole number of.
         TypeError: neither a format, nor a name, nor a dtype.
     """
-    if isinstance(format, BlockFormat) or (isinstance(format, str) and _is_block_name(format)):
+    if isinstance(format, BlockFormat) or (isinstance(format, str) and _is_block_format_name(format)):
         block = get_block(format)
-        if RUN % block.block:
+        if RUN_LENGTH % block.block:
             raise ValueError(
-                f"formats: {block.name} has blocks of {block.block} elements, and samples are runs of {RUN}: "
-                f"give block formats whose block divides {RUN}"
+                f"formats: {block.name} has blocks of {block.block} elements, and samples are runs of {RUN_LENGTH}: "
+                f"give block formats whose block divides {RUN_LENGTH}"
             )
         return block
     return get(format)
 
 
-def _is_block_name(name: str) -> bool:
+def _is_block_format_name(name: str) -> bool:
     key = name.strip().lower().replace("-", "_")
     return key in block_names() or key.startswith(("mx", "nvfp"))
 
 
-# Bits of the fraction, and types of words, of float32 and float64.
-_TYPES: dict[bool, tuple[int, torch.dtype, Any]] = {
-    False: (23, torch.int32, np.uint32),
-    True: (52, torch.int64, np.uint64),
-}
-
-
 @functools.lru_cache(256)
-def find_thresholds(format: Format, words: torch.dtype = torch.int32) -> tuple[int, int, int]:
-    """Return the first words of magnitudes that become nonzero, normal, and larger than the largest number.
+def find_format_thresholds(format: Format) -> tuple[int, int, int]:
+    """Return the first words of float32 magnitudes that become nonzero, normal, and larger than the largest number.
 
     They are found by bisection over `quantize` itself, so that ties and missing subnormals are as it has them.
-
-    Args:
-        words: int32 for those of float32, int64 for those of float64.
     """
 
     def first(holds: Callable[[torch.Tensor], torch.Tensor]) -> int:
         """Return the least word of a positive number for which a monotone condition holds, or infinity's."""
-        low, high = 0, _INFINITY[words]
+        low, high = 0, d.INFINITE_WORD
         while low < high:
             middle = (low + high) // 2
-            x = torch.tensor([middle], dtype=words, device="cpu")
-            x = x.view(torch.float32 if words == torch.int32 else torch.float64).double()
+            x = torch.tensor([middle], dtype=torch.int32, device="cpu").view(torch.float32).double()
             low, high = (low, middle) if bool(holds(quantize(x, format, overflow="nan"))) else (middle + 1, high)
         return low
 
@@ -262,15 +228,10 @@ def find_thresholds(format: Format, words: torch.dtype = torch.int32) -> tuple[i
     )
 
 
-def make_target(format: BlockFormat) -> BlockTarget:
-    """Return the rounding target of float32 tensors in a block format."""
-    return make_block_target(format, Nearest(), None, torch.float32)
+SUMS_PER_BLOCK_FORMAT = 4
 
 
-BLOCK_COLUMNS = 4
-
-
-class Totals:
+class TensorTotals:
     """Counts of a tensor role; `finish` makes the record of them.
 
     Attributes:
@@ -280,22 +241,19 @@ class Totals:
         sums: of samples, in the order of `_device_functions`: the sum of squares and the number of finite elements in
             the last sampled step; finite elements, zeros, and for each format of single elements what is below its
             three thresholds; for each block format elements, underflow, subnormal, hidden.
-        counters: int64: sampled nonzero finite elements by exponent, in as many copies as kernels add to: of float64,
-            which none reads, in one.
-        wide: whether exponents are those of float64.
+        counters: int64: sampled nonzero finite elements by exponent, in as many copies as kernels add to.
     """
 
-    __slots__ = ("counters", "record", "step", "step_nonfinite", "sums", "wide")
+    __slots__ = ("counters", "record", "step", "step_nonfinite", "sums")
 
-    def __init__(self, record: TensorRecord, candidates: Candidates, wide: bool = False) -> None:
+    def __init__(self, record: TensorRecord, candidates: CandidateFormats) -> None:
         self.record: TensorRecord = record
         self.step: int = -1
         self.step_nonfinite: int = 0
-        self.wide: bool = wide
         self.sums: np.ndarray = np.zeros(
-            d.SINGLES + 3 * len(candidates.single) + BLOCK_COLUMNS * len(candidates.blocks)
+            d.FIRST_FORMAT_SUM + 3 * len(candidates.single) + SUMS_PER_BLOCK_FORMAT * len(candidates.blocks)
         )
-        self.counters: np.ndarray = np.zeros((1, WIDE[1] + 1) if wide else (COPIES, NARROW[1] + 1), np.int64)
+        self.counters: np.ndarray = np.zeros((COPIES, d.EXPONENT_BINS + 1), np.int64)
 
     @property
     def histogram(self) -> np.ndarray:
@@ -303,13 +261,13 @@ class Totals:
         bins: np.ndarray = self.counters.sum(0)[:-1]
         return bins
 
-    def open(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Start a step at a tensor's first appearance in it: count it, reset the sums of the last sampled step."""
         if self.step != step:
             self.step, self.step_nonfinite = step, 0
             self.record.steps += 1
             self.record.last_amax = 0.0
-            self.sums[: d.FINITE] = 0.0
+            self.sums[: d.FINITE_SUM] = 0.0
 
     def add_extremes(self, elements: int, zeros: int, nonfinite: int, largest: int, amax: float, amin: float) -> None:
         """Add the counts and extremes of a whole tensor."""
@@ -322,60 +280,60 @@ class Totals:
         record.last_amax, record.amax = max(record.last_amax, amax), max(record.amax, amax)
         record.amin = min(record.amin, amin)
 
-    def finish(self, candidates: Candidates) -> TensorRecord:
+    def finish_record(self, candidates: CandidateFormats) -> TensorRecord:
         """Return the record with all that was counted so far."""
         record = self.record
-        squares, now, finite, zeros = self.sums[: d.SINGLES].tolist()
+        squares, now, finite, zeros = self.sums[: d.FIRST_FORMAT_SUM].tolist()
         record.rms = math.sqrt(squares / now) if now else 0.0
         record.formats, record.block_hidden = {}, {}
-        counts, end = self.sums[d.SINGLES :].astype(np.int64), 3 * len(candidates.single)
+        counts, end = self.sums[d.FIRST_FORMAT_SUM :].astype(np.int64), 3 * len(candidates.single)
         for single, (gone, small, fit) in zip(candidates.single, counts[:end].reshape(-1, 3).tolist()):
             under, over = gone - int(zeros), int(finite) - fit
             record.formats[single.name] = FormatCounts(record.sampled, under, small - gone, over)
-        blocks = counts[end:].reshape(-1, BLOCK_COLUMNS).tolist()
+        blocks = counts[end:].reshape(-1, SUMS_PER_BLOCK_FORMAT).tolist()
         for block, (elements, under, subnormal, hidden) in zip(candidates.blocks, blocks):
             record.formats[block.name] = FormatCounts(elements, under, subnormal, 0)
             record.block_hidden[block.name] = hidden
-        lowest, _ = WIDE if self.wide else NARROW
-        record.histogram = {lowest + k: count for k, count in enumerate(self.histogram.tolist()) if count}
+        record.histogram = {LOWEST_EXPONENT + k: count for k, count in enumerate(self.histogram.tolist()) if count}
         return record
 
 
 @keeping_subnormals()
-def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candidates: Candidates, step: int) -> None:
+def measure_extremes(
+    numbers: Sequence[StoredNumbers], totals: Sequence[TensorTotals], candidates: CandidateFormats, step: int
+) -> None:
     """Count all elements of tensors, and add their extremes, at a step."""
     runs_kernels = select_engine("cpu") == "llvm"
-    by_dtype: dict[torch.dtype | None, list[tuple[torch.Tensor, float, Totals]]] = {}
+    by_dtype: dict[torch.dtype | None, list[tuple[torch.Tensor, float, TensorTotals]]] = {}
     for one, own in zip(numbers, totals):
-        own.open(step)
-        flat = widen_bytes(one.flat)
+        own.begin_step(step)
+        flat = widen_eight_bit_floats(one.flat)
         is_read = runs_kernels and flat.dtype in d.KERNEL_DTYPES and flat.is_cpu
-        by_dtype.setdefault(flat.dtype if is_read else None, []).append((flat, find_largest(one.dtype), own))
+        by_dtype.setdefault(flat.dtype if is_read else None, []).append((flat, torch.finfo(one.dtype).max, own))
     others = by_dtype.pop(None, [])
     for dtype, read in by_dtype.items():
         assert dtype is not None
         check_kernels(dtype)
-        found = candidates.counter.read_extremes([flat for flat, _, _ in read])
+        found = candidates.kernels.read_extremes([flat for flat, _, _ in read])
         for (flat, largest, own), (zeros, amax, amin) in zip(read, found):
             if amax < largest:
                 own.add_extremes(flat.numel(), zeros, 0, 0, amax, amin)
             else:
                 others.append((flat, largest, own))
     for flat, largest, own in others:
-        compute_extremes(flat, largest, own)
+        compute_extremes_by_torch(flat, largest, own)
 
 
 @keeping_subnormals()
-def count_samples(samples: Iterable[tuple[torch.Tensor, Totals]], candidates: Candidates) -> None:
-    """Count samples in the candidate formats."""
-    narrow, by_kernel = [], select_engine("cpu") == "llvm"
-    for sample, totals in samples:
-        if by_kernel and not totals.wide:
-            narrow.append((sample.float(), totals))
-        else:
-            count_by_numpy(sample, candidates, totals)
-    for k in range(0, len(narrow), ROWS):
-        candidates.counter.count(narrow[k : k + ROWS])
+def count_samples(samples: Iterable[tuple[torch.Tensor, TensorTotals]], candidates: CandidateFormats) -> None:
+    """Count samples in the candidate formats; of float64 each number as the nearest of float32 of its kind."""
+    narrow = [(_narrow_sample(sample), totals) for sample, totals in samples]
+    if select_engine("cpu") == "llvm":
+        for k in range(0, len(narrow), TENSORS_PER_CALL):
+            candidates.kernels.count_samples(narrow[k : k + TENSORS_PER_CALL])
+    else:
+        for sample, totals in narrow:
+            count_sample_by_numpy(sample, candidates, totals)
 
 
 def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
@@ -384,55 +342,49 @@ def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
         check_kernels(dtype)
 
 
-def widen_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def widen_eight_bit_floats(tensor: torch.Tensor) -> torch.Tensor:
     """Return eight-bit floating-point numbers as bfloat16, which holds them all, and others as they are, contiguous."""
     tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
     return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
 
 
-@functools.lru_cache(64)
-def find_largest(dtype: torch.dtype) -> float:
-    """Return the largest finite number of a dtype."""
-    return torch.finfo(dtype).max
-
-
 @functools.cache
-def compile_once(table: Table) -> Kernel:
+def compile_table_once(table: Table) -> Kernel:
     """Return the kernel of a table, compiled once in a process."""
     return compile_table("look", table)
 
 
 # Tensors that a kernel looks at in one call.
-ROWS = 64
-_ROW_NUMBERS = np.arange(ROWS)
+TENSORS_PER_CALL = 64
+_ROW_NUMBERS = np.arange(TENSORS_PER_CALL)
 
 
-class Counter:
-    """The kernels that look at up to `ROWS` tensors, with their arguments in memory: of one thread at a time."""
+class SampleKernels:
+    """The kernels that look at up to `TENSORS_PER_CALL` tensors, with their arguments in memory; for one thread."""
 
-    def __init__(self, candidates: Candidates) -> None:
-        self._tensors, self._samples = Rows(1), Rows(2)
-        self._whole: dict[torch.dtype, RowsKernel] = {}
-        words = [word for one in candidates.single for word in find_thresholds(one)]
-        self._single = RowsKernel(d.counts_table(len(candidates.single)), self._samples, words)
-        self._blocks = [self._block_kernels(format) for format in candidates.blocks]
+    def __init__(self, candidates: CandidateFormats) -> None:
+        self._tensors, self._samples = TensorTable(1), TensorTable(2)
+        self._whole: dict[torch.dtype, TableKernel] = {}
+        words = [word for one in candidates.single for word in find_format_thresholds(one)]
+        self._single = TableKernel(d.make_counts_table(len(candidates.single)), self._samples, words)
+        self._blocks = [self._make_block_kernels(format) for format in candidates.blocks]
 
-    def _block_kernels(self, format: BlockFormat) -> Callable[[Sequence[torch.Tensor]], np.ndarray]:
-        """Return what counts samples in a block format: kernels, or torch where its scales are no words of 32 bits."""
-        target = make_target(format)
+    def _make_block_kernels(self, format: BlockFormat) -> Callable[[Sequence[torch.Tensor]], np.ndarray]:
+        """Return a function that counts samples in a block format: kernels, or torch where scales have no 32 bits."""
+        target = make_block_target(format, Nearest(), None, torch.float32)
         if layout_of(torch.float32, target) is not WORD32:
-            return lambda samples: np.array([count_in_blocks(sample, format) for sample in samples], np.float64)
+            return lambda samples: np.array([count_sample_in_blocks(sample, format) for sample in samples], np.float64)
         kind = Kind.of(torch.float32, target, WORD32)
         words = words_of(target, WORD32, 1.0, target.element.max)
-        table = d.blocks_table(kind._replace(under_amax=target.tensor_scale))
+        table = d.make_block_counts_table(kind._replace(under_amax=target.tensor_scale))
         # The last two constants are the largest magnitude of a tensor's finite blocks, a float64.
-        blocks = RowsKernel(table, self._samples, [*find_thresholds(format.element)[:2], *words, 0, 0])
-        largest = RowsKernel(amax_table(torch.float32, kind), self._samples, words) if target.tensor_scale else None
+        blocks = TableKernel(table, self._samples, [*find_format_thresholds(format.element)[:2], *words, 0, 0])
+        largest = TableKernel(amax_table(torch.float32, kind), self._samples, words) if target.tensor_scale else None
 
         def count(samples: Sequence[torch.Tensor]) -> np.ndarray:
             if largest is not None:
-                blocks.constants[: len(samples), -2:] = largest.run(len(samples))[:, :1].view(np.uint32)
-            return blocks.run(len(samples))
+                blocks.constants[: len(samples), -2:] = largest.run_kernel(len(samples))[:, :1].view(np.uint32)
+            return blocks.run_kernel(len(samples))
 
         return count
 
@@ -444,39 +396,44 @@ class Counter:
         dtype = flats[0].dtype
         kernel = self._whole.get(dtype)
         if kernel is None:
-            kernel = self._whole[dtype] = RowsKernel(d.whole_table(dtype), self._tensors, [])
+            kernel = self._whole[dtype] = TableKernel(d.make_extremes_table(dtype), self._tensors, [])
         # Of float16 the kernel's numbers are smaller: its fraction stands where that of float32 does.
         factor, found = 2.0**112 if dtype == torch.float16 else 1.0, []
-        for k in range(0, len(flats), ROWS):
-            part = flats[k : k + ROWS]
-            self._tensors.set([flat.numel() for flat in part], [(address(flat),) for flat in part])
-            for smallest, zeros, top, _ in kernel.run(len(part)).tolist():
-                found.append((int(zeros), top * factor, _decode_smallest(smallest) * factor if top < math.inf else 0.0))
+        for k in range(0, len(flats), TENSORS_PER_CALL):
+            part = flats[k : k + TENSORS_PER_CALL]
+            self._tensors.set_tensors([flat.numel() for flat in part], [(address(flat),) for flat in part])
+            for smallest, zeros, top, _ in kernel.run_kernel(len(part)).tolist():
+                found.append(
+                    (int(zeros), top * factor, _decode_smallest_magnitude(smallest) * factor if top < math.inf else 0.0)
+                )
         return found
 
-    def count(self, counted: Sequence[tuple[torch.Tensor, Totals]]) -> None:
-        """Add the counts of at most `ROWS` float32 samples."""
+    def count_samples(self, counted: Sequence[tuple[torch.Tensor, TensorTotals]]) -> None:
+        """Add the counts of at most `TENSORS_PER_CALL` float32 samples."""
         samples = [sample for sample, _ in counted]
         lengths = [sample.numel() for sample in samples]
-        self._samples.set(lengths, [(address(one), address_of(totals.counters)) for one, totals in counted])
-        sums = np.concatenate([self._single.run(len(samples)), *(count(samples) for count in self._blocks)], 1)
+        self._samples.set_tensors(lengths, [(address(one), address_of(totals.counters)) for one, totals in counted])
+        sums = np.concatenate([self._single.run_kernel(len(samples)), *(count(samples) for count in self._blocks)], 1)
         for length, (_, totals), found in zip(lengths, counted, sums):
             totals.record.sampled += length
             totals.sums += found
 
 
-class Rows:
-    """The chunks and pointers of up to `ROWS` tensors that are looked at together, each one chunk.
+class TensorTable:
+    """The chunks and pointers of up to `TENSORS_PER_CALL` tensors that are looked at together, each one chunk.
 
     Args:
         columns: how many pointers a tensor has.
     """
 
     def __init__(self, columns: int) -> None:
-        self.chunks, self.pointers = np.zeros((ROWS, CHUNK), np.int64), np.zeros((ROWS, columns), np.int64)
+        self.chunks, self.pointers = (
+            np.zeros((TENSORS_PER_CALL, CHUNK), np.int64),
+            np.zeros((TENSORS_PER_CALL, columns), np.int64),
+        )
         self.chunks[:, 0] = _ROW_NUMBERS
 
-    def set(self, lengths: Sequence[int], pointers: Sequence[tuple[int, ...]]) -> None:
+    def set_tensors(self, lengths: Sequence[int], pointers: Sequence[tuple[int, ...]]) -> None:
         """Set the elements and pointers of the tensors that are looked at next."""
         if len(lengths) == 1:  # NumPy takes 1 us to make an array of a list
             self.chunks[0, 2], self.pointers[0] = lengths[0], pointers[0]
@@ -484,20 +441,20 @@ class Rows:
             self.chunks[: len(lengths), 2], self.pointers[: len(lengths)] = lengths, pointers
 
 
-class RowsKernel:
-    """A kernel over some `Rows`, with its constants and sums.
+class TableKernel:
+    """A kernel over some `TensorTable`, with its constants and sums.
 
     Attributes:
         constants: uint32, a row per tensor.
     """
 
-    def __init__(self, table: Table, rows: Rows, constants: Sequence[int] | np.ndarray) -> None:
-        self.constants = np.tile(np.array(constants, np.uint32), (ROWS, 1))
-        self._kernel, self._rows, self._sums = compile_once(table), rows, np.zeros((ROWS, table.sums))
+    def __init__(self, table: Table, rows: TensorTable, constants: Sequence[int] | np.ndarray) -> None:
+        self.constants = np.tile(np.array(constants, np.uint32), (TENSORS_PER_CALL, 1))
+        self._kernel, self._rows, self._sums = compile_table_once(table), rows, np.zeros((TENSORS_PER_CALL, table.sums))
         given: tuple[np.ndarray, ...] = (rows.chunks, rows.pointers, _ROW_NUMBERS, self.constants)
         self._arguments = (*map(address_of, given), 0, address_of(self._sums), 0)
 
-    def run(self, count: int) -> np.ndarray:
+    def run_kernel(self, count: int) -> np.ndarray:
         """Return the sums of the first tensors, which the next call overwrites."""
         self._kernel(0, count, *self._arguments)
         return self._sums[:count]
@@ -507,7 +464,7 @@ class RowsKernel:
 @undisturbed()
 def check_kernels(dtype: torch.dtype) -> None:
     """Compare the kernels of a dtype with the reference, before their first use in a process."""
-    candidates = Candidates(DEFAULT_FORMATS)
+    candidates = CandidateFormats(DEFAULT_FORMATS)
     ramp = torch.linspace(-3, 3, 5000, dtype=torch.float64, device="cpu")
     x = (torch.sinh(ramp * 9) * 2.0 ** (ramp * 20)).to(dtype)
     x = torch.where(x.isfinite(), x, 1.0)
@@ -516,15 +473,15 @@ def check_kernels(dtype: torch.dtype) -> None:
     sample[::97], sample[1::97], sample[2::97] = math.inf, -math.inf, math.nan
 
     def counts(by_kernel: bool) -> list[torch.Tensor]:
-        totals = Totals(TensorRecord("weight", "", "", dtype), candidates)
+        totals = TensorTotals(TensorRecord("weight", "", "", dtype), candidates)
         if by_kernel:
-            ((zeros, amax, amin),) = candidates.counter.read_extremes([x])
+            ((zeros, amax, amin),) = candidates.kernels.read_extremes([x])
             totals.add_extremes(len(x), zeros, 0, 0, amax, amin)
-            candidates.counter.count([(sample, totals)])
+            candidates.kernels.count_samples([(sample, totals)])
         else:
-            compute_extremes(x, math.inf, totals)
-            count_by_numpy(sample, candidates, totals)
-        totals.sums[d.SQUARES] = 0.0  # which depends on the order of the sum
+            compute_extremes_by_torch(x, math.inf, totals)
+            count_sample_by_numpy(sample, candidates, totals)
+        totals.sums[d.SQUARES_SUM] = 0.0  # which depends on the order of the sum
         record = totals.record
         extremes = torch.tensor([record.amax, record.amin, record.zeros], dtype=torch.float64, device="cpu")
         return [extremes, *map(torch.from_numpy, (totals.sums, totals.histogram))]
@@ -537,12 +494,12 @@ def take_sample(flat: torch.Tensor, key: int) -> torch.Tensor:
 
     The tensor has no history.
     """
-    taken = _pick(flat, key)
-    wide = _widen(taken)
-    return wide.clone() if wide is taken and flat.numel() <= MOST else wide
+    taken = _pick_elements(flat, key)
+    wide = _widen_sample(taken)
+    return wide.clone() if wide is taken and flat.numel() <= SAMPLE_SIZE else wide
 
 
-class Samples(NamedTuple):
+class PackedSamples(NamedTuple):
     """Samples of several tensors, one behind another.
 
     Attributes:
@@ -555,37 +512,47 @@ class Samples(NamedTuple):
 
 
 @keeping_subnormals()
-def take_samples(numbers: Sequence[Stored], keys: Iterable[int]) -> Samples:
+def take_samples(numbers: Sequence[StoredNumbers], keys: Iterable[int]) -> PackedSamples:
     """Return copies of the sampled elements of contiguous tensors, in float32, or float64 where one of them is."""
-    taken = [_pick(one.flat, key) for one, key in zip(numbers, keys)]
+    taken = [_pick_elements(one.flat, key) for one, key in zip(numbers, keys)]
     if len({one.device for one in taken}) > 1:
         taken = [one.cpu() for one in taken]
-    return Samples(_widen(torch.cat(taken)), [one.numel() for one in taken])
+    return PackedSamples(_widen_sample(torch.cat(taken)), [one.numel() for one in taken])
 
 
-def _pick(flat: torch.Tensor, key: int) -> torch.Tensor:
+def _pick_elements(flat: torch.Tensor, key: int) -> torch.Tensor:
     """Return a tensor's sampled elements, flat; the last run may be shorter than 128."""
-    given, elements = widen_bytes(flat), flat.numel()
-    if elements <= MOST:
+    given, elements = widen_eight_bit_floats(flat), flat.numel()
+    if elements <= SAMPLE_SIZE:
         return given.view(-1)
-    runs, rest = find_runs(key, elements), elements % RUN
+    runs, rest = find_runs(key, elements), elements % RUN_LENGTH
     runs = runs if given.is_cpu else runs.to(given.device)
     if not rest:
-        return given.view(-1, RUN).index_select(0, runs).view(-1)
+        return given.view(-1, RUN_LENGTH).index_select(0, runs).view(-1)
     given = given.view(-1)
-    short = runs[runs == elements // RUN]
-    taken = given[: elements - rest].view(-1, RUN).index_select(0, runs[: RUNS - len(short)]).view(-1)
+    short = runs[runs == elements // RUN_LENGTH]
+    taken = given[: elements - rest].view(-1, RUN_LENGTH).index_select(0, runs[: RUNS_PER_SAMPLE - len(short)]).view(-1)
     return torch.cat([taken, given[elements - rest :]]) if len(short) else taken
 
 
-def _widen(taken: torch.Tensor) -> torch.Tensor:
+def _widen_sample(taken: torch.Tensor) -> torch.Tensor:
     """Return numbers in float32, float64 ones as they are, on the CPU."""
     if taken.is_cpu:
         return taken if taken.dtype == torch.float64 else taken.float()
     return taken.to("cpu", torch.float64 if taken.dtype == torch.float64 else torch.float32)
 
 
-def compute_extremes(flat: torch.Tensor, largest: float, totals: Totals) -> None:
+def _narrow_sample(sample: torch.Tensor) -> torch.Tensor:
+    """Return numbers in float32; what is finite, or not zero, stays so."""
+    if sample.dtype != torch.float64:
+        return sample
+    info = torch.finfo(torch.float32)
+    bounded = torch.where(sample.isinf(), sample, sample.clamp(info.min, info.max))
+    smallest = torch.where(sample == 0, 0.0, 2.0**LOWEST_EXPONENT)
+    return torch.where(bounded.abs() < smallest, smallest.copysign(sample), bounded).float()
+
+
+def compute_extremes_by_torch(flat: torch.Tensor, largest: float, totals: TensorTotals) -> None:
     """Add the extremes of a tensor with any numbers, by torch."""
     if not flat.numel():
         return
@@ -598,34 +565,34 @@ def compute_extremes(flat: torch.Tensor, largest: float, totals: Totals) -> None
     totals.add_extremes(flat.numel(), zeros, nonfinite, int((magnitude == largest).sum()), amax, amin)
 
 
-def _decode_smallest(smallest: float) -> float:
-    """Return the smallest magnitude from what `whole_table` finds."""
-    word = d.INFINITE - struct.unpack("<I", struct.pack("<f", smallest))[0]
+def _decode_smallest_magnitude(smallest: float) -> float:
+    """Return the smallest magnitude from the number that `make_extremes_table` finds."""
+    word = d.INFINITE_WORD - struct.unpack("<I", struct.pack("<f", smallest))[0]
     amin: float = struct.unpack("<f", struct.pack("<I", word))[0]
     return amin
 
 
-def count_by_numpy(sample: torch.Tensor, candidates: Candidates, totals: Totals) -> None:
+def count_sample_by_numpy(sample: torch.Tensor, candidates: CandidateFormats, totals: TensorTotals) -> None:
     """Add a sample's counts, in NumPy."""
-    limits, numbers = candidates.limits(totals.wide), (sample.double() if totals.wide else sample).numpy()
+    limits, numbers = candidates.magnitude_limits, sample.numpy()
     words = np.sort(np.abs(numbers).view(limits.dtype))
     below, end = words.searchsorted(limits), 3 * len(candidates.single)
     singles, bins = below[:end], below[end:]
     values = torch.from_numpy(words[: bins[-1]].view(numbers.dtype))
     totals.record.sampled += len(words)
-    totals.sums[: d.SINGLES] += float(values.double().square().sum()), bins[-1], bins[-1], bins[0]
-    totals.sums[d.SINGLES : d.SINGLES + end] += singles
+    totals.sums[: d.FIRST_FORMAT_SUM] += float(values.double().square().sum()), bins[-1], bins[-1], bins[0]
+    totals.sums[d.FIRST_FORMAT_SUM : d.FIRST_FORMAT_SUM + end] += singles
     totals.counters[0, :-1] += np.diff(bins)
     for k, format in enumerate(candidates.blocks):
-        start = d.SINGLES + end + BLOCK_COLUMNS * k
-        totals.sums[start : start + BLOCK_COLUMNS] += count_in_blocks(sample, format)
+        start = d.FIRST_FORMAT_SUM + end + SUMS_PER_BLOCK_FORMAT * k
+        totals.sums[start : start + SUMS_PER_BLOCK_FORMAT] += count_sample_in_blocks(sample, format)
 
 
-def count_in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int, int, int]:
+def count_sample_in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int, int, int]:
     """Return elements in finite blocks, those that become zero, subnormals, and zeros in blocks whose largest stays."""
     if not len(sample):
         return 0, 0, 0, 0
-    target = make_target(format)
+    target = make_block_target(format, Nearest(), None, torch.float32)
     rounded = quantize(sample, format)
     padding = -len(sample) % format.block
     x, y = (torch.nn.functional.pad(t, (0, padding)).view(-1, format.block) for t in (sample, rounded))

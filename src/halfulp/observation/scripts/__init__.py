@@ -1,13 +1,13 @@
 """A user's training script, run unmodified: its model and optimizers are found while it runs."""
 
-from ._find import Found as Found
-from ._find import Training as Training
-from ._find import find as find
-from ._find import model_of as model_of
+from ._find import FoundTraining as FoundTraining
+from ._find import ScriptTraining as ScriptTraining
+from ._find import find_model as find_model
+from ._find import find_training as find_training
 from ._find import tell_backward_losses as tell_backward_losses
-from ._run import TERMINATED as TERMINATED
-from ._run import Ending as Ending
-from ._run import Termination as Termination
+from ._run import EXIT_TERMINATED as EXIT_TERMINATED
+from ._run import ScriptEnding as ScriptEnding
+from ._run import TerminationHandler as TerminationHandler
 from ._run import run_script as run_script
-from ._watch import Report as Report
-from ._watch import Watch as Watch
+from ._watch import ScriptReport as ScriptReport
+from ._watch import ScriptWatch as ScriptWatch

@@ -17,18 +17,18 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-INTERRUPTED = 130
-TERMINATED = 143
-_RUNPY = ("<frozen runpy>", runpy.__file__)
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+_RUNPY_FILES = ("<frozen runpy>", runpy.__file__)
 # What the script's names hold lives to the end of the process, as in Python: handlers at exit find it, and a process
 # group whose threads are still ending is not taken apart under their feet, which can wait for ever.
-_KEPT: list[object] = []
-_HERE = os.path.dirname(os.path.realpath(__file__))
+_KEPT_SCRIPT_STATE: list[object] = []
+_SCRIPTS_FOLDER = os.path.dirname(os.path.realpath(__file__))
 
 
 @contextlib.contextmanager
 def replace_function(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Put what wraps a function of a module or a class in its place, for a while."""
+    """Wrap a function of a module or a class, for a while."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(wrap(original)))
     try:
@@ -38,7 +38,7 @@ def replace_function(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Itera
 
 
 @dataclass(frozen=True)
-class Ending:
+class ScriptEnding:
     """The way in which a script ended.
 
     Attributes:
@@ -55,8 +55,8 @@ def run_script(
     arguments: Sequence[str] = (),
     passing: type[BaseException] | tuple[type[BaseException], ...] = (),
     module: bool = False,
-    leave: Callable[[Ending], int] | None = None,
-) -> Ending:
+    leave: Callable[[ScriptEnding], int] | None = None,
+) -> ScriptEnding:
     """Run a script to its end; a traceback is printed as Python prints it, from the script's first line on.
 
     sys.argv, sys.path[0], __name__ and __file__ are what the script would find; they are put back afterwards.
@@ -70,28 +70,28 @@ def run_script(
             to exit with.
     """
     try:
-        with _run_as_main(path, arguments, module), _leaving(leave):
+        with _run_as_main(path, arguments, module), _report_before_exit(leave):
             kept = (
                 runpy.run_module(path, run_name="__main__", alter_sys=True)
                 if module
                 else runpy.run_path(path, run_name="__main__")
             )
-        _KEPT[:] = [kept]
+        _KEPT_SCRIPT_STATE[:] = [kept]
     except passing:
         raise
     except SystemExit as ending:
-        _KEPT[:] = [ending]
-        return _exit_code(ending)
+        _KEPT_SCRIPT_STATE[:] = [ending]
+        return _get_exit_ending(ending)
     except KeyboardInterrupt as interrupt:
-        _KEPT[:] = [interrupt]
-        return Ending(INTERRUPTED, "interrupted")
+        _KEPT_SCRIPT_STATE[:] = [interrupt]
+        return ScriptEnding(EXIT_INTERRUPTED, "interrupted")
     except BaseException as error:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
         traceback.print_exception(type(error), error, _trim_traceback(error.__traceback__))
-        _KEPT[:] = [error]
-        return Ending(1, "crashed")
-    return Ending(0, "finished")
+        _KEPT_SCRIPT_STATE[:] = [error]
+        return ScriptEnding(1, "crashed")
+    return ScriptEnding(0, "finished")
 
 
 @contextlib.contextmanager
@@ -107,15 +107,15 @@ def _run_as_main(path: str, arguments: Sequence[str], module: bool) -> Iterator[
         sys.path[:] = search
 
 
-def _leaving(leave: Callable[[Ending], int] | None) -> contextlib.AbstractContextManager[None]:
-    """Let somebody report before os._exit; of this process alone, since processes forked from it end by it too."""
+def _report_before_exit(leave: Callable[[ScriptEnding], int] | None) -> contextlib.AbstractContextManager[None]:
+    """Report before os._exit; of this process alone, since processes forked from it end by it too."""
     own = os.getpid()
 
     def wrap(leave_now: Callable[[int], None]) -> Callable[[int], None]:
         def left(status: int) -> None:
             if os.getpid() == own and leave is not None:
                 os._exit = leave_now  # type: ignore[assignment]
-                status = leave(Ending(status & 0xFF, "exited"))
+                status = leave(ScriptEnding(status & 0xFF, "exited"))
                 _flush_streams()
             leave_now(status)
 
@@ -130,34 +130,40 @@ def _flush_streams() -> None:
             stream.flush()
 
 
-def _exit_code(ending: SystemExit) -> Ending:
+def _get_exit_ending(ending: SystemExit) -> ScriptEnding:
     """Return the exit code for an argument of sys.exit: None is 0, a number itself, anything else is printed and 1."""
     if ending.code is None or isinstance(ending.code, int):
-        return Ending((ending.code or 0) & 0xFF, "exited")
+        return ScriptEnding((ending.code or 0) & 0xFF, "exited")
     print(ending.code, file=sys.stderr)
-    return Ending(1, "exited")
+    return ScriptEnding(1, "exited")
 
 
 def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without the frames that lead to the script: those of this package and of runpy."""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if os.path.dirname(os.path.realpath(file)) != _HERE and file not in _RUNPY:
+        if os.path.dirname(os.path.realpath(file)) != _SCRIPTS_FOLDER and file not in _RUNPY_FILES:
             break
         trace = trace.tb_next
     return trace
 
 
 # Modules whose processes load data, share memory or wait for work: the function that they run is no training's.
-_HELPERS = ("torch.utils.data.", "torch.multiprocessing.", "multiprocessing.", "concurrent.futures.", "multiprocess.")
-_SPAWN = "torch.multiprocessing.spawn"
-REMEDY = (
+_HELPER_MODULES = (
+    "torch.utils.data.",
+    "torch.multiprocessing.",
+    "multiprocessing.",
+    "concurrent.futures.",
+    "multiprocess.",
+)
+_SPAWN_MODULE = "torch.multiprocessing.spawn"
+PROCESS_REMEDY = (
     "put `with hu.observe(model, optimizer, interval=50) as seen:` around the loop in that function, and "
     "`seen.to_html('observe.html')` after it: rank 0 writes the page; or train in one process, without spawn"
 )
 
 
-class Children:
+class ChildProcesses:
     """Notes the processes that a script starts by multiprocessing.
 
     Attributes:
@@ -170,31 +176,31 @@ class Children:
         self.spawned: bool = False
         self._own: int = os.getpid()
 
-    def watch(self) -> contextlib.AbstractContextManager[None]:
-        """Note what is started while the context is open."""
+    def watch_starts(self) -> contextlib.AbstractContextManager[None]:
+        """Note the processes that are started while the context is open."""
 
         def wrap(start: Callable[[multiprocessing.process.BaseProcess], None]) -> Callable[..., None]:
             def started(process: multiprocessing.process.BaseProcess) -> None:
-                self._note(process)  # start() forgets the function
+                self._note_start(process)  # start() forgets the function
                 start(process)
 
             return started
 
         return replace_function(multiprocessing.process.BaseProcess, "start", wrap)
 
-    def _note(self, process: multiprocessing.process.BaseProcess) -> None:
+    def _note_start(self, process: multiprocessing.process.BaseProcess) -> None:
         if os.getpid() != self._own:
             return
         target, args = vars(process).get("_target"), vars(process).get("_args") or ()
-        if getattr(target, "__module__", "") == _SPAWN and args:
+        if getattr(target, "__module__", "") == _SPAWN_MODULE and args:
             self.spawned = True
-            self.functions.append(_name_of(args[0]))
+            self.functions.append(_get_name(args[0]))
         elif target is None:
             self.functions.append(type(process).__name__)
-        elif not str(getattr(target, "__module__", "")).startswith(_HELPERS):
-            self.functions.append(_name_of(target))
+        elif not str(getattr(target, "__module__", "")).startswith(_HELPER_MODULES):
+            self.functions.append(_get_name(target))
 
-    def why_unseen(self) -> str:
+    def explain_unseen(self) -> str:
         """Explain that training may have run in processes that the script started, and what to write instead.
 
         Empty where it started none.
@@ -204,14 +210,16 @@ class Children:
         by = "torch.multiprocessing.spawn" if self.spawned else "multiprocessing"
         count, names = len(self.functions), ", ".join(dict.fromkeys(self.functions))
         many = "a process" if count == 1 else f"{count} processes"
-        return f"it started {many} by {by}, where {names} runs, and what trains there is not seen here: {REMEDY}"
+        return (
+            f"it started {many} by {by}, where {names} runs, and what trains there is not seen here: {PROCESS_REMEDY}"
+        )
 
 
-def _name_of(function: Any) -> str:
+def _get_name(function: Any) -> str:
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
-class Termination:
+class TerminationHandler:
     """While open, SIGTERM is answered by a report, and then ends the process as it would have.
 
     A script that handles SIGTERM itself, and processes forked from it, are as they would be without. Only the main
@@ -226,24 +234,24 @@ class Termination:
         self._received = False
         self._handles = False
 
-    def __enter__(self) -> Termination:
+    def __enter__(self) -> TerminationHandler:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._receive)
+            signal.signal(signal.SIGTERM, self._handle_signal)
             self._handles = True
             if hasattr(os, "register_at_fork"):
-                os.register_at_fork(after_in_child=self._release)
+                os.register_at_fork(after_in_child=self._restore_handler)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._release()
+        self._restore_handler()
         if self._received:
-            self._end()
+            self._end_process()
 
-    def wait(self) -> None:
+    def delay_signals(self) -> None:
         """Delay signals from now on until the context ends: the report is being written."""
         self._report = None
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         report, self._report, self._received = self._report, None, True
         if report is None:
             return
@@ -252,14 +260,14 @@ class Termination:
         except Exception:
             traceback.print_exc()
         finally:
-            self._release()
-            self._end()
+            self._restore_handler()
+            self._end_process()
 
-    def _release(self) -> None:
-        if self._handles and signal.getsignal(signal.SIGTERM) == self._receive:
+    def _restore_handler(self) -> None:
+        if self._handles and signal.getsignal(signal.SIGTERM) == self._handle_signal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._handles = False
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         _flush_streams()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -22,31 +22,30 @@ from ..._qualified_names import pattern_of
 from ...sinks import Outlet, Sink, outlet
 from .._record import ParameterRecord, Record, Role, StepRecord, TensorRecord
 from ..sampling._sampler import (
-    MOST,
-    NARROW,
-    AnyFormat,
-    Candidates,
-    Samples,
-    Stored,
-    Totals,
+    LOWEST_EXPONENT,
+    SAMPLE_SIZE,
+    CandidateFormats,
+    FormatLike,
+    PackedSamples,
+    StoredNumbers,
+    TensorTotals,
     count_samples,
     draw_runs,
-    find_candidate,
+    find_format,
     make_place_key,
     measure_extremes,
     read_numbers,
     take_sample,
     take_samples,
 )
-from ._expectations import Quantized
+from ._expectations import QuantizedModules
 
-SEED = 0
 # Samples that wait until they are counted together, of 32 KiB at most.
-MOST_WAITING = 64
-Watch = TypeVar("Watch", bound=Callable[..., None])
+MOST_QUEUED_SAMPLES = 64
+WatchedMethod = TypeVar("WatchedMethod", bound=Callable[..., None])
 
 
-class Notebook:
+class Recorder:
     """The state that all hooks of an observation share.
 
     Attributes:
@@ -56,20 +55,20 @@ class Notebook:
         sampling: whether tensors of the running step are looked at.
         position: how many tensors were looked at in this step.
         scale: the loss scale of the running backward pass.
-        seconds: time spent in watching.
+        seconds: time spent in make_safe_method.
         fixed: names that are sampled at the same places in every step, so that directions of rounding can be compared.
         uses: who took and who handed on what.
     """
 
-    def __init__(self, formats: Sequence[AnyFormat], quantized: Quantized | None = None) -> None:
+    def __init__(self, formats: Sequence[FormatLike], quantized: QuantizedModules | None = None) -> None:
         self.record: Record = Record()
-        self.quantized: Quantized | None = quantized
+        self.quantized: QuantizedModules | None = quantized
         also = {} if quantized is None else {format.name: format for format in quantized.formats.values()}
-        counted = [find_candidate(format) for format in formats]
+        counted = [find_format(format) for format in formats]
         for format in counted:
             also.pop(format.name, None)
-        self.candidates: Candidates = Candidates([*counted, *also.values()])
-        self.totals: dict[tuple[Role, str], Totals] = {}
+        self.candidates: CandidateFormats = CandidateFormats([*counted, *also.values()])
+        self.totals: dict[tuple[Role, str], TensorTotals] = {}
         self.step: int = 0
         self.sampling: bool = False
         self.position: int = 0
@@ -77,27 +76,27 @@ class Notebook:
         self.seconds: float = 0.0
         self._free: list[None] = [None]
         self.fixed: set[str] = set()
-        self.uses: Uses = Uses()
+        self.uses: TensorUses = TensorUses()
         self._keys: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._broken: dict[int, int] = {}
-        self._waiting: list[tuple[torch.Tensor, Totals]] = []
+        self._waiting: list[tuple[torch.Tensor, TensorTotals]] = []
 
     @property
-    def inside(self) -> bool:
-        """Whether something is looked at now."""
+    def is_watching(self) -> bool:
+        """Whether a hook is at work now."""
         return not self._free
 
-    def enter(self) -> bool:
-        """Begin a look; False while another one goes on, maybe of another thread, as looks share memory."""
+    def begin_watching(self) -> bool:
+        """Begin the work of a hook; False while another one is at work, maybe of another thread: they share memory."""
         try:
             self._free.pop()  # one operation, which no other thread divides
         except IndexError:
             return False
         return True
 
-    def leave(self) -> None:
-        """End the look."""
+    def end_watching(self) -> None:
+        """End the work of a hook."""
         self._free.append(None)
 
     def begin_step(self, step: int, sampling: bool) -> None:
@@ -105,15 +104,15 @@ class Notebook:
         self.step, self.sampling, self.position = step, sampling, 0
         self._keys.clear()
         if sampling and self._sizes:
-            draw_runs([(self.key(name), elements) for name, elements in self._sizes.items()])
+            draw_runs([(self.place_key(name), elements) for name, elements in self._sizes.items()])
 
-    def key(self, name: str) -> int:
+    def place_key(self, name: str) -> int:
         """Return the key of the places at which tensors of a name are sampled in this step."""
         if name in self.fixed:
-            return make_place_key(SEED, 0, name)
+            return make_place_key(0, name)
         key = self._keys.get(name)
         if key is None:
-            key = self._keys[name] = make_place_key(SEED, self.step, name)
+            key = self._keys[name] = make_place_key(self.step, name)
         return key
 
     def note_unseen(self, sentence: str) -> None:
@@ -121,56 +120,64 @@ class Notebook:
         if sentence not in self.record.unseen:
             self.record.unseen.append(sentence)
 
-    def totals_of(self, role: Role, name: str, kind: str, found: Stored) -> Totals:
+    def get_totals(self, role: Role, name: str, kind: str, found: StoredNumbers) -> TensorTotals:
         """Return the running counts of a role at a name, made anew at its first tensor."""
         totals = self.totals.get((role, name))
-        if totals is None or (found.flat.dtype == torch.float64 and not totals.wide):
+        if totals is None:
             record = TensorRecord(role, name, kind, found.dtype, order=self.position)
-            totals = self.totals[role, name] = Totals(record, self.candidates, found.flat.dtype == torch.float64)
+            totals = self.totals[role, name] = TensorTotals(record, self.candidates)
         record = totals.record
         record.dtype, record.scale = found.dtype, found.scale
-        if found.flat.numel() > MOST:
+        if found.flat.numel() > SAMPLE_SIZE:
             self._sizes[name] = found.flat.numel()
         return totals
 
-    def look(self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
+    def count_tensor(
+        self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0
+    ) -> TensorTotals | None:
         """Count a tensor under a role and a name; None where its numbers cannot be read."""
         found = read_numbers(tensor)
         if found is None:
             return None
-        (totals,) = self._measure(
+        (totals,) = self._measure_tensors(
             role, [(name, kind)], [found if scale == 1.0 else found._replace(scale=found.scale * scale)]
         )
-        sample = take_sample(found.flat, self.key(name))
-        self._count_later([(sample, totals)])
+        sample = take_sample(found.flat, self.place_key(name))
+        self._queue_samples([(sample, totals)])
         if self.quantized is not None and self.quantized.formats:
-            self.quantized.note(totals.record, sample)
+            self.quantized.note_quantization(totals.record, sample)
         return totals
 
-    def look_all(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> Samples:
+    def count_tensors(
+        self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[StoredNumbers]
+    ) -> PackedSamples:
         """Count tensors of some names and kinds under a role, and return their samples."""
-        totals = self._measure(role, named, numbers)
-        samples = take_samples(numbers, [self.key(name) for name, _ in named])
-        self._count_later(zip(samples.packed.split(samples.counts), totals))
+        totals = self._measure_tensors(role, named, numbers)
+        samples = take_samples(numbers, [self.place_key(name) for name, _ in named])
+        self._queue_samples(zip(samples.packed.split(samples.counts), totals))
         return samples
 
-    def count_samples(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> None:
-        """Count what are samples already, which nobody changes, under some names and kinds and a role."""
-        self._count_later(zip([one.flat for one in numbers], self._measure(role, named, numbers)))
+    def count_sampled_tensors(
+        self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[StoredNumbers]
+    ) -> None:
+        """Count tensors that are samples, and that nobody changes, under some names and kinds and a role."""
+        self._queue_samples(zip([one.flat for one in numbers], self._measure_tensors(role, named, numbers)))
 
-    def _count_later(self, samples: Iterable[tuple[torch.Tensor, Totals]]) -> None:
+    def _queue_samples(self, samples: Iterable[tuple[torch.Tensor, TensorTotals]]) -> None:
         self._waiting += samples
-        if len(self._waiting) >= MOST_WAITING:
-            self.count_waiting()
+        if len(self._waiting) >= MOST_QUEUED_SAMPLES:
+            self.count_queued_samples()
 
-    def count_waiting(self) -> None:
+    def count_queued_samples(self) -> None:
         """Count the samples that were taken since the last call."""
         waiting, self._waiting = self._waiting, []
         count_samples(waiting, self.candidates)
 
-    def _measure(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> list[Totals]:
+    def _measure_tensors(
+        self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[StoredNumbers]
+    ) -> list[TensorTotals]:
         """Count all elements of tensors, and note the first that are not finite."""
-        found = [self.totals_of(role, *own, one) for own, one in zip(named, numbers)]
+        found = [self.get_totals(role, *own, one) for own, one in zip(named, numbers)]
         measure_extremes(numbers, found, self.candidates, self.step)
         for totals in found:
             if totals.step_nonfinite:
@@ -183,18 +190,18 @@ class Notebook:
             self.position += 1
         return found
 
-    def finish(self) -> Record:
+    def finish_record(self) -> Record:
         """Return the record with all counts so far."""
         record = self.record
-        record.tensors = {key: totals.finish(self.candidates) for key, totals in self.totals.items()}
+        record.tensors = {key: totals.finish_record(self.candidates) for key, totals in self.totals.items()}
         for (role, name), tensor in record.tensors.items():
             if role == "activation gradient":
-                tensor.sources = self.uses.sources(name)
+                tensor.sources = self.uses.find_consumers(name)
         return record
 
 
-def watching(function: Watch) -> Watch:
-    """Make a method of an object with a `book` a hook that takes its time and never disturbs the run.
+def make_safe_method(function: WatchedMethod) -> WatchedMethod:
+    """Make a method of an object with a `recorder` a hook that takes its time and never disturbs the run.
 
     Modes that round or watch functions (`hu.emulate`, an AdaptiveGradScaler) do not see what it does, and an error is
     noted in the record instead of ending the training.
@@ -202,14 +209,14 @@ def watching(function: Watch) -> Watch:
 
     @functools.wraps(function)
     def hook(self: Any, *arguments: Any) -> None:
-        watch(self.book, function, self, *arguments)
+        run_safely(self.recorder, function, self, *arguments)
 
     return hook  # type: ignore[return-value]
 
 
-def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> None:
-    """Call a function as one that is `watching`."""
-    if torch.compiler.is_compiling() or not book.enter():
+def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: Any) -> None:
+    """Call a function as one that is `make_safe_method`."""
+    if torch.compiler.is_compiling() or not recorder.begin_watching():
         return
     begin = time.perf_counter()
     records_gradients = torch.is_grad_enabled()
@@ -223,20 +230,20 @@ def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> N
                 function(*arguments)
     except Exception as error:
         # Its words may hold paths, hosts or values, which neither page nor JSON is to hold.
-        book.note_unseen(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
+        recorder.note_unseen(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
     finally:
         torch._C._set_grad_enabled(records_gradients)
-        book.leave()
-        book.seconds += time.perf_counter() - begin
+        recorder.end_watching()
+        recorder.seconds += time.perf_counter() - begin
 
 
-MOST_OUTPUTS = 16
+MOST_OUTPUT_TENSORS = 16
 
 
-def find_tensors(value: Any) -> Iterator[torch.Tensor]:
+def find_float_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the floating-point tensors of a nested tuple, list, or mapping, such as a model's output."""
     stack, count = [value], 0
-    while stack and count < MOST_OUTPUTS:
+    while stack and count < MOST_OUTPUT_TENSORS:
         item = stack.pop()
         if isinstance(item, torch.Tensor):
             if item.dtype.is_floating_point:
@@ -257,10 +264,10 @@ def find_loss(output: Any) -> torch.Tensor | None:
 
 
 # Outputs of many forward passes without an optimizer's step, before those that are gone are looked for.
-MOST_ALIVE = 10_000
+MOST_TRACKED_TENSORS = 10_000
 
 
-class Uses:
+class TensorUses:
     """Follows tensors by identity from the module that made them to those that take them; keeps none alive."""
 
     def __init__(self) -> None:
@@ -268,11 +275,11 @@ class Uses:
         self._takers: dict[str, dict[str, None]] = {}
         self._outermost: dict[str, str] = {}
 
-    def forget(self) -> None:
+    def forget_tensors(self) -> None:
         """Forget the tensors of a step; what was learned of names stays."""
         self._made.clear()
 
-    def note(self, name: str, inputs: Iterable[Any], output: Any) -> None:
+    def note_module_run(self, name: str, inputs: Iterable[Any], output: Any) -> None:
         """Note that a module has run; modules inside it have been noted before.
 
         Args:
@@ -286,54 +293,63 @@ class Uses:
             if known is not None and one is not output and known[0]() is one:
                 self._takers.setdefault(known[1], {})[name] = None
         if isinstance(output, torch.Tensor):
-            self._enter(name, output)
+            self._note_maker(name, output)
         elif isinstance(output, tuple | list | Mapping):
             for one in output.values() if isinstance(output, Mapping) else output:
                 if isinstance(one, torch.Tensor):
-                    self._enter(name, one)
+                    self._note_maker(name, one)
 
-    def _enter(self, name: str, tensor: torch.Tensor) -> None:
+    def _note_maker(self, name: str, tensor: torch.Tensor) -> None:
         made = self._made
         known = made.get(id(tensor))
         if known is not None and known[0]() is tensor:
             self._outermost[known[1]] = name
             return
-        if len(made) > MOST_ALIVE:
+        if len(made) > MOST_TRACKED_TENSORS:
             self._made = made = {key: pair for key, pair in made.items() if pair[0]() is not None}
         made[id(tensor)] = weakref.ref(tensor), name
 
-    def sources(self, name: str) -> tuple[str, ...]:
+    def find_consumers(self, name: str) -> tuple[str, ...]:
         """Return the innermost modules that took a module's output, else the one whose own code did, if any."""
         takers = self._takers.get(name, {})
-        innermost = [one for one in takers if not any(_is_within(other, one) for other in takers)]
+        innermost = [one for one in takers if not any(_is_inside_module(other, one) for other in takers)]
         if innermost:
             return tuple(innermost)
         outermost = self._outermost.get(name, name)
         return (outermost.rpartition(".")[0],) if outermost else ()
 
 
-def _is_within(name: str, module: str) -> bool:
+def _is_inside_module(name: str, module: str) -> bool:
     """Return whether a module lies in another; "" is the whole model."""
     return name != module and (not module or name.startswith(f"{module}."))
 
 
-MOST_GROUPS = 24
-OTHERS = "others"
-RUN = ("step", "loss", "lr", "loss_scale", "skipped", "smallest_exponent", "largest_exponent", "nonfinite_tensors")
-SHARES = ("updates_lost", "movement_kept", "gradient_underflow")
-GRADIENTS = ("weight gradient", "activation gradient")
+MOST_PARAMETER_GROUPS = 24
+OTHER_GROUPS_NAME = "others"
+RUN_COLUMNS = (
+    "step",
+    "loss",
+    "lr",
+    "loss_scale",
+    "skipped",
+    "smallest_exponent",
+    "largest_exponent",
+    "nonfinite_tensors",
+)
+SHARE_COLUMNS = ("updates_lost", "movement_kept", "gradient_underflow")
+GRADIENT_ROLES = ("weight gradient", "activation gradient")
 # Of a group's sums: changes that were wanted, those that were lost; movement that was wanted, what of it took place;
 # nonzero elements of weight gradients, about how many became zero.
-_SUMS = 6
+_SUMS_PER_GROUP = 6
 
 
-class Rows:
+class StepRows:
     """Makes rows of a record.
 
-    A row holds numbers of the run (`RUN`), then three shares over all parameters and over each group of them, such as
-    "updates_lost" and "updates_lost/layers.*.norm.weight": of the changes that were wanted in this step, those that
-    left their element as it was; of the wanted movement, what took place; of the nonzero gradients, about how many
-    became zero in their dtype (over all: those of activations too). None stands for what is not known. A group is the
+    A row holds numbers of the run (`RUN_COLUMNS`), then three shares over all parameters and over each group of them,
+    such as "updates_lost" and "updates_lost/layers.*.norm.weight": of the changes wanted in this step, those that left
+    their element as it was; of the wanted movement, what took place; of the nonzero gradients, about how many became
+    zero in their dtype (over all: those of activations too). None stands for what is not known. A group is the
     parameters whose names differ in numbers alone, in modules of one class; where those are more than 24, parameters of
     one name in modules of one class; the smallest beyond that are together "others". Gradients of iterations that a
     scaler skipped before the step count in it.
@@ -344,32 +360,32 @@ class Rows:
 
     def __init__(self, record: Record) -> None:
         self._record = record
-        self._group_of = groups_of(p for p in record.parameters.values() if p.requires_grad and p.numel)
+        self._group_of = group_parameters(p for p in record.parameters.values() if p.requires_grad and p.numel)
         self._groups: list[str] = list(dict.fromkeys(self._group_of.values()))
         self._index = {name: self._groups.index(group) for name, group in self._group_of.items()}
         each = ["", *(f"/{group}" for group in self._groups)]
-        self.columns: list[str] = [*RUN, *(f"{share}{group}" for group in each for share in SHARES)]
+        self.columns: list[str] = [*RUN_COLUMNS, *(f"{share}{group}" for group in each for share in SHARE_COLUMNS)]
         self._skipped: int = 0
-        self._before: np.ndarray = self._sums()
+        self._before: np.ndarray = self._sum_updates()
         self._counts: dict[tuple[int, torch.dtype], np.ndarray] = {}
 
-    def row(self, step: StepRecord, totals: Mapping[tuple[Any, str], Totals]) -> dict[str, Any]:
+    def make_row(self, step: StepRecord, totals: Mapping[tuple[Any, str], TensorTotals]) -> dict[str, Any]:
         """Return the row of a sampled step that has ended; shares are those since the row before."""
         skipped, self._skipped = self._record.skipped - self._skipped, self._record.skipped
         least, most = step.exponents or (None, None)
         broken = sum(int(one.step == step.step and one.step_nonfinite > 0) for one in totals.values())
         run = (step.step, step.loss, step.lr, step.loss_scale, skipped, least, most, broken)
-        sums, whole = self._sums(), self._underflow(totals)
+        sums, whole = self._sum_updates(), self._count_underflow(totals)
         since, self._before = sums - self._before, sums
         since[:, 4:] = whole[:-1]
         total = since.sum(0)
         total[4:] = whole.sum(0)
-        shares = (share for one in (total, *since) for share in _shares(one))
+        shares = (share for one in (total, *since) for share in _compute_shares(one))
         return dict(zip(self.columns, (*run, *shares), strict=True))
 
-    def _sums(self) -> np.ndarray:
+    def _sum_updates(self) -> np.ndarray:
         """Return sums over each group's parameters since the observation began."""
-        found = [[0.0] * _SUMS for _ in self._groups]
+        found = [[0.0] * _SUMS_PER_GROUP for _ in self._groups]
         parameters = self._record.parameters
         for name, k in self._index.items():
             update, own = parameters[name].update, found[k]
@@ -378,28 +394,28 @@ class Rows:
             if update.known:
                 own[2] += update.wanted
                 own[3] += update.kept
-        return np.array(found, np.float64).reshape(-1, _SUMS)
+        return np.array(found, np.float64).reshape(-1, _SUMS_PER_GROUP)
 
-    def _underflow(self, totals: Mapping[tuple[Any, str], Totals]) -> np.ndarray:
+    def _count_underflow(self, totals: Mapping[tuple[Any, str], TensorTotals]) -> np.ndarray:
         """Count this step's nonzero gradients, and about how many became zero: per group, then of activations."""
         found = np.zeros((len(self._groups) + 1, 2))
         for (role, name), one in totals.items():
-            if role in GRADIENTS and not one.wide:
+            if role in GRADIENT_ROLES:
                 key, bins = (id(one), one.record.dtype), one.histogram
                 # As `findings` estimates it: half as many as are left at the smallest number became zero.
-                counts = np.array([bins.sum(), 0.5 * bins[: _count_smallest(one.record.dtype)].sum()])
-                place = self._index.get(name, -1) if role == GRADIENTS[0] else -1
+                counts = np.array([bins.sum(), 0.5 * bins[: _count_smallest_bins(one.record.dtype)].sum()])
+                place = self._index.get(name, -1) if role == GRADIENT_ROLES[0] else -1
                 found[place] += counts - self._counts.get(key, 0.0)
                 self._counts[key] = counts
         return found
 
 
-def groups_of(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
+def group_parameters(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
     """Return the group of each parameter, by name: alike parameters share one, so that there are at most 24.
 
     >>> import torch
     >>> named = {"0.weight": "Linear", "1.weight": "LayerNorm", "3.weight": "Linear"}
-    >>> groups_of(ParameterRecord(name, kind, torch.float32, (2,), 2, True) for name, kind in named.items())
+    >>> group_parameters(ParameterRecord(name, kind, torch.float32, (2,), 2, True) for name, kind in named.items())
     {'0.weight': '*.weight (Linear)', '1.weight': '1.weight', '3.weight': '*.weight (Linear)'}
     """
     parameters = list(parameters)
@@ -411,26 +427,26 @@ def groups_of(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
     for (pattern, kind), names in members.items():
         shared = pattern if patterns[pattern] == 1 else f"{pattern} ({kind})"
         found |= dict.fromkeys(names, shared if len(names) > 1 else names[0])
-    if len(members) > MOST_GROUPS:
+    if len(members) > MOST_PARAMETER_GROUPS:
         found = {one.name: f"{one.kind}.{one.name.rpartition('.')[2]}".lstrip(".") for one in parameters}
     sizes: Counter[str] = Counter()
     for one in parameters:
         sizes[found[one.name]] += one.numel
-    most = MOST_GROUPS if len(sizes) <= MOST_GROUPS else MOST_GROUPS - 1
+    most = MOST_PARAMETER_GROUPS if len(sizes) <= MOST_PARAMETER_GROUPS else MOST_PARAMETER_GROUPS - 1
     kept = {group for group, _ in sizes.most_common(most)}
-    return {one.name: found[one.name] if found[one.name] in kept else OTHERS for one in parameters}
+    return {one.name: found[one.name] if found[one.name] in kept else OTHER_GROUPS_NAME for one in parameters}
 
 
 @functools.cache
-def _count_smallest(dtype: torch.dtype) -> int:
+def _count_smallest_bins(dtype: torch.dtype) -> int:
     """Return how many of a histogram's first bins hold a dtype's smallest numbers."""
     try:
-        return max(0, math.frexp(formats.get(dtype).smallest_subnormal)[1] - NARROW[0])
+        return max(0, math.frexp(formats.get(dtype).smallest_subnormal)[1] - LOWEST_EXPONENT)
     except ValueError:  # integers, whose gradients are none
         return 0
 
 
-def _shares(sums: np.ndarray) -> tuple[float | None, ...]:
+def _compute_shares(sums: np.ndarray) -> tuple[float | None, ...]:
     seen, lost, wanted, kept, nonzero, vanished = sums.tolist()
     return (
         lost / seen if seen else None,
@@ -439,7 +455,7 @@ def _shares(sums: np.ndarray) -> tuple[float | None, ...]:
     )
 
 
-class Sinks:
+class RowWriter:
     """Gives each sink a row of every sampled step.
 
     Raises:
@@ -447,17 +463,17 @@ class Sinks:
         ValueError: a path that cannot be written.
     """
 
-    def __init__(self, book: Notebook, given: Sequence[Sink]) -> None:
-        self._book = book
-        self._rows = Rows(book.record)
+    def __init__(self, recorder: Recorder, given: Sequence[Sink]) -> None:
+        self._book = recorder
+        self._rows = StepRows(recorder.record)
         # Of several processes the others may see another disk.
-        self._outlets: list[Outlet] = [outlet(sink, self._rows.columns, check=is_first()) for sink in given]
+        self._outlets: list[Outlet] = [outlet(sink, self._rows.columns, check=is_first_process()) for sink in given]
 
-    def put(self, step: StepRecord) -> None:
+    def write_row(self, step: StepRecord) -> None:
         """Give a sampled step that has ended to all sinks that still take rows."""
-        if not self._outlets or not is_first():
+        if not self._outlets or not is_first_process():
             return
-        row = self._rows.row(step, self._book.totals)
+        row = self._rows.make_row(step, self._book.totals)
         for one in self._outlets:
             one.put(row)
             if one.said is not None:
@@ -465,7 +481,7 @@ class Sinks:
         self._outlets = [one for one in self._outlets if not one.closed]
 
 
-def checked_sinks(given: Any) -> Sequence[Sink]:
+def check_sinks(given: Any) -> Sequence[Sink]:
     """Return the sinks as a list.
 
     Raises:
@@ -476,7 +492,7 @@ def checked_sinks(given: Any) -> Sequence[Sink]:
     return list(given)
 
 
-def is_first() -> bool:
+def is_first_process() -> bool:
     """Return whether this process is the first of those that train together."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank() == 0
