@@ -1,4 +1,4 @@
-"""Optimizers with the signatures of torch.optim's, and beside them the options of Optimizer."""
+"""Optimizers with the signatures of torch.optim's; `params`, `**options` and what is refused are Optimizer's."""
 
 from __future__ import annotations
 
@@ -48,13 +48,7 @@ class SGD(Optimizer):
     """Stochastic gradient descent: g + wd w -> momentum b + (1 - dampening) g -> w - lr b, as torch.optim.SGD.
 
     Args:
-        params: parameters, named parameters or groups.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD.
-        foreach, differentiable, fused: see Optimizer.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD; all else: see Optimizer.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -77,9 +71,6 @@ class SGD(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
@@ -101,13 +92,7 @@ class Adam(Optimizer):
     """Adam with the decay added to the gradient, as torch.optim.Adam.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as torch.optim.Adam.
-        foreach, capturable, differentiable, fused: see Optimizer.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
     """
 
     def __init__(
@@ -119,11 +104,7 @@ class Adam(Optimizer):
         weight_decay: float = 0,
         amsgrad: bool = False,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
@@ -140,13 +121,7 @@ class AdamW(Adam):
     """Adam with decoupled weight decay, as torch.optim.AdamW; the decay is part of what the weight update rounds.
 
     Args:
-        params: parameters, named parameters or groups.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW.
-        foreach, capturable, differentiable, fused: see Optimizer.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW; all else: see Optimizer.
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(64, 64)
@@ -167,10 +142,6 @@ class AdamW(Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         Optimizer.__init__(self, **split_arguments(locals(), decoupled_weight_decay=True))
@@ -185,13 +156,7 @@ class Adagrad(Optimizer):
     """Adagrad: s + g^2 -> s, w - lr/(1 + (t-1) lr_decay) g / (sqrt(s) + eps), as torch.optim.Adagrad.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad.
-        foreach, differentiable, fused: accepted unless they ask for another implementation.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -216,8 +181,6 @@ class Adagrad(Optimizer):
         foreach: bool | None = None,
         *,
         maximize: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
@@ -228,14 +191,8 @@ class RMSprop(Optimizer):
     """RMSprop: v the mean of g^2, w - lr g / (sqrt(v) + eps), centered or with momentum, as torch.optim.RMSprop.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, alpha, eps, weight_decay, momentum, centered, maximize: as torch.optim.RMSprop. A centered one keeps both
             means in float32 unless told otherwise, and takes a variance that rounding makes negative as 0.
-        capturable, foreach, differentiable: accepted unless they ask for another implementation.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -279,13 +236,7 @@ class NAdam(Optimizer):
     The product of momenta is that of these betas from the first step on, also where a scheduler has changed them.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize: as torch.optim.NAdam.
-        foreach, capturable, differentiable: accepted unless they ask for another implementation.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -308,10 +259,7 @@ class NAdam(Optimizer):
         momentum_decay: float = 4e-3,
         decoupled_weight_decay: bool = False,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
@@ -326,13 +274,7 @@ class RAdam(Optimizer):
     """RAdam: Adam whose step grows with what is known of the second moment (arXiv 1908.03265), as torch.optim.RAdam.
 
     Args:
-        params: parameters, named parameters or groups.
-        lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as torch.optim.RAdam.
-        foreach, capturable, differentiable: accepted unless they ask for another implementation.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
+        lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as torch.optim.RAdam; all else: see Optimizer.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -352,10 +294,7 @@ class RAdam(Optimizer):
         weight_decay: float = 0,
         decoupled_weight_decay: bool = False,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
@@ -375,13 +314,7 @@ class Adafactor(Optimizer):
     largest tensor while a step runs, and 4 per parameter. `eps[0]`, if None, is float32's also of narrow parameters.
 
     Args:
-        params: parameters, named parameters or groups.
-        lr, beta2_decay, eps, d, weight_decay, maximize: as torch.optim.Adafactor.
-        foreach: accepted unless it asks for another implementation.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
+        lr, beta2_decay, eps, d, weight_decay, maximize: as torch.optim.Adafactor; all else: see Optimizer.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
@@ -404,7 +337,6 @@ class Adafactor(Optimizer):
         d: float = 1.0,
         weight_decay: float = 0.0,
         *,
-        foreach: bool | None = None,
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
@@ -446,13 +378,11 @@ class Muon(Optimizer):
     `use_fallback=True`), which AdamW steps, or another optimizer; `Muon.split_groups` makes such groups.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of groups with `use_muon=False`, which may say `lr`,
             `betas`, `eps`, `weight_decay`, `amsgrad` and `maximize` themselves. None for `lr` and `weight_decay`. One
             rate for both is meant for `adjust_lr_fn="match_rms_adamw"`; the published code has 0.02 for matrices beside
             3e-4 for AdamW, so that from 0.01 on a shared rate is warned of.
-        **options: see Optimizer.
 
     Raises:
         ValueError: a parameter that is no matrix, a hyper-parameter out of range.
@@ -498,8 +428,7 @@ class Muon(Optimizer):
         Embeddings and heads are told by their names. A group that says `use_muon` stays as it is.
 
         Args:
-            params: parameters, named parameters or groups.
-            use_muon: which parameters are Muon's instead: a glob over names or several, or a function of name and
+                use_muon: which parameters are Muon's instead: a glob over names or several, or a function of name and
                 parameter.
 
         Raises:

@@ -26,7 +26,6 @@ from ._state_dict_validation import (
     find_state,
     fit_state,
     has_other_bits,
-    is_auxiliary,
     is_own_file,
     read_begun,
     refuse_confusing_keys,
@@ -40,15 +39,12 @@ from .parameters._narrow_groups import name_of
 from .parameters._outside_writes import (
     CHECKSUMS,
     PAYLOAD_KEYS,
-    UPDATE,
     describe_payload,
     fit_auxiliary_tensors,
-    is_written,
     mark_loaded,
     place_checksums,
     read_auxiliary_tensors,
     set_weight,
-    under,
 )
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import plain_names
@@ -57,6 +53,7 @@ from .parameters._state_tensors import (
     STORAGE_SUFFIXES,
     find_block,
     find_packed_block,
+    is_auxiliary,
     list_codec_versions,
     set_initial,
 )
@@ -66,7 +63,7 @@ from .states._int8_blocks import scale_shape
 from .states._state import StateChoice, as_state
 from .step._batch import PlanCache
 from .step._scales import weight_scale
-from .weight_updates._weight_update import WeightUpdate, weight_update
+from .weight_updates._weight_update import WeightUpdate
 
 
 class CheckpointMixin(torch.optim.Optimizer):
@@ -76,8 +73,7 @@ class CheckpointMixin(torch.optim.Optimizer):
 
     if TYPE_CHECKING:
 
-        def _plan(self, group: dict[str, Any], position: int, *, carry: bool = True) -> ParameterPlan: ...
-        def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
+        def _plan(self, group: dict[str, Any], position: int) -> ParameterPlan: ...
         def _follow_groups(self) -> None: ...
         def _clear_plans(self) -> None: ...
         def _start_caches(self) -> None: ...
@@ -102,7 +98,6 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._follow_groups()
         places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
         refuse_confusing_keys(self.state)
-        # First: where a group was given another weight update, it takes the state over.
         held = [self.state.get(group["params"][position]) for group, position in places]
         beside = [self._auxiliary_tensors_to_save(*place) if state else {} for place, state in zip(places, held)]
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
@@ -128,18 +123,12 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
         """Return the valid auxiliary tensors of a parameter written from outside, and its payload's identity."""
         try:
-            plan = self._plan_to_read(group, position)
+            plan = self._plan(group, position)
         except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
             return {}
-        # A group that was given another weight update takes its parameters over at the next step.
-        is_to_change = group["weight_update"] not in (None, plan.spec.update, plan.spec.update.name)
-        auxiliary: dict[str, object] = {UPDATE: plan.spec.update.to_dict()} if is_to_change else {}
         if plan.payload_version is None:
-            return auxiliary
-        if is_written(plan):
-            names = (name for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store))
-            auxiliary.update(zip(names, read_auxiliary_tensors(plan)))
-        return {**auxiliary, **describe_payload(plan)}
+            return {}
+        return {**dict(zip(plan.spec.auxiliary_names, read_auxiliary_tensors(plan))), **describe_payload(plan)}
 
     # Words for a flat state (flatten_optimizer_state_dict) that lacks an entry which torch looks up.
     explain_missing_entry = staticmethod(_explain_missing_entry)
@@ -217,8 +206,6 @@ class CheckpointMixin(torch.optim.Optimizer):
                 self._plans.pop(parameter)
                 continue
             held, spec = self.state[parameter], self._plans[parameter].spec
-            for name in [name for name in held if is_auxiliary(name) and name not in spec.tensors]:
-                del held[name]
             for name, value in tensors.items():
                 if name in spec.tensors:
                     local(held[name]).copy_(local(value))
@@ -239,11 +226,10 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries."""
         if not state:
             return {}
-        with under(group, weight_update(state[UPDATE]) if UPDATE in state else group["weight_update"]):
-            plan = self._plan(group, position, carry=False)
+        plan = self._plan(group, position)
         count_steps(state, plan.name)
         fitted: dict[str, Any] = {}
-        used = {"step", BEGUN, UPDATE, *plan.spec.rule.follows_from_step, *PAYLOAD_KEYS}
+        used = {"step", BEGUN, *plan.spec.rule.follows_from_step, *PAYLOAD_KEYS}
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
             fitted |= fit_state(plan, group, codec, rule_state, names, state)
@@ -369,7 +355,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 continue
             tensor, mine = held[their_name][0], group["params"][position]
             if isinstance(tensor, torch.nn.Parameter) and _could_be_a_copy(tensor, mine):
-                found[their_name] = self._plan_to_read(group, position) if self.state.get(mine) else None
+                found[their_name] = self._plan(group, position) if self.state.get(mine) else None
         if not found and any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in held.values()):
             raise ValueError(
                 "no parameter of this model is stepped by this optimizer: give the model that it was made for, or, to "
@@ -385,7 +371,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _read_plan(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
         """Return the plan of a parameter that has states, else None: the weight is then the parameter itself."""
         has_state = isinstance(tensor, MCTensor) or (isinstance(tensor, torch.Tensor) and self.state.get(tensor))
-        return self._plan_to_read(*places[id(tensor)]) if has_state and id(tensor) in places else None
+        return self._plan(*places[id(tensor)]) if has_state and id(tensor) in places else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle, without the caches."""
@@ -396,7 +382,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             for position, parameter in enumerate(group["params"]):
                 saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
                 if CHECKSUMS in saved:
-                    held[parameter] = {**held[parameter], **saved, UPDATE: self._plans[parameter].spec.update}
+                    held[parameter] = {**held[parameter], **saved}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

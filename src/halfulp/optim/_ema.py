@@ -342,7 +342,7 @@ def _auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tenso
     for group, position, parameter in model_parameters(optimizer):
         held = group["params"][position]
         if parameter in names and (optimizer.state.get(held) or isinstance(held, MCTensor)):
-            plan = optimizer._plan_to_read(group, position)
+            plan = optimizer._plan(group, position)
             if plan.spec.update.auxiliary_tensors(plan.spec.store):
                 found[names[parameter]] = plan
     return found

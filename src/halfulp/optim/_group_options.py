@@ -27,9 +27,10 @@ DTYPES = {
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
     **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
 }
-_SWITCHES = {"true": True, "false": False}
+# Words for values that Python writes in another way.
+_NUMBER_WORDS = {"true": True, "false": False, "inf": math.inf, "-inf": -math.inf}
 # Options whose words are names, and stay.
-_NAMES = frozenset(("weight_update", "format", "name"))
+_NAME_OPTIONS = frozenset(("weight_update", "format", "name"))
 
 
 def read_dtype(given: Any) -> Any:
@@ -69,7 +70,7 @@ def _read(name: str, given: Any, default: Any) -> Any:
     if name == "state_dtype" and isinstance(given, Mapping):
         return {slot: read_dtype(choice) for slot, choice in given.items()}
     if isinstance(given, list | tuple) and isinstance(default, tuple | list):
-        return tuple(_read_item(name, one) if isinstance(one, str) else one for one in given)
+        return tuple(_read(name, one, 0.0) for one in given)
     if not isinstance(given, str):
         return given
     word = given.strip()
@@ -80,37 +81,18 @@ def _read(name: str, given: Any, default: Any) -> Any:
         if name == "param_dtype" and isinstance(found, str):
             raise ValueError(unknown("param_dtype", word, ["bf16", "bfloat16", "fp16", "float16", "None"]))
         return found
-    if name in _NAMES:
+    if name in _NAME_OPTIONS:
         return word
-    if isinstance(default, bool):
-        if word.lower() not in _SWITCHES:
-            raise ValueError(f"{name}={given!r}: write True or False")
-        return _SWITCHES[word.lower()]
     if isinstance(default, tuple | list):
-        return tuple(_read_item(name, one) for one in word.strip("()[] ").split(",") if one.strip())
-    if default is None:
-        return _SWITCHES.get(word.lower(), given) if _number(word) is None else _number(word)
-    return _read_item(name, word) if isinstance(default, int | float) else given
-
-
-def _read_item(name: str, word: str) -> float | None:
-    if word.strip() == "None":
-        return None
-    value = _number(word)
-    if value is None:
+        return tuple(_read(name, one, 0.0) for one in word.strip("()[] ").split(",") if one.strip())
+    value = _NUMBER_WORDS.get(word.lower(), given)
+    with contextlib.suppress(SyntaxError, ValueError):
+        value = ast.literal_eval(word)
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise ValueError(f"{name}={given!r}: write True or False")
+    if isinstance(default, int | float) and not isinstance(value, int | float):
         raise ValueError(f"{name}={word!r} is no number: write it as 0.001 or 1e-3")
-    return value
-
-
-def _number(word: str) -> float | None:
-    """Return the number that a word writes, as Python does, or infinity; None for any other word."""
-    if word.strip() in ("inf", "-inf"):
-        return float(word)
-    try:
-        value = ast.literal_eval(word.strip())
-    except (SyntaxError, ValueError):
-        return None
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return value if default is None or isinstance(default, int | float) else given
 
 
 # What optimizers are made from, as in torch.optim.
@@ -171,6 +153,10 @@ class OptimizerOptions(NarrowOptions, total=False):
     """The options of Optimizer, which every optimizer takes beside its own."""
 
     state_dtype: StateChoice
+    foreach: bool | None
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
 
 
 def check_parameters(params: object) -> None:
@@ -314,14 +300,13 @@ def split_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]:
     """Return the arguments of Optimizer's `__init__` from those of the `__init__` of an optimizer.
 
     Args:
-        given: the latter by name, `locals()` there; torch's switches are checked (`check_torch_switches`) and left out.
+        given: the latter by name, `locals()` there.
         counts: what groups hold beside the hyper-parameters.
     """
-    switches = read_options({name: given[name] for name in SWITCHES if name in given}, dict.fromkeys(SWITCHES))
-    check_torch_switches(type(given["self"]).__name__, **switches)
     left_out = ("self", "params", "options", "__class__", *SWITCHES)
     defaults = {name: value for name, value in given.items() if name not in left_out}
-    return {"params": given["params"], "defaults": {**defaults, **counts}, **given["options"]}
+    switches = {name: given[name] for name in SWITCHES if name in given}
+    return {"params": given["params"], "defaults": {**defaults, **counts}, **switches, **given["options"]}
 
 
 def warn_of_rate_jump(group: dict[str, Any]) -> None:

@@ -42,14 +42,11 @@ from .parameters._narrow_groups import (
     warn_of_idle_update,
 )
 from .parameters._outside_writes import (
+    CHECKSUMS,
     PAYLOAD_KEYS,
-    UPDATE,
     follow_version,
     is_current,
     mark_loaded,
-    under,
-    weight_to_carry,
-    write_carried,
 )
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
 from .parameters._random_identity import (
@@ -59,9 +56,8 @@ from .parameters._random_identity import (
     has_identities,
     note_identities,
     part_in_backward,
-    warn_of_shared_keys,
 )
-from .parameters._state_tensors import complete_state
+from .parameters._state_tensors import complete_state, refuse_other_update
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule, check_states
@@ -94,12 +90,17 @@ class Optimizer(CheckpointMixin):
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
         seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
             over unnamed parameters, or of equal names, share them unless they begin in one backward: seed the second.
-            Two of one training that step in turn over unnamed parameters are warned of.
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
+        foreach, fused: of torch.optim: ignored, with a warning where they ask for another implementation than the one
+            fused kernel.
+        capturable, differentiable: of torch.optim: refused, if True.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+        TypeError: an unknown option, or `params` that are no parameters.
 
     Options may be words, as a command line or a YAML file gives them: "1e-3", "bf16", "torch.bfloat16", "true",
-    "0.9,0.95", "None". torch.optim's `foreach` and `fused` are ignored, with a warning where they ask for another
-    implementation than the fused kernel; `capturable=True` and `differentiable=True` are refused.
+    "0.9,0.95", "None".
     """
 
     # The option that makes parameters narrow.
@@ -126,6 +127,10 @@ class Optimizer(CheckpointMixin):
         format: Format | str | None = None,
         seed: int = 0,
         report_interval: int = 50,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         **unknown_options: Any,
     ) -> None:
         known = read_defaults(type(self))
@@ -133,6 +138,8 @@ class Optimizer(CheckpointMixin):
             allowed = [option for option in known if option not in self._fixed_options]
             raise TypeError(unknown(f"option of {type(self).__name__}", name, allowed))
         check_parameters(params)
+        switches = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
+        check_torch_switches(type(self).__name__, **read_options(switches, known))
         self._start_caches()
         self._is_built = False
         own: dict[str, Any] = {
@@ -261,16 +268,9 @@ class Optimizer(CheckpointMixin):
         position: int,
         gradient: Store,
         options: PlanOptions | None = None,
-        carried: list[tuple[ParameterPlan, torch.Tensor]] | None = None,
         beside: torch.Tensor | None = None,
     ) -> ParameterPlan:
-        """Make a parameter's plan, and the state tensors that it lacks.
-
-        Args:
-            carried: takes the plan and its weight if the group was given another weight update since: for
-                `write_carried`, once all plans are made. None if the weight stays behind.
-            beside: the gradient of a step, which checks the memory of all tensors.
-        """
+        """Make a parameter's plan, and the state tensors that it lacks; the gradient of a step stands `beside` it."""
         parameter = group["params"][position]
         if parameter not in self._identities or parameter in self._outside_states:
             self._follow_groups()
@@ -278,45 +278,26 @@ class Optimizer(CheckpointMixin):
         spec = self._step_spec(group, parameter, gradient, name)
         refuse_other_dtype(parameter, spec, name)
         state = self.state[parameter]
-        if state.get(UPDATE) not in (None, spec.update):
-            # A copy whose group was given another weight update before its first step.
-            with under(group, state[UPDATE]):
-                self._new_plan(group, position, gradient)
-        weight = None if carried is None else weight_to_carry(self._plans.get(parameter), spec, state)
-        complete_state(state, spec, group, parameter, name, self._plans.get(parameter))
+        known = self._plans.get(parameter)
+        refuse_other_update(state, None if known is None else known.spec, spec, name)
+        complete_state(state, spec, group, parameter, name)
         options = options or self._plans.options_of(group)
         plan = self._plans.renew(parameter, spec, state, options, name, identity, beside)
-        if UPDATE in state:  # a copy, which says what a file does
+        if CHECKSUMS in state:  # a copy, which says what a file does
             mark_loaded(plan, state)
-            for key in (UPDATE, *PAYLOAD_KEYS):
+            for key in PAYLOAD_KEYS:
                 state.pop(key, None)
-        if carried is not None and weight is not None:
-            carried.append((plan, weight))
         return plan
 
-    def _plan(
-        self, group: dict[str, Any], position: int, gradient: Store | None = None, *, carry: bool = True
-    ) -> ParameterPlan:
-        """Return a parameter's valid plan, for gradients of some store if one is given.
-
-        Unless `carry` is False, a weight update that the group was given since takes the weight over.
-        """
+    def _plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
+        """Return a parameter's valid plan, for gradients of some store if one is given."""
         parameter = group["params"][position]
         plan, options = self._plans.get(parameter), self._plans.options_of(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
             likely = PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32])
-            carried: list[tuple[ParameterPlan, torch.Tensor]] | None = [] if carry else None
-            plan = self._new_plan(group, position, gradient or likely, options, carried)
-            write_carried(carried or [], [])
+            plan = self._new_plan(group, position, gradient or likely, options)
         return plan
-
-    def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan:
-        """Return a parameter's valid plan under the weight update that wrote it, without changing the plan."""
-        parameter = group["params"][position]
-        known, copied = self._plans.get(parameter), self.state.get(parameter, {}).get(UPDATE, group["weight_update"])
-        with under(group, copied if known is None else known.options.weight_update):
-            return self._plan(group, position)
 
     def _clear_plans(self) -> None:
         """Make every plan anew before it is used again, under the identities that the groups say."""
@@ -442,8 +423,6 @@ class Optimizer(CheckpointMixin):
 
     def _run(self, batches: list[Batch]) -> None:
         self._check_wrappers(bool(batches))
-        if any(batch.spec.draws for batch in batches):
-            warn_of_shared_keys(self)
         for batch in batches:
             compile_kernels(batch)
         self._look_ahead(batches)
@@ -541,7 +520,7 @@ class Optimizer(CheckpointMixin):
         Gradients are replaced by their plain memory; the scales of scaled ones go into `scales`, by place.
         """
         places: dict[tuple[int, bool], list[int]] = {}
-        place, carried = -1, list[tuple[ParameterPlan, torch.Tensor]]()
+        place = -1
         for group, (rule, options, interval, _) in zip(groups, settings):
             for position, parameter in enumerate(group["params"]):
                 place += 1
@@ -560,7 +539,7 @@ class Optimizer(CheckpointMixin):
                     or not is_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
                     store = gradient_store(gradient, parameter, name_of(group, position))
-                    plan = plans[place] = self._new_plan(group, position, store, options, carried, gradient)
+                    plan = plans[place] = self._new_plan(group, position, store, options, gradient)
                 if gradient.shape != plan.shape:
                     raise ValueError(
                         f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "
@@ -569,7 +548,6 @@ class Optimizer(CheckpointMixin):
                 gradients[place] = gradient if gradient.is_contiguous() else gradient.contiguous()
                 metered = bool(interval) and (plan.state["step"] + 1) % interval == 0
                 places.setdefault((id(plan.spec), metered), []).append(place)
-        write_carried(carried, plans)
         return [*places.values()]
 
     def report(self) -> LostUpdateReport:
@@ -586,7 +564,7 @@ class Optimizer(CheckpointMixin):
             for position, parameter in enumerate(group["params"]):
                 held = [*own_parts(parameter)]
                 if parameter.requires_grad or self.state.get(parameter):
-                    plan = self._plan_to_read(group, position)
+                    plan = self._plan(group, position)
                     held += [*plan.tensors.values(), *plan.watched]
                     held += [parameter.scale] if plan.spec.scaled else []
                     total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize

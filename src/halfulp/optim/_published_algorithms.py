@@ -1,4 +1,4 @@
-"""Optimizers of papers that torch.optim does not have; beside their arguments the options of Optimizer."""
+"""Optimizers of papers that torch.optim does not have; `params`, `**options` and what is refused are Optimizer's."""
 
 from __future__ import annotations
 
@@ -25,12 +25,7 @@ class Lion(Optimizer):
     """Lion: w - lr (sign(b1 m + (1-b1) g) + wd w), m to b2 m + (1-b2) g (arXiv 2302.06675).
 
     Args:
-        params: parameters, named parameters or groups.
         lr, betas, weight_decay, maximize: step size, the two decay rates, decoupled decay, ascent.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
     """
 
     _rule = LION
@@ -53,15 +48,10 @@ class Adan(Optimizer):
     """Adan: Adam with Nesterov's momentum by the change of the gradient (arXiv 2208.06677).
 
     Args:
-        params: parameters, named parameters or groups.
         lr, eps: step size, and what is added to the root of the second moment.
         betas: the shares that the means of gradients, of their changes and of squares keep.
         weight_decay, no_prox: w / (1 + lr weight_decay) after the step, or w (1 - lr weight_decay) before it.
         maximize: ascent.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -94,15 +84,10 @@ class AdEMAMix(Optimizer):
     """AdEMAMix: AdamW with a second, slow momentum beside the fast one (arXiv 2409.03137).
 
     Args:
-        params: parameters, named parameters or groups.
         lr, eps, weight_decay, maximize: step size, addend to the root of the second moment, decoupled decay, ascent.
         betas: the shares that the fast momentum, the mean of squares and the slow momentum keep.
         alpha: the weight of the slow momentum.
         beta3_warmup, alpha_warmup: steps in which the slow beta and its weight grow to these values.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -141,15 +126,10 @@ class LAMB(Optimizer):
     engine and under every sharding. Gradients are clipped by torch.nn.utils.clip_grad_norm_, if they are to be.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, maximize: as AdamW.
         bias_correction: whether the moments are divided by 1 - beta^t.
         trust_clip: whether |w|/|r| is at most 1.
         always_adapt: whether it is taken without weight decay too, where the ratio is else 1.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.full((4,), 3.0))
@@ -212,7 +192,7 @@ class ScheduleFree(Optimizer):
                     self._switch(group, position, mode)
 
     def _switch(self, group: dict[str, Any], position: int, mode: bool) -> None:
-        parameter, plan = group["params"][position], self._plan_to_read(group, position)
+        parameter, plan = group["params"][position], self._plan(group, position)
         kept = self._in_training.pop(parameter)
         if mode and kept is not None and kept[1] == plan.payloads[0]._version:
             for part, before in zip(plan.parts, kept[0], strict=True):
@@ -258,15 +238,10 @@ class SGDScheduleFree(ScheduleFree):
     between `eval()` and `train()`. z is a float32 state (or "bfloat16x2").
 
     Args:
-        params: parameters, named parameters or groups.
         lr, momentum, weight_decay: step size, the share m of the average in y, decay at y.
         warmup_steps: over which the step size grows.
         r, weight_lr_power: the average weighs step t by t^r times this power of the largest step size so far.
         maximize: ascent.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2))
@@ -307,16 +282,11 @@ class AdamWScheduleFree(ScheduleFree):
     is y = (1-b1) z + b1 x, and x between `eval()` and `train()`. z is a float32 state (or "bfloat16x2").
 
     Args:
-        params: parameters, named parameters or groups.
         lr, eps, weight_decay: step size, addend to the root of the second moment, decay at y.
         betas: the share of the average in y, and the share of the second moment that a step keeps.
         warmup_steps: over which the step size grows.
         r, weight_lr_power: the average weighs step t by t^r times this power of the largest step size so far.
         maximize: ascent.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(4, 4).bfloat16()
@@ -355,7 +325,6 @@ class Prodigy(Optimizer):
     under every sharding. w0 is a float32 state (or "bfloat16x2").
 
     Args:
-        params: parameters, named parameters or groups.
         lr: a factor of the estimate, for schedules; the same in every group, or 0.
         betas, eps, weight_decay: as AdamW; betas[0] above 0.
         beta3: the share that the sums keep; None for the root of betas[1].
@@ -363,10 +332,6 @@ class Prodigy(Optimizer):
         use_bias_correction, safeguard_warmup: unbiased moments; sums that a warmup of lr does not weigh.
         d0, d_coef, growth_rate: the first estimate, a factor of it, and by how much a step may multiply it.
         maximize: ascent.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(4))

@@ -14,7 +14,6 @@ from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
 from ._group_options import check_group, read_own_version
-from ._storage import STORES
 from .parameters._local_tensors import local
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import identities_of, plain_names
@@ -29,7 +28,7 @@ from .parameters._state_tensors import (
 from .rules._update_rule import StateSlot
 from .states._int8_blocks import scale_shape
 from .states._state import Codec
-from .weight_updates._weight_update import REGISTRY, weight_update
+from .weight_updates._weight_update import weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
 _LATER = {
@@ -268,13 +267,6 @@ def read_begun(state: Mapping, step: int) -> dict[str, int]:
     """Return the saved entry that says when the states began, if there is one."""
     held = state.get(BEGUN)
     return {BEGUN: held} if isinstance(held, int) and 0 < held <= step else {}
-
-
-def is_auxiliary(name: str) -> bool:
-    """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
-    stores = [STORES[dtype] for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    auxiliary = {key for update in REGISTRY.values() for store in stores for key, _ in update.auxiliary_tensors(store)}
-    return name in auxiliary or name.startswith("component_")
 
 
 def fit_state(

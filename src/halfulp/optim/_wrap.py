@@ -373,10 +373,10 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
-        with global_hooks([{}, {}]) as held:  # which run around the outer step
+        with global_hooks({}, {}) as held:  # which run around the outer step
 
             def evaluate() -> Any:
-                with global_hooks(held):  # other optimizers may step in a closure
+                with global_hooks(*held):  # other optimizers may step in a closure
                     return closure() if closure is not None else None
 
             step: Any = self.base.step if closure is None else functools.partial(self.base.step, evaluate)
@@ -590,21 +590,13 @@ def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def global_hooks(wanted: list[dict[int, Any]]) -> Iterator[list[dict[int, Any]]]:
-    """Return a context with other hooks before and after every optimizer's step, less what is removed in it."""
-    hooks: list[dict[int, Any]] = [
-        _torch_optimizer._global_optimizer_pre_hooks,
-        _torch_optimizer._global_optimizer_post_hooks,
-    ]
-    held = [dict(one) for one in hooks]
+def global_hooks(pre: dict[int, Any], post: dict[int, Any]) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:
+    """Return a context with other hooks before and after every optimizer's step; it gives those that it replaces."""
+    hooks = vars(_torch_optimizer)
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    before = hooks[names[0]], hooks[names[1]]
+    hooks.update(zip(names, (pre, post)))
     try:
-        for one, given in zip(hooks, wanted):
-            one.clear()
-            one.update(given)
-        yield held
+        yield before
     finally:
-        for one, given, before in zip(hooks, wanted, held):
-            for key in [*given]:
-                if one.pop(key, None) is None:
-                    del given[key]
-            one.update(before)
+        hooks.update(zip(names, before))

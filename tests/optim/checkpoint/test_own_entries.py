@@ -182,7 +182,7 @@ SWITCHES = {
     "Adam": (hu.optim.Adam, {"amsgrad": True}, {"amsgrad": False}, "max_exp_avg_sq"),
     "momentum": (hu.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.0}, "momentum_buffer"),
 }
-STORED = {"default": {}, "float32": {"state_dtype": torch.float32}, "bfloat16x2": {"state_dtype": "bfloat16x2"}}
+STORED = {"float32": {"state_dtype": torch.float32}, "bfloat16x2": {"state_dtype": "bfloat16x2"}}
 
 
 @pytest.mark.sampled(2)

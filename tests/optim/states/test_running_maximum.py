@@ -194,22 +194,6 @@ def test_a_maximum_of_no_other_state_is_refused(source):
         UpdateRule("largest", largest, states, ("take",), values)
 
 
-@pytest.mark.parametrize("state_dtype", ["8bit", torch.bfloat16], ids=str)
-def test_the_advice_works_where_amsgrad_is_switched_on_in_training(state_dtype):
-    parameter = torch.nn.Parameter(torch.randn(8, 64).bfloat16())
-    optimizer = hu.optim.AdamW([parameter], lr=1e-2, weight_update="split8", state_dtype=state_dtype)
-    for _ in range(2):
-        parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-    (group,) = optimizer.param_groups
-    group["amsgrad"] = True
-    with pytest.raises(ValueError, match="exp_avg"):
-        optimizer.step()
-    group["state_dtype"] = {"exp_avg": state_dtype}
-    optimizer.step()
-    assert optimizer.state[parameter]["exp_avg_sq"].dtype == torch.float32
-
-
 @pytest.mark.parametrize("given", [torch.float16, "fp8", {"exp_avg_sq": torch.float16}], ids=str)
 def test_the_storages_that_a_refusal_lists_are_taken(given, seed):
     """States under a scale are for scaled parameters; what plain ones may have beside a maximum is less than else."""

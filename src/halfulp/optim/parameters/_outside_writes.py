@@ -16,10 +16,9 @@ copies hold checksums of the payload that their auxiliary tensors belong to, bec
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 from typing import Any
@@ -28,10 +27,9 @@ import numpy as np
 import torch
 
 from ...kernels import row_checksums
-from ._local_tensors import is_dtensor, memory
+from ._local_tensors import is_dtensor
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
 from ._payload_digests import digests_of
-from ._step_spec import StepSpec
 from ._tensor_map import TensorMap
 
 WATCHED_STEPS = 1000
@@ -42,8 +40,6 @@ CHECKSUMS = "payload_checksums"
 # one value, and there in every file, because torch.distributed.checkpoint wants in a file whatever a reader has.
 COPY = "payload_copy"
 PAYLOAD_KEYS = (CHECKSUMS, COPY)
-# In files and copies: the weight update whose auxiliary tensors they are, where the group may have another.
-UPDATE = "weight_update"
 _HEAD = struct.Struct("<qd")  # steps, scale
 
 
@@ -325,62 +321,9 @@ def set_weight(plan: ParameterPlan, value: torch.Tensor) -> None:
     What was written from outside until now is answered first: a file saved before would say that it has been.
     """
     drop_stale(plan)
-    _fill(plan, value)
-    mark_current(plan)
-
-
-def write_carried(
-    carried: Sequence[tuple[ParameterPlan, torch.Tensor]], others: Iterable[ParameterPlan | None]
-) -> None:
-    """Set parameters to the weights that they had under another weight update (`weight_to_carry`).
-
-    The payloads of other plans stay as they are, though one cut from the same tensor shares a version counter.
-    """
-    held = [plan for plan in others if carried and plan is not None and plan.payload_version is not None]
-    current = [plan for plan in held if is_current(plan)]
-    for plan, value in carried:
-        _fill(plan, value)
-    for plan in current:
-        follow_version(plan)
-    for plan, _ in carried:
-        mark_current(plan)
-
-
-def _fill(plan: ParameterPlan, value: torch.Tensor) -> None:
     parts = [part.contiguous() for part in plan.parts]
     plan.spec.update.fill(plan.spec.store, parts, value)
     for part, filled in zip(plan.parts, parts):
         if part is not filled:
             part.copy_(filled)
-
-
-def weight_to_carry(plan: ParameterPlan | None, spec: StepSpec, state: MutableMapping[str, Any]) -> torch.Tensor | None:
-    """Return the weight that a plan's weight update held where the new specification has another; None if it has not.
-
-    The auxiliary tensors of the old one are taken out of the parameter's state.
-    """
-    if plan is None or plan.spec.in_parameter or plan.spec.update == spec.update or plan.spec.store != spec.store:
-        return None
-    if not plan.spec.auxiliary_names and not spec.auxiliary_names:
-        return None
-    if any(state.get(name) is None for name in plan.spec.auxiliary_names):
-        return None
-    if plan.payload_version is not None:  # the parameter may have moved since the plan was made
-        parameter = plan.parameter
-        plan.record.payload_version = payload_version_of(parameter, memory(parameter), plan.payload_version)
-    drop_stale(plan)
-    payloads = [part.contiguous() for part in plan.payloads]
-    value = plan.spec.update.read(plan.spec.store, [*payloads, *plan.auxiliary_tensors]).clone()
-    for name in plan.spec.auxiliary_names:
-        del state[name]
-    return value
-
-
-@contextlib.contextmanager
-def under(group: dict[str, Any], update: Any) -> Iterator[None]:
-    """Return a context in which a group has a weight update, whatever it was given since."""
-    chosen, group["weight_update"] = group["weight_update"], update
-    try:
-        yield
-    finally:
-        group["weight_update"] = chosen
+    mark_current(plan)

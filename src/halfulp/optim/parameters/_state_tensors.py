@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..._messages import listed
+from .._storage import STORES
 from ..rules._update_rule import StateSlot
 from ..states._int4_blocks import Int4Blocks
 from ..states._int8_blocks import CODEC_VERSION, Int8Blocks, scale_shape
 from ..states._state import constant_of
+from ..weight_updates._weight_update import REGISTRY
 from ._local_tensors import local
-from ._parameter_plan import ParameterPlan
 from ._step_spec import StepSpec
 
 # What the names of a state's tensors end in, over all storages.
@@ -28,19 +29,12 @@ def complete_state(
     group: Mapping,
     parameter: torch.Tensor,
     name: str,
-    known: ParameterPlan | None = None,
 ) -> None:
     """Add the tensors that a parameter's state lacks, and its step number.
 
     States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
-
-    Args:
-        known: its plan so far. Where the group has another rule since, as under another `amsgrad`, the states that both
-            have are stored as this one stores them.
     """
     wanted = list_state_tensors(spec, local(parameter).shape) | list_factors(spec, parameter.shape)
-    if known is not None and known.spec.rule is not spec.rule:
-        _store_anew(state, known.spec, spec, local(parameter).shape)
     _refuse_other_tensors(state, wanted, name)
     missing = {key: value for key, value in wanted.items() if key not in state}
     if missing:
@@ -55,32 +49,11 @@ def complete_state(
     state.setdefault("step", 0)
 
 
-def _store_anew(state: MutableMapping[str, Any], before: StepSpec, spec: StepSpec, shape: torch.Size) -> None:
-    """Convert the states of another rule, and those that were switched off under it, to what this rule stores them in.
-
-    The latter may be of another storage, or from a file of torch.optim's.
-    """
-    known = {slot.name: (before.codecs[k], before.state_tensors[k]) for k, slot in enumerate(before.rule.states)}
-    for slot, codec, wanted in zip(spec.rule.states, spec.codecs, spec.state_tensors):
-        held = {name: local(state[name]) for s in STORAGE_SUFFIXES if (name := f"{slot.name}{s}") in state}
-        new = codec.tensors(slot.name, shape)
-        if slot.name in known:
-            old, names = known[slot.name]
-            if old == codec or not held.keys() >= set(names):
-                continue
-            value = old.decode([held[name] for name in names])
-        else:
-            given = find_saved_tensor(held, slot.name)
-            same = held.keys() == set(wanted) and all((t.shape, t.dtype) == new[n] for n, t in held.items() if n in new)
-            wanted_shape = scale_shape(shape, 2) if f"{slot.name}_packed" in held else shape
-            if same or not isinstance(given, torch.Tensor) or given.shape != wanted_shape:
-                continue
-            value = decode_saved(given, state, slot)
-        made = {name: torch.zeros(size, dtype=dtype, device=value.device) for name, (size, dtype) in new.items()}
-        codec.encode(list(made.values()), value.contiguous(), None)
-        for name in held:
-            del state[name]
-        state.update(made)
+def is_auxiliary(name: str) -> bool:
+    """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
+    stores = [STORES[dtype] for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    auxiliary = {key for update in REGISTRY.values() for store in stores for key, _ in update.auxiliary_tensors(store)}
+    return name in auxiliary or name.startswith("component_")
 
 
 def list_state_tensors(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -110,6 +83,21 @@ def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tens
                 tensors[name].copy_(number.expand(tensors[name].shape))
 
 
+def refuse_other_update(state: Mapping, before: StepSpec | None, spec: StepSpec, name: str) -> None:
+    """Refuse to step under another weight update than the one whose auxiliary tensors a state holds.
+
+    `before` is the step specification so far; a copy of an optimizer has none yet, but it has the tensors.
+    """
+    left = [] if before is None or before.update == spec.update else sorted(before.auxiliary_names)
+    left += [key for key in state.keys() - set(spec.tensors) - {"step", *left} if is_auxiliary(str(key))]
+    if left:
+        raise ValueError(
+            f"weight_update={spec.update.name!r}, but the state of parameter {name} holds {listed(left)} of another: "
+            "put the group's weight_update and the parameter's dtype back, or make a new optimizer and give it the "
+            "weights by float32_state_dict and load_float32_state_dict"
+        )
+
+
 def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
     """Refuse states that were made before the parameter was converted or resized."""
     for key, (shape, dtype) in wanted.items():
@@ -125,7 +113,8 @@ def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
         elif held is not None and (held.shape != shape or held.dtype != dtype):
             raise ValueError(
                 f"state {key!r} of parameter {name} is {held.dtype} of shape {tuple(held.shape)}, but {dtype} of shape "
-                f"{tuple(shape)} is needed: convert a model before its optimizer is made, or make a new optimizer"
+                f"{tuple(shape)} is needed: convert a model, and choose amsgrad and its like, before its optimizer is "
+                "made, or make a new optimizer and load this one's state_dict there"
             )
 
 
