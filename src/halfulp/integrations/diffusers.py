@@ -98,8 +98,7 @@ class EMAModel:
 
         Other parameters than the model's get the averages as float32, rounded to their dtypes.
         """
-        own = list(self.model.parameters())
-        given = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
+        given, own = _list_parameters(parameters), list(self.model.parameters())
         if len(given) != len(own) or any(a.shape != b.shape for a, b in zip(given, own)):
             raise ValueError(f"copy_to got {len(given)} parameters, the model has {len(own)}: give those of its class")
         if self._is_stored and all(a is b for a, b in zip(given, own)):
@@ -108,9 +107,8 @@ class EMAModel:
                 self._applied.__enter__()
             return
         averages = self.ema.float32_state_dict()
-        names = [name for name, _ in self.model.named_parameters()]
         with torch.no_grad():
-            for name, target in zip(names, given, strict=True):
+            for (name, _), target in zip(self.model.named_parameters(), given, strict=True):
                 target.copy_(averages[name])
 
     def restore(self, parameters: Parameters) -> None:
@@ -166,7 +164,9 @@ class EMAModel:
         return {name: getattr(self, name) for name in names}
 
     def _check(self, parameters: Parameters) -> None:
-        given = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
-        own = list(self.model.parameters())
-        if len(given) != len(own) or any(a is not b for a, b in zip(given, own)):
+        if [*map(id, _list_parameters(parameters))] != [*map(id, self.model.parameters())]:
             raise ValueError("these are not the parameters of the model that EMAModel was made of")
+
+
+def _list_parameters(given: Parameters) -> list[torch.nn.Parameter]:
+    return list(given.parameters() if isinstance(given, torch.nn.Module) else given)

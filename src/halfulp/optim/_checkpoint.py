@@ -32,7 +32,6 @@ from ._state_dict_validation import (
     refuse_newer_keys,
     refuse_other_stream,
 )
-from ._state_dict_validation import explain_missing_entry as _explain_missing_entry
 from ._storage import Store
 from .parameters._local_tensors import is_dtensor, local, memory, placed_like
 from .parameters._narrow_groups import name_of
@@ -129,9 +128,6 @@ class CheckpointMixin(torch.optim.Optimizer):
         if plan.payload_version is None:
             return {}
         return {**dict(zip(plan.spec.auxiliary_names, read_auxiliary_tensors(plan))), **describe_payload(plan)}
-
-    # Words for a flat state (flatten_optimizer_state_dict) that lacks an entry which torch looks up.
-    explain_missing_entry = staticmethod(_explain_missing_entry)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.

@@ -440,11 +440,6 @@ def release_gradients(
         optimizer = optimizer(model.named_parameters() if host is None else iter(host.named))
     own = find_own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
     own._check_steps_alone()
-    if type(own).step_parameter is not Optimizer.step_parameter:
-        raise NotImplementedError(
-            f"{type(own).__name__} has a step_parameter of its own, which a step inside of backward does not call: "
-            "write the update as a rule, or call step_parameter after backward"
-        )
     if host is not None:
         host.check(own)
         _hosts[own] = host

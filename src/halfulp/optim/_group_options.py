@@ -88,9 +88,10 @@ def _read(name: str, given: Any, default: Any) -> Any:
     value = _NUMBER_WORDS.get(word.lower(), given)
     with contextlib.suppress(SyntaxError, ValueError):
         value = ast.literal_eval(word)
-    if isinstance(default, bool) and not isinstance(value, bool):
-        raise ValueError(f"{name}={given!r}: write True or False")
-    if isinstance(default, int | float) and not isinstance(value, int | float):
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={given!r}: write True or False")
+    elif isinstance(default, int | float) and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ValueError(f"{name}={word!r} is no number: write it as 0.001 or 1e-3")
     return value if default is None or isinstance(default, int | float) else given
 

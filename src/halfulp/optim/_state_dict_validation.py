@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -158,7 +157,9 @@ def read_step(state: Mapping, name: str) -> int:
     """Return the saved step number."""
     given = state.get("step", 0)
     if given == {}:  # what torch makes of an entry that a flat state lacks
-        raise ValueError(_OTHER_MODEL.format(name))
+        raise ValueError(
+            f"the state holds nothing of parameter {name}: it is of another model, or of other parts of it"
+        )
     try:
         value = float(given)
     except (TypeError, ValueError):
@@ -226,34 +227,6 @@ def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[
     except (TypeError, ValueError) as error:
         raise ValueError(f"param group {number} of the state_dict: {error}") from error
     return {key: trial[key] for key in taken}
-
-
-# Of an entry that a flat state lacks: why it does, and the cure.
-_LACKING = {
-    "identities": "it was saved by an optimizer over named parameters, and this one has no names: make it from "
-    "model.named_parameters()",
-    "param_names": "it was saved by an optimizer over unnamed parameters, and this one has names: make it from "
-    "model.parameters(); to go over to names, load it there, and give its state_dict() to the load_state_dict "
-    "of an optimizer made from model.named_parameters()",
-    "random_stream": "it was saved under version 1 of the stream of random bits; to go on with those of version "
-    f"{STREAM_VERSION}, which are others than the saved run's, give each parameter that entry, {STREAM_VERSION}",
-}
-_OTHER_MODEL = (
-    "the flat state holds nothing of parameter {}, which this optimizer steps: it is of another model, or of other "
-    "parts of it; give the state of all parameters that are stepped here"
-)
-
-
-def explain_missing_entry(key: str, flat: Mapping[str, Any]) -> str:
-    """Return why a flat state lacks an entry, "param_groups.<parameter>.<option>" or "state.<parameter>.<state>"."""
-    place = "state." if key.startswith("state.") else "param_groups."
-    parameter, _, entry = key.removeprefix(place).rpartition(".")
-    held = sorted({name.removeprefix(place).rpartition(".")[0] for name in flat if name.startswith(place)})
-    if parameter not in held:
-        return _OTHER_MODEL.format(parameter)
-    why = _LACKING.get(entry, "another optimizer, or one with other options, has saved it; load it into one made alike")
-    without = listed([name for name in held if f"{place}{name}.{entry}" not in flat])
-    return f"the flat state lacks {entry!r} of parameters {without}: {why}"
 
 
 def count_steps(state: Mapping, name: str) -> int:

@@ -256,9 +256,9 @@ def spaced_stochastic(x, random):
     return bit_or(limited(magnitude, select(magnitude < EXPONENT, rounded, magnitude)), bit_and(bits, SIGN))
 
 
-def binade_of(magnitude):
-    """Device function: the power of two at or below a magnitude, at least the smallest normal one."""
-    binade = bit_and(magnitude, EXPONENT)
+def binade_of(bits):
+    """Device function: the word of the power of two at or below the magnitude of a word, at least LEAST_BINADE."""
+    binade = bit_and(bits, EXPONENT)
     return select(binade > LEAST_BINADE, binade, LEAST_BINADE)
 
 

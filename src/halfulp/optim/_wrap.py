@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,14 +24,13 @@ from ._storage import F32, Store
 from ._wrapped_state import (
     BASE,
     check_base_state,
-    check_outside_state,
     copy_to_device,
-    read_outside_state,
-    restore_outside_state,
+    read_own_entries,
+    restore_own_entries,
     split_base_states,
 )
-from .parameters._local_tensors import is_dtensor, local, own_parts, placed_like
-from .parameters._outside_writes import drop_stale, mark_current
+from .parameters._local_tensors import is_dtensor, local, placed_like
+from .parameters._outside_writes import drop_stale
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
@@ -113,9 +111,9 @@ def wrap(
     parameters are stepped in place, as without wrap.
 
     Shadows and converted gradients live only during the step: 8 bytes for each of at most 2^21 elements at a time for
-    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class and
-    for LBFGS. The optimizer's states are float32 and stay. Where hu.optim has the optimizer itself, that one is faster
-    and keeps narrow states.
+    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class. The
+    optimizer's states are float32 and stay; a file holds what the class itself would save. Where hu.optim has the
+    optimizer itself, that one is faster and keeps narrow states.
 
     Args:
         optimizer: a class, or a function that makes an instance; `load_state_dict` takes the states of one over.
@@ -126,13 +124,13 @@ def wrap(
 
     Returns:
         A torch.optim.Optimizer whose groups hold the options of both; the inner optimizer is `.base`. A closure is
-        called once, but by an optimizer that asks for one (LBFGS) as often as it likes, on parameters that are then
-        its trial points rounded to nearest.
+        called once.
 
     Raises:
         TypeError: nothing that makes an optimizer, such as a living one.
         ValueError: an optimizer of hu.optim, an option that both sides claim, or what Optimizer refuses.
-        NotImplementedError: differentiable=True, a state_dtype, or an optimizer that cannot follow (Lookahead).
+        NotImplementedError: differentiable=True, a state_dtype, an optimizer that cannot follow (Lookahead), or one
+            that evaluates the model at points of its own (LBFGS), which narrow parameters would round.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -234,7 +232,6 @@ class Wrapped(ExplicitGradientOptimizer):
             for parameter in own["params"]:
                 if parameter not in self._shadows:
                     self._shadows[parameter] = make_shadow(parameter)
-            # The list itself stays: LBFGS holds it.
             inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
         # The states of parameters that are in no group are kept aside, as long as these live.
         members = {id(shadow): shadow for _, inner in self._pairs for shadow in inner["params"]}
@@ -287,9 +284,6 @@ class Wrapped(ExplicitGradientOptimizer):
             self._check_numbers(group)
         self._follow_parameters()
         self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
-        wanted = inspect.signature(type(self.base).step).parameters.get("closure")
-        if wanted is not None and wanted.default is inspect.Parameter.empty:
-            return self._step_with_closure(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -299,45 +293,11 @@ class Wrapped(ExplicitGradientOptimizer):
         for plans in runs:
             try:
                 self._load(plans, buffer)
-                self._step_base()
+                with without_global_hooks():
+                    self._call_with_options(self.base.step)
                 self._write(plans)
             finally:
                 self._release(plans)
-        return loss
-
-    def _step_with_closure(self, closure: Callable[[], Loss] | None) -> Loss:
-        """Step a wrapped optimizer that evaluates the model at points of its choice."""
-        if closure is None:
-            raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
-        plans, nowhere = list(self._all_plans()), Float32Buffer(0)
-        own = [part.detach() for plan in plans if not _needs_no_shadow(plan) for part in own_parts(plan.parameter)]
-        before = [(part, part.clone()) for part in own]
-
-        def evaluate() -> Loss:
-            with torch.no_grad():
-                for plan in plans:
-                    part, shadow = plan.parts[0], local(self._shadows[plan.parameter])
-                    if not _needs_no_shadow(plan):
-                        part.copy_(plan.spec.store.encode(shadow, None))
-                        for other in own_parts(plan.parameter)[1:]:
-                            other.detach().zero_()
-            loss = closure()
-            for plan in plans:
-                self._shadows[plan.parameter].grad = widen_gradient(plan.parameter.grad, nowhere)
-            return loss
-
-        try:
-            self._load(plans, nowhere)
-            try:
-                loss: Loss = self._step_base(evaluate)
-            finally:
-                for part, copy in before:
-                    part.copy_(copy)
-                for plan in plans:
-                    mark_current(plan)
-            self._write(plans)
-        finally:
-            self._release(plans)
         return loss
 
     def _runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
@@ -370,17 +330,6 @@ class Wrapped(ExplicitGradientOptimizer):
             shadow, value = self._shadows[parameter], values.get(id(plan))
             point_shadow(shadow, local(parameter).detach() if value is None else value)
             shadow.grad = widen_gradient(parameter.grad, buffer)
-
-    def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer."""
-        with global_hooks({}, {}) as held:  # which run around the outer step
-
-            def evaluate() -> Any:
-                with global_hooks(*held):  # other optimizers may step in a closure
-                    return closure() if closure is not None else None
-
-            step: Any = self.base.step if closure is None else functools.partial(self.base.step, evaluate)
-            return self._call_with_options(step)
 
     def _call_with_options(self, change: Callable[[], Any]) -> Any:
         """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
@@ -417,7 +366,7 @@ class Wrapped(ExplicitGradientOptimizer):
         inner = {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
         refuse_confusing_keys(inner)
         state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
-        beside = read_outside_state(self.base)
+        beside = read_own_entries(self.base)
         return {**saved, "base": beside} if beside else saved
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
@@ -428,7 +377,6 @@ class Wrapped(ExplicitGradientOptimizer):
         own, inner = split_base_states(state_dict, self.param_groups)
         self._follow_groups()
         inner = self._fit_base_states(own, inner)
-        beside = check_outside_state(self.base, state_dict.get("base", {}))
         super()._load_between_hooks(own)
         for (group, base_group), saved in zip(self._pairs, own["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
@@ -439,7 +387,7 @@ class Wrapped(ExplicitGradientOptimizer):
             base_group.update({name: group[name] for name in group if name not in _APART})
         self.base.state.clear()
         self.base.state.update(inner)
-        restore_outside_state(self.base, beside)
+        restore_own_entries(self.base, state_dict.get("base", {}))
 
     def _fit_base_states(self, own: Mapping[Any, Any], inner: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
         """Return the wrapped optimizer's states by shadow, on the parameters' devices."""
@@ -510,6 +458,7 @@ def make_base(
     base = optimizer([inner for inner, _ in pairs], **options)
     if not isinstance(base, torch.optim.Optimizer):
         raise TypeError(f"{optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
+    refuse_closures(base)
     refuse_inner_optimizers(base)
     if len(base.param_groups) != len(pairs):
         raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
@@ -571,6 +520,16 @@ def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torc
     return placed_like(buffer.take(part).copy_(part), gradient)
 
 
+def refuse_closures(base: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step needs a closure, by which it evaluates the model at points of its choice."""
+    wanted, name = inspect.signature(type(base).step).parameters.get("closure"), type(base).__name__
+    if wanted is not None and wanted.default is inspect.Parameter.empty:
+        raise NotImplementedError(
+            f"{name}.step needs a closure, by which it evaluates the model at trial points; narrow parameters would "
+            f"round these: step float32 parameters by {name} itself"
+        )
+
+
 def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that holds another one.
 
@@ -590,13 +549,12 @@ def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def global_hooks(pre: dict[int, Any], post: dict[int, Any]) -> Iterator[tuple[dict[int, Any], dict[int, Any]]]:
-    """Return a context with other hooks before and after every optimizer's step; it gives those that it replaces."""
+def without_global_hooks() -> Iterator[None]:
+    """Return a context without the hooks of every optimizer's step, which run around the outer step."""
     hooks = vars(_torch_optimizer)
-    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
-    before = hooks[names[0]], hooks[names[1]]
-    hooks.update(zip(names, (pre, post)))
+    before = {name: hooks[name] for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")}
+    hooks.update({name: {} for name in before})
     try:
-        yield before
+        yield
     finally:
-        hooks.update(zip(names, before))
+        hooks.update(before)

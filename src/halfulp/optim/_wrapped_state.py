@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +12,6 @@ from ._state_dict_validation import is_own_file
 from .parameters._narrow_groups import name_of
 
 BASE = "base."
-# Attributes of every optimizer.
-_TORCHS = {"state", "param_groups", "defaults", "step"}
-_TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_opt_called", "_step_count"}
-_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 def copy_to_device(value: Any, device: torch.device | None) -> Any:
@@ -77,73 +72,21 @@ def check_base_state(
         )
 
 
-def read_outside_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state beside parameter states and groups: attributes, and entries that the class itself saves."""
-    for name, value in _attributes(optimizer):
-        if not _is_plain(value) and not _is_code(value):
-            raise NotImplementedError(
-                f"{type(optimizer).__name__} keeps an attribute {name!r} of class {type(value).__name__}, which a "
-                "state_dict cannot save: keep what changes in optimizer.state, in its param groups, or as numbers, "
-                "strings, tensors and lists of them"
-            )
-    found: dict[str, Any] = {}
-    attributes = {name: copy_to_device(value, None) for name, value in _attributes(optimizer) if _is_plain(value)}
-    if attributes:
-        found["attributes"] = attributes
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        own = optimizer.state_dict()
-        found["saved"] = {name: value for name, value in own.items() if name not in ("state", "param_groups")}
-    return found
+def read_own_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the entries that an optimizer's class saves beside states and groups, by a `state_dict` of its own."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    return {name: value for name, value in optimizer.state_dict().items() if name not in ("state", "param_groups")}
 
 
-def check_outside_state(optimizer: torch.optim.Optimizer, saved: Any) -> dict[str, Any]:
-    """Return the state saved by `read_outside_state` if this optimizer can take it; raise ValueError if not."""
-    if not isinstance(saved, Mapping) or not all(isinstance(entry, Mapping) for entry in saved.values()):
-        raise ValueError("'base' of the state_dict must hold what the wrapped optimizer keeps beside its states")
-    kept = {name for name, value in _attributes(optimizer) if not _is_plain(value)}
-    wrong = sorted(kept & saved.get("attributes", {}).keys())
-    if wrong:
-        raise ValueError(f"the state_dict holds {wrong} of another {type(optimizer).__name__}, whose are plain data")
-    return dict(saved)
-
-
-def restore_outside_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Restore what `read_outside_state` has saved; states and groups are restored already, and stay."""
-    for name, value in saved.get("attributes", {}).items():
-        setattr(optimizer, name, copy_to_device(value, None))
-    if "saved" in saved:
-        states, groups = dict(optimizer.state), list(optimizer.param_groups)
-        packed = torch.optim.Optimizer.state_dict(optimizer)
-        optimizer.load_state_dict({**packed, **saved["saved"]})
-        for group, loaded in zip(groups, optimizer.param_groups):
-            group.update({name: value for name, value in loaded.items() if name != "params"})
-        optimizer.param_groups[:] = groups
-        optimizer.state.clear()
-        optimizer.state.update(states)
-
-
-def _attributes(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
-    """Return the attributes that a class adds to torch's, without lists of the parameters themselves."""
-    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    found = []
-    for name, value in vars(optimizer).items():
-        parts = value if isinstance(value, list | tuple) else [value]
-        derived = any(id(part) in members for part in parts)
-        if name not in _TORCHS and not name.endswith("_hooks") and not derived:
-            found.append((name, value))
-    return found
-
-
-def _is_code(value: Any) -> bool:
-    """Return whether a value is a class, a module or a function that closes over nothing."""
-    function = getattr(value, "__func__", value)
-    is_open = isinstance(function, types.FunctionType) and not function.__closure__
-    return is_open or isinstance(function, type | types.ModuleType | types.BuiltinFunctionType)
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(isinstance(key, _ATOMS) and _is_plain(entry) for key, entry in value.items())
-    return type(value) is torch.Tensor or type(value) in _ATOMS
+def restore_own_entries(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restore what `read_own_entries` has saved; states and groups are restored already, and stay."""
+    if not saved:
+        return
+    states, groups = dict(optimizer.state), list(optimizer.param_groups)
+    optimizer.load_state_dict({**torch.optim.Optimizer.state_dict(optimizer), **saved})
+    for group, loaded in zip(groups, optimizer.param_groups):
+        group.update({name: value for name, value in loaded.items() if name != "params"})
+    optimizer.param_groups[:] = groups
+    optimizer.state.clear()
+    optimizer.state.update(states)

@@ -356,8 +356,8 @@ def test_a_stage_reads_its_part_of_a_distributed_checkpoint(way, tmp_path, needs
 
 
 LACKS = {
-    ("named", "unnamed"): r"lacks 'identities' of parameters 'layers\.0\.bias', .*make it from model\.named_parameters",
-    ("unnamed", "named"): r"lacks 'param_names' of parameters 'layers\.0\.bias', .*make it from model\.parameters",
+    ("named", "unnamed"): r"lacks 'param_groups\.layers\..*\.identities': .*model\.named_parameters",
+    ("unnamed", "named"): r"lacks 'param_groups\.layers\..*\.param_names': .*model\.named_parameters",
 }
 
 
@@ -385,9 +385,9 @@ def test_a_flat_state_of_other_parameters_or_states_is_refused_in_words():
     optimizer = _optimizer(model)
     _train(model, optimizer, 0, 1)
     saved = _flat(model, optimizer)
-    with pytest.raises(ValueError, match=r"holds nothing of parameter layers\.[23]\."):
+    with pytest.raises(ValueError, match=r"lacks .*layers\.[23]\.|holds nothing of parameter"):
         _set_flat(model := Net(), _optimizer(model), saved)
-    with pytest.raises(ValueError, match=r"lacks 'momentum' of parameters .*another optimizer"):
+    with pytest.raises(ValueError, match=r"lacks .*\.momentum.*another model or optimizer"):
         _set_flat(model := Net("01"), _optimizer(model, kind=hu.optim.SGD), saved)
     plain = torch.optim.AdamW(model.parameters())
     with pytest.raises(KeyError):  # what torch says of its own optimizers stays

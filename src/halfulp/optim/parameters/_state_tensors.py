@@ -113,8 +113,8 @@ def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
         elif held is not None and (held.shape != shape or held.dtype != dtype):
             raise ValueError(
                 f"state {key!r} of parameter {name} is {held.dtype} of shape {tuple(held.shape)}, but {dtype} of shape "
-                f"{tuple(shape)} is needed: convert a model, and choose amsgrad and its like, before its optimizer is "
-                "made, or make a new optimizer and load this one's state_dict there"
+                f"{tuple(shape)} is needed: convert a model before its optimizer is made, and choose amsgrad and its "
+                "like then, or make a new optimizer"
             )
 
 

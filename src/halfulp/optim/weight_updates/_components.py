@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...kernels._operations import bit_and, real, select, sub, word
+from ...arithmetic._error_free import two_sum
+from ...kernels._operations import real, select, sub, word
 from ...mctensor import MCTensor
-from .._storage import EXPONENT, Store
+from .._storage import Store, binade_of
 from ._weight_update import (
     WeightUpdate,
     register_weight_update,
@@ -26,7 +27,7 @@ from ._weight_update import (
 ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 
 # Bound per store and weight update.
-LEAST_BINADE, RESIDUAL_SHARE, RESIDUAL_LEAST = np.uint32(0), np.float32(0.0), np.float32(0.0)
+RESIDUAL_SHARE, RESIDUAL_LEAST = np.float32(0.0), np.float32(0.0)
 
 
 def fitting_wide(p, c):
@@ -35,20 +36,14 @@ def fitting_wide(p, c):
     For stores with float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound
     is NaN.
     """
-    return select(abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + (p - p), c, ZERO)
+    return select(abs(c) <= real(binade_of(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
 
 
 def fitting_any(p, c):
     """Device function: the same for any store and bound."""
     w = p + c
-    fits = (abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
+    fits = (abs(c) <= real(binade_of(word(p))) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
     return select(fits, c, ZERO)
-
-
-def binade_of(p):
-    """Device function: the word of the power of two at or below |p|, at least the store's."""
-    binade = bit_and(word(p), EXPONENT)
-    return select(binade > LEAST_BINADE, binade, LEAST_BINADE)
 
 
 def fit_bindings(store: Store, ulps: float) -> dict[str, Any]:
@@ -102,11 +97,6 @@ class Kahan(WeightUpdate):
         object.__setattr__(self, "residual", "nearest" if self.literal else rounding_name(self.residual))
         if self.literal and self.weight != "nearest":
             raise ValueError("Kahan(literal=True) is the paper's algorithm, which rounds to nearest: leave weight out")
-
-    def check(self, store: Store) -> None:
-        """Refuse plain float32 parameters."""
-        if store.name == "fp32":
-            raise ValueError("weight_update 'kahan' is for narrow parameters: give 16-bit ones, or format=")
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """Return the residual, of the parameter's dtype."""
@@ -215,9 +205,6 @@ for _update in (Kahan(), KahanStochastic()):
     register_weight_update(_update)
 
 
-# ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
-
-
 @dataclass(frozen=True)
 class Components(WeightUpdate):
     """p + c_1 + ... + c_(n-1), each at most half an ulp of the one before.
@@ -247,11 +234,6 @@ class Components(WeightUpdate):
             raise ValueError(f"Components({self.n!r}): allowed are 2, 3 and 4")
         object.__setattr__(self, "residual", rounding_name(self.residual))
 
-    def check(self, store: Store) -> None:
-        """Refuse plain float32 parameters."""
-        if store.name == "fp32":
-            raise ValueError("weight_update 'components' is for narrow parameters: give 16-bit ones, or format=")
-
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """Return the components behind the parameter."""
         names = ("residual",) if self.n == 2 else tuple(f"component_{k}" for k in range(1, self.n))
@@ -272,13 +254,6 @@ class Components(WeightUpdate):
     @property
     def _kahan(self) -> Kahan:
         return Kahan(residual=self.residual)
-
-
-def two_sum(a, b):
-    """Device function: a + b rounded, and the rounding's error exactly."""
-    total = a + b
-    other = total - a
-    return total, (a - (total - other)) + (b - other)
 
 
 def normalized(high, low):

@@ -68,11 +68,6 @@ class Master(WeightUpdate):
     name: ClassVar[str] = "master"
     scales: ClassVar[bool] = True
 
-    def check(self, store: Store) -> None:
-        """Refuse float32 parameters, which need no float32 master copy."""
-        if store.name == F32.name:
-            raise ValueError("weight_update 'master' is for 16-bit parameters: float32 ones are their own master")
-
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """Return the float32 copy."""
         return (("master", torch.float32),)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from ...arithmetic._error_free import two_sum
 from ...kernels._operations import (
     add,
     bit_and,
@@ -166,9 +167,7 @@ def round_sum(w, u, random):
 
     The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
     """
-    total = w + u
-    other = total - w
-    error = (w - (total - other)) + (u - other)
+    total, error = two_sum(w, u)
     bits = word(total)
     outwards = select((error < ZERO_F) == (total < ZERO_F), add(bits, ONE), sub(bits, ONE))
     gap = abs(real(outwards) - total)
