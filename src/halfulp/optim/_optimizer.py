@@ -48,7 +48,7 @@ from .parameters._outside_writes import (
     is_current,
     mark_loaded,
 )
-from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
+from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
 from .parameters._random_identity import (
     Identity,
     assign_identities,
@@ -276,7 +276,11 @@ class Optimizer(CheckpointMixin):
             self._follow_groups()
         (_, identity), name = self._identities[parameter], name_of(group, position)
         spec = self._step_spec(group, parameter, gradient, name)
-        refuse_other_dtype(parameter, spec, name)
+        if memory(parameter).dtype != spec.store.dtype:
+            raise ValueError(
+                f"parameter {name} is {memory(parameter).dtype}, but its group holds {spec.store.dtype}: add "
+                "parameters by add_param_group, which narrows them, and convert a model before its optimizer is made"
+            )
         state = self.state[parameter]
         known = self._plans.get(parameter)
         refuse_other_update(state, None if known is None else known.spec, spec, name)
@@ -329,7 +333,7 @@ class Optimizer(CheckpointMixin):
             self._take_step()
         return loss
 
-    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int | None = None) -> None:
         """Step one parameter alone, as trainers do inside of backward to free its gradient at once.
 
         The bits are those of `step`, as a parameter's step depends on no other parameter.
@@ -337,7 +341,7 @@ class Optimizer(CheckpointMixin):
         Args:
             parameter: one with a gradient; nothing happens without.
             group: its param group, one of `param_groups`.
-            position: its place in the group.
+            position: its place in the group, if it is known.
 
         Raises:
             ValueError: it is not there, or what `step` raises.
@@ -353,15 +357,20 @@ class Optimizer(CheckpointMixin):
         [0.5, 0.5]
         """
         self._check_steps_alone()
-        is_own = any(group is own for own in self.param_groups)
-        if not is_own or not 0 <= position < len(group["params"]) or group["params"][position] is not parameter:
-            raise ValueError(f"this parameter is not number {position} of a group of this optimizer: give its group")
+        places = range(len(group["params"])) if position is None else (position,)
+        found = [k for k in places if 0 <= k < len(group["params"]) and group["params"][k] is parameter]
+        if not found or not any(group is own for own in self.param_groups):
+            raise ValueError(
+                "this parameter is not there in a group of this optimizer: give its own group and position"
+            )
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             raise NotImplementedError(
                 "a step of one parameter runs none of the hooks of step(): remove them, or call step() after backward"
             )
         if parameter.grad is not None:
-            self._step_alone(parameter, group, position)
+            self._step_alone(parameter, group, found[0])
+
+    step_param = step_parameter  # kohya's name
 
     def _check_steps_alone(self) -> None:
         if not self._steps_one_alone:
@@ -387,13 +396,6 @@ class Optimizer(CheckpointMixin):
         self._run(batches)
         # Schedulers ask whether there was a step.
         self._opt_called = True
-
-    def step_param(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Step one parameter alone, wherever it stands in its group: see `step_parameter`."""
-        position = next((k for k, own in enumerate(group["params"]) if own is parameter), None)
-        if position is None:
-            raise ValueError("this parameter is not in the group that was given with it: give its own group")
-        self.step_parameter(parameter, group, position)
 
     def train(self, mode: bool = True) -> None:
         """Do nothing: the parameters are the weights to train and to evaluate; some optimizers have two."""

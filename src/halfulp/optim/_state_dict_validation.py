@@ -153,9 +153,9 @@ def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
     return state
 
 
-def read_step(state: Mapping, name: str) -> int:
-    """Return the saved step number."""
-    given = state.get("step", 0)
+def count_steps(state: Mapping, name: str) -> int:
+    """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
+    given = state.get("step", int(isinstance(state.get("momentum_buffer"), torch.Tensor)))
     if given == {}:  # what torch makes of an entry that a flat state lacks
         raise ValueError(
             f"the state holds nothing of parameter {name}: it is of another model, or of other parts of it"
@@ -227,13 +227,6 @@ def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[
     except (TypeError, ValueError) as error:
         raise ValueError(f"param group {number} of the state_dict: {error}") from error
     return {key: trial[key] for key in taken}
-
-
-def count_steps(state: Mapping, name: str) -> int:
-    """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
-    if "step" not in state and isinstance(state.get("momentum_buffer"), torch.Tensor):
-        return 1
-    return read_step(state, name)
 
 
 def read_begun(state: Mapping, step: int) -> dict[str, int]:

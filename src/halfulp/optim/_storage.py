@@ -276,52 +276,35 @@ def format_store(given: Format | str | None) -> Store | None:
         return None
     if not (fmt.signed and fmt.zero and fmt.subnormals and fmt.signed_zero) or fmt.mantissa_bits == 0:
         raise ValueError(f"format={fmt.name} cannot hold weights: a sign, both zeros and subnormals are needed")
+    pieces: tuple[Callable, Callable]
+    largest = int(np.float32(fmt.max).view(np.uint32))
     if fmt.exponent_bits == 8 and fmt.emin == -126:
         if fmt.mantissa_bits >= 23:
             raise ValueError(f"format={fmt.name} has more bits than the float32 parameters that are to hold it")
-        return _float32_range_store(fmt)
-    if fmt.emax - fmt.mantissa_bits + 24 > 127 or fmt.emin - fmt.mantissa_bits < -100 or fmt.mantissa_bits > 20:
-        raise ValueError(f"format={fmt.name} does not fit into float32 parameters: its range or precision is too large")
-    return _narrow_range_store(fmt)
-
-
-def _float32_range_store(fmt: Format) -> Store:
-    lost = 23 - fmt.mantissa_bits
-    constants = {
-        "KEEP": 0xFFFFFFFF << lost & 0xFFFFFFFF,
-        "UNDRAWN": 32 - lost,
-        "HALF": (1 << lost - 1) - 1,
-        "SHIFT": lost,
-    }
-    return _store(fmt, (grid_nearest, grid_stochastic), constants)
-
-
-def _narrow_range_store(fmt: Format) -> Store:
-    constants = {
-        "LEAST_BINADE": fmt.emin + 127 << 23,
-        "RAISE": 23 - fmt.mantissa_bits << 23,
-        "UNIT_SHIFT": fmt.mantissa_bits << 23,
-        "INVERSE_TOP": 254 + fmt.mantissa_bits << 23,
-        "LARGEST": int(np.float32(fmt.max).view(np.uint32)),
-        "BEYOND": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, int(np.float32(fmt.max).view(np.uint32))),
-    }
-    return _store(fmt, (spaced_nearest, spaced_stochastic), constants)
-
-
-def _store(fmt: Format, pieces: tuple[Callable, Callable], constants: dict[str, int]) -> Store:
-    bound = tuple((name, np.uint32(value)) for name, value in constants.items())
-    return Store(
-        fmt.name,
-        torch.float32,
-        load32,
-        store32,
-        f32_real,
-        *pieces,
-        32,
-        fmt.mantissa_bits,
-        fmt.emin,
-        bound,
-    )
+        lost, pieces = 23 - fmt.mantissa_bits, (grid_nearest, grid_stochastic)
+        constants = {
+            "KEEP": 0xFFFFFFFF << lost & 0xFFFFFFFF,
+            "UNDRAWN": 32 - lost,
+            "HALF": (1 << lost - 1) - 1,
+            "SHIFT": lost,
+        }
+    else:
+        if fmt.emax - fmt.mantissa_bits + 24 > 127 or fmt.emin - fmt.mantissa_bits < -100 or fmt.mantissa_bits > 20:
+            raise ValueError(
+                f"format={fmt.name} does not fit into float32 parameters: its range or precision is too large"
+            )
+        pieces = spaced_nearest, spaced_stochastic
+        constants = {
+            "LEAST_BINADE": fmt.emin + 127 << 23,
+            "RAISE": 23 - fmt.mantissa_bits << 23,
+            "UNIT_SHIFT": fmt.mantissa_bits << 23,
+            "INVERSE_TOP": 254 + fmt.mantissa_bits << 23,
+            "LARGEST": largest,
+            "BEYOND": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, largest),
+        }
+    words = tuple((name, np.uint32(value)) for name, value in constants.items())
+    numbers = 32, fmt.mantissa_bits, fmt.emin
+    return Store(fmt.name, torch.float32, load32, store32, f32_real, *pieces, *numbers, words)
 
 
 E4M3 = Store("e4m3fn", torch.float8_e4m3fn, load8, store8, *E4M3FN, 32, 3, -6)

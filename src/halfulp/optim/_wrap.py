@@ -11,7 +11,7 @@ from typing import Any, Unpack, overload
 
 import torch
 from torch.optim import optimizer as _torch_optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._messages import a_kind
 from ..formats import Format
@@ -23,13 +23,12 @@ from ._state_dict_validation import refuse_confusing_keys
 from ._storage import F32, Store
 from ._wrapped_state import (
     BASE,
-    check_base_state,
-    copy_to_device,
     read_own_entries,
     restore_own_entries,
     split_base_states,
 )
 from .parameters._local_tensors import is_dtensor, local, placed_like
+from .parameters._narrow_groups import name_of
 from .parameters._outside_writes import drop_stale
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
@@ -48,12 +47,7 @@ def assignment(w: Any, g: Any) -> tuple[Any]:
     return (g - w,)
 
 
-def no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    """Return the constants of an assignment."""
-    return ()
-
-
-ASSIGNMENT = UpdateRule("assignment", assignment, (), (), no_constants, assigns=True, decays=False)
+ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):
@@ -394,12 +388,28 @@ class Wrapped(ExplicitGradientOptimizer):
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
             for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
-                state, shadow = inner.get(number), self._shadows[parameter]
-                check_base_state(state, own["state"].get(number), self.base, shadow, group, k)
-                if state:
-                    fitted[shadow] = {
-                        k: copy_to_device(v, None if k == "step" else parameter.device) for k, v in state.items()
-                    }
+                state, shadow = inner.get(number, {}), self._shadows[parameter]
+                held, copied = self.base.state.get(shadow, {}), {}
+                for name, value in state.items():
+                    known, device = held.get(name), None if name == "step" else parameter.device
+                    if (
+                        isinstance(value, torch.Tensor)
+                        and isinstance(known, torch.Tensor)
+                        and value.shape != known.shape
+                    ):
+                        raise ValueError(
+                            f"state {name!r} of parameter {name_of(group, k)} has shape {tuple(value.shape)}, "
+                            f"{tuple(known.shape)} is needed"
+                        )
+                    copied[name] = tree_map_only(torch.Tensor, lambda t, to=device: t.to(to, copy=True), value)
+                if held and not state and own["state"].get(number, {}).get("step"):
+                    raise ValueError(
+                        f"the file holds no states of {type(self.base).__name__} for parameter {name_of(group, k)}, "
+                        "which it has stepped: torch's flatten_optimizer_state_dict leaves out what is wrapped; save "
+                        "without it"
+                    )
+                if copied:
+                    fitted[shadow] = copied
         return fitted
 
     def bytes_per_parameter(self) -> float:

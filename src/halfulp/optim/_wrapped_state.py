@@ -9,18 +9,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ._state_dict_validation import is_own_file
-from .parameters._narrow_groups import name_of
 
 BASE = "base."
-
-
-def copy_to_device(value: Any, device: torch.device | None) -> Any:
-    """Return a copy of a state on a device, or where it is."""
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if device is None else tensor.to(device, copy=True)
-
-    return tree_map_only(torch.Tensor, copied, value)
 
 
 def split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tuple[dict, dict]:
@@ -46,30 +36,6 @@ def split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tupl
                 torch.Tensor, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, state
             )
     return {**state_dict, "state": own}, inner
-
-
-def check_base_state(
-    state: Mapping | None,
-    own: Mapping | None,
-    base: torch.optim.Optimizer,
-    shadow: torch.Tensor,
-    group: dict,
-    position: int,
-) -> None:
-    """Raise ValueError for saved states of a wrapped optimizer that do not fit what it holds."""
-    held = base.state.get(shadow, {})
-    for name, value in (state or {}).items():
-        known = held.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor) and value.shape != known.shape:
-            raise ValueError(
-                f"state {name!r} of parameter {name_of(group, position)} has shape {tuple(value.shape)}, "
-                f"{tuple(known.shape)} is needed"
-            )
-    if not state and held and own and own.get("step"):
-        raise ValueError(
-            f"the file holds no states of {type(base).__name__} for parameter {name_of(group, position)}, which it has "
-            "stepped: torch's flatten_optimizer_state_dict leaves out what a wrapped optimizer keeps; save without it"
-        )
 
 
 def read_own_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

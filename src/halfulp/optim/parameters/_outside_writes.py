@@ -252,7 +252,7 @@ def mark_loaded(plan: ParameterPlan, state: Mapping[str, Any]) -> None:
 
 def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:
     """Record that a tensor's content at one version equals that at an earlier one, after a temporary swap."""
-    first, last = _restored.get(tensor, (before, before))
+    first, last = _restored.get(tensor) or (before, before)
     _restored[tensor] = (first if last == before else before, after)
 
 

@@ -34,7 +34,7 @@ def complete_state(
 
     States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
     """
-    wanted = list_state_tensors(spec, local(parameter).shape) | list_factors(spec, parameter.shape)
+    wanted = list_state_tensors(spec, parameter)
     _refuse_other_tensors(state, wanted, name)
     missing = {key: value for key, value in wanted.items() if key not in state}
     if missing:
@@ -56,19 +56,15 @@ def is_auxiliary(name: str) -> bool:
     return name in auxiliary or name.startswith("component_")
 
 
-def list_state_tensors(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of every tensor that a parameter's state holds: auxiliary tensors, then states."""
+def list_state_tensors(spec: StepSpec, parameter: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of every tensor that a parameter's state holds: auxiliary ones, states, factors."""
+    shape = local(parameter).shape
     auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
     wanted = {name: (shape, dtype) for name, dtype in auxiliary}
     for codec, plan in zip(spec.codecs, spec.rule.states):
         wanted |= codec.tensors(plan.name, shape)
-    return wanted
-
-
-def list_factors(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of the tensors that the rule prepares its steps with, by the whole parameter's shape."""
-    shapes = {} if spec.rule.factors is None else spec.rule.factors(tuple(shape))
-    return {name: (torch.Size(size), torch.float32) for name, size in shapes.items()}
+    factors = {} if spec.rule.factors is None else spec.rule.factors(tuple(parameter.shape))
+    return wanted | {name: (torch.Size(size), torch.float32) for name, size in factors.items()}
 
 
 def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar, overload
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -56,15 +56,9 @@ class TensorMap(Generic[Value]):
         """Return a tensor's value; raises KeyError where there is none."""
         return self.by_id[id(tensor)]
 
-    @overload
-    def get(self, tensor: torch.Tensor) -> Value | None: ...
-
-    @overload
-    def get(self, tensor: torch.Tensor, default: Value) -> Value: ...
-
-    def get(self, tensor: torch.Tensor, default: Value | None = None) -> Value | None:
-        """Return a tensor's value, or the default."""
-        return self.by_id.get(id(tensor), default)
+    def get(self, tensor: torch.Tensor) -> Value | None:
+        """Return a tensor's value; None where there is none."""
+        return self.by_id.get(id(tensor))
 
     def pop(self, tensor: torch.Tensor, default: Value | None = None) -> Value | None:
         """Remove and return a tensor's value."""

@@ -19,8 +19,6 @@ from ...kernels._trace import Piece
 from .._storage import Store, canonical
 
 Parts = Sequence[torch.Tensor]
-# Methods on tensors that a class may bring along, and the device function that each stands for.
-_ON_TENSORS = {"read": "read_weight", "write": "write_weight", "put": "write_weight", "fill": "fill_weight"}
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,6 @@ class WeightUpdate:
     feeds_back: ClassVar[bool] = False
     compensates: ClassVar[bool] = False
     scales: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse arithmetic on tensors, which nothing would call."""
-        super().__init_subclass__(**options)
-        for method, piece in _ON_TENSORS.items():
-            if method in vars(cls):
-                raise TypeError(
-                    f"{cls.__name__}.{method}: a weight update is written once, as device functions; leave the method "
-                    f"out, and give its arithmetic as {piece!r} of bindings()"
-                )
 
     def check(self, store: Store) -> None:
         """Raise ValueError if this weight update does not apply to parameters of this store."""
