@@ -114,7 +114,7 @@ def test_what_cannot_be_done_is_refused():
     with pytest.raises(NotImplementedError, match="hooks of step"):
         optimizer.step_param(parameter, group)
     wrapped = hu.optim.wrap(torch.optim.Adagrad, [stranger], lr=0.1)
-    with pytest.raises(NotImplementedError, match="Wrapped steps all parameters together"):
+    with pytest.raises(NotImplementedError, match="WrappedOptimizer steps all parameters together"):
         wrapped.step_param(stranger, wrapped.param_groups[0])
 
 

@@ -12,10 +12,17 @@ from typing import Any, Unpack
 import torch
 
 from .._messages import find_users_level
-from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, read_options, split_arguments
+from ._group_options import (
+    NOT_NEGATIVE_OPTIONS,
+    OptimizerOptions,
+    ParametersOrGroups,
+    check_number,
+    read_options,
+    split_init_arguments,
+)
 from ._optimizer import Optimizer, register_optimizer
 from ._storage import Store
-from .parameters._step_spec import StepSpec
+from .parameters._choose_step_spec import StepSpec
 from .rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD, NADAM, NADAMW, RADAM, RADAMW
 from .rules._momentum import MUON, SGD_MOMENTUM, SGD_NESTEROV
 from .rules._momentum import SGD as PLAIN
@@ -30,17 +37,17 @@ from .rules._second_moments import (
 from .rules._update_rule import UpdateRule
 
 # tok_embeddings.weight, transformer.wpe.weight, lm_head.weight, heads.0.weight; no multihead_attn.out_proj, no member.
-_EMBEDDING_OR_HEAD = re.compile(
+_EMBEDDING_OR_HEAD_NAME = re.compile(
     r"(^|[._])(emb\w*|[^._]*emb(s|ed|eds|edding|eddings)?|wte|wpe)([._]|$)|(^|\.)(head|(?!multi_?head)\w*heads?(\.|$))"
 )
 
 
 # Which parameters are Muon's: by globs over names, or by name and parameter; None to tell them by shape and name.
-Choice = str | Sequence[str] | Callable[[str, torch.Tensor], bool] | None
+MuonChoice = str | Sequence[str] | Callable[[str, torch.Tensor], bool] | None
 
 
 def _is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
-    return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD.search(name)
+    return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD_NAME.search(name)
 
 
 @register_optimizer
@@ -63,7 +70,7 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,
@@ -73,10 +80,10 @@ class SGD(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        super()._check_numbers(group)
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        super()._check_hyperparameters(group)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("SGD(nesterov=True) needs a momentum above 0 and no dampening")
 
@@ -97,7 +104,7 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -108,7 +115,7 @@ class Adam(Optimizer):
         decoupled_weight_decay: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Adam, with AMSGrad or without, decay coupled or decoupled."""
@@ -134,7 +141,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -144,7 +151,7 @@ class AdamW(Adam):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        Optimizer.__init__(self, **split_arguments(locals(), decoupled_weight_decay=True))
+        Optimizer.__init__(self, **split_init_arguments(locals(), decoupled_weight_decay=True))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return AdamW, with AMSGrad or without, whatever a loaded group says of the decay."""
@@ -167,12 +174,12 @@ class Adagrad(Optimizer):
     True
     """
 
-    _not_negative = (*NOT_NEGATIVE, "lr_decay")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "lr_decay")
     _rule = ADAGRAD
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-2,
         lr_decay: float = 0,
         weight_decay: float = 0,
@@ -183,7 +190,7 @@ class Adagrad(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
 
 @register_optimizer
@@ -203,11 +210,11 @@ class RMSprop(Optimizer):
     True
     """
 
-    _not_negative = (*NOT_NEGATIVE, "alpha")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "alpha")
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-2,
         alpha: float = 0.99,
         eps: float = 1e-8,
@@ -220,7 +227,7 @@ class RMSprop(Optimizer):
         differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return RMSprop, centered or not, with momentum or without."""
@@ -247,11 +254,11 @@ class NAdam(Optimizer):
     True
     """
 
-    _not_negative = (*NOT_NEGATIVE, "momentum_decay")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "momentum_decay")
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 2e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -262,7 +269,7 @@ class NAdam(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return NAdam, decay coupled or decoupled."""
@@ -287,7 +294,7 @@ class RAdam(Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -297,7 +304,7 @@ class RAdam(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return RAdam, decay coupled or decoupled."""
@@ -325,12 +332,12 @@ class Adafactor(Optimizer):
     (['col_var', 'low_bits', 'row_var', 'step'], 0.9)
     """
 
-    _not_negative = ("lr", "weight_decay")
+    _not_negative_options = ("lr", "weight_decay")
     _rule = ADAFACTOR
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-2,
         beta2_decay: float = -0.8,
         eps: tuple[float | None, float] = (None, 1e-3),
@@ -340,10 +347,10 @@ class Adafactor(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        super()._check_numbers(group)
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        super()._check_hyperparameters(group)
         eps = group["eps"]
         if not isinstance(eps, tuple | list) or len(eps) != 2 or not all(e is None or 0 <= e < math.inf for e in eps):
             raise ValueError(f"eps={eps!r} is not allowed: give two numbers that are not negative, or None and one")
@@ -355,7 +362,7 @@ class Adafactor(Optimizer):
                 raise ValueError(f"{name}={group[name]!r} is not allowed: give a number that is {said}")
 
 
-def _warn_of_muons_rate(lr: float) -> None:
+def _warn_of_shared_rate(lr: float) -> None:
     """Warn of a rate for orthogonal steps, at which AdamW would step too."""
     if lr >= 0.01:
         warnings.warn(
@@ -399,11 +406,11 @@ class Muon(Optimizer):
     (['low_bits', 'momentum_buffer', 'step'], ['exp_avg', 'exp_avg_sq', 'low_bits', 'step'])
     """
 
-    _adamws = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
+    _adamw_options = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -419,10 +426,10 @@ class Muon(Optimizer):
         adamw_weight_decay: float | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
     @classmethod
-    def split_groups(cls, params: Parameters, use_muon: Choice = None) -> list[dict[str, Any]]:
+    def split_groups(cls, params: ParametersOrGroups, use_muon: MuonChoice = None) -> list[dict[str, Any]]:
         """Return groups of matrices, and apart, with `use_muon=False`, of other shapes, embeddings and heads.
 
         Embeddings and heads are told by their names. A group that says `use_muon` stays as it is.
@@ -475,7 +482,7 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, or with `use_muon=False` one that AdamW steps."""
-        adamws = {name: self.defaults[name] for name in self._adamws}
+        adamws = {name: self.defaults[name] for name in self._adamw_options}
         own = {name.removeprefix("adamw_"): value for name, value in adamws.items() if value is not None}
         own |= {"amsgrad": False, "maximize": False}
         known = {"use_muon": True, "use_fallback": False, **own, **adamws}
@@ -483,7 +490,7 @@ class Muon(Optimizer):
         if "use_fallback" in param_group:
             param_group.setdefault("use_muon", not param_group.pop("use_fallback"))
         is_adamws = not param_group.get("use_muon", True)
-        given = {name: param_group[name] for name in self._adamws if param_group.get(name) is not None}
+        given = {name: param_group[name] for name in self._adamw_options if param_group.get(name) is not None}
         if given and not is_adamws:
             raise ValueError(f"a group of Muon's has {', '.join(given)}: give use_muon=False, or leave them out")
         own |= {name.removeprefix("adamw_"): value for name, value in given.items()}
@@ -494,20 +501,22 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         adjusted = {group.get("adjust_lr_fn") for group in (self.defaults, *self.param_groups)}
         if has_muons_rate and "match_rms_adamw" not in adjusted:
-            _warn_of_muons_rate(float(self.defaults["lr"]))
-        for name in self._adamws:
+            _warn_of_shared_rate(float(self.defaults["lr"]))
+        for name in self._adamw_options:
             self.param_groups[-1].pop(name, None)
 
-    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+    def _choose_step_spec(
+        self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
+    ) -> StepSpec:
         if group.get("use_muon", True) and parameter.dim() != 2:
             raise ValueError(
                 f"parameter {name} of shape {tuple(parameter.shape)} is no matrix, which Muon makes orthogonal: give "
                 "such parameters, and embeddings, a param group with use_muon=False, which AdamW steps"
             )
-        return super()._step_spec(group, parameter, gradient, name)
+        return super()._choose_step_spec(group, parameter, gradient, name)
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        super()._check_numbers(group)
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        super()._check_hyperparameters(group)
         if not group.get("use_muon", True):
             return
         steps, coefficients, adjusts = group["ns_steps"], group["ns_coefficients"], group["adjust_lr_fn"]

@@ -14,13 +14,13 @@ from ..subclass.models._averages import warn_of_living_averages
 from ..subclass.models._parameter_holders import watch_checkpoints
 from ._checkpoint import CheckpointMixin
 from ._group_options import (
-    NOT_NEGATIVE,
-    SWITCHES,
-    Parameters,
+    NOT_NEGATIVE_OPTIONS,
+    TORCH_SWITCHES,
+    ParametersOrGroups,
     check_betas,
     check_fixed_options,
-    check_group,
-    check_numbers,
+    check_group_options,
+    check_hyperparameters,
     check_parameters,
     check_torch_switches,
     read_defaults,
@@ -29,6 +29,7 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
+from .parameters._choose_step_spec import StepSpec
 from .parameters._local_tensors import index_map_of, is_dtensor, local, memory, own_parts, shard_of
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
@@ -58,12 +59,11 @@ from .parameters._random_identity import (
     part_in_backward,
 )
 from .parameters._state_tensors import complete_state, refuse_other_update
-from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule, check_states
 from .states._state import StateChoice
 from .step._batch import Batch, PlanCache, Roster, Setting, check_parameter, gradient_memory, gradient_store
-from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
+from .step._run_batches import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")
@@ -104,21 +104,21 @@ class Optimizer(CheckpointMixin):
     """
 
     # The option that makes parameters narrow.
-    narrowed_by = "param_dtype=torch.bfloat16"
+    narrowing_option = "param_dtype=torch.bfloat16"
     # The names of options that are finite numbers and not negative; those not among these may be None.
-    _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
+    _not_negative_options: ClassVar[tuple[str, ...]] = NOT_NEGATIVE_OPTIONS
     # Options of a class above that this one decides, and no user.
     _fixed_options: ClassVar[tuple[str, ...]] = ()
     # The update rule, where it is the same for all groups.
     _rule: ClassVar[UpdateRule | None] = None
     # Whether a step of one parameter depends on no other.
-    _steps_one_alone: ClassVar[bool] = True
+    _can_step_one_parameter: ClassVar[bool] = True
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         defaults: dict[str, Any],
         *,
         weight_update: WeightUpdate | str | None = None,
@@ -140,7 +140,7 @@ class Optimizer(CheckpointMixin):
         check_parameters(params)
         switches = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
         check_torch_switches(type(self).__name__, **read_options(switches, known))
-        self._start_caches()
+        self._create_caches()
         self._is_built = False
         own: dict[str, Any] = {
             "weight_update": weight_update,
@@ -156,11 +156,11 @@ class Optimizer(CheckpointMixin):
         narrow(self, self.param_groups, check_narrowing(self.param_groups))
         self._is_built = True
 
-    def _start_caches(self) -> None:
+    def _create_caches(self) -> None:
         """Create what is kept by parameter beside torch's groups and states, empty; also after a copy or a load."""
         watch_checkpoints()
         self._plans = PlanCache()
-        self._outside_states: TensorMap[dict[str, Any]] = TensorMap()
+        self._states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
         self._note_identities()
 
@@ -170,7 +170,7 @@ class Optimizer(CheckpointMixin):
             note_identities(group, self._identities)
 
     @classmethod
-    def split_groups(cls, params: Parameters, use_muon: Any = None) -> Parameters:
+    def split_groups(cls, params: ParametersOrGroups, use_muon: Any = None) -> ParametersOrGroups:
         """Return parameters in groups that this optimizer steps; a rule that steps some shapes alone splits others off.
 
         Args:
@@ -207,13 +207,13 @@ class Optimizer(CheckpointMixin):
         try:
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             group.update(read_options(options, self.defaults))
-            self._check_numbers(group)
-            check_group(group, self.defaults)
+            self._check_hyperparameters(group)
+            check_group_options(group, self.defaults)
             check_fixed_options(group, self.defaults, self._fixed_options)
-            self._check_switches(group)
+            self._check_torch_switches(group)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
-                self._step_spec(group, parameter, None, name_of(group, position))
+                self._choose_step_spec(group, parameter, None, name_of(group, position))
             refuse_overlaps(self.param_groups)
             refuse_unused_update(self, [group] if is_chosen else ())
             wrappers = check_narrowing([group]) if self._is_built else None
@@ -224,12 +224,14 @@ class Optimizer(CheckpointMixin):
         if wrappers is not None:
             narrow(self, [group], wrappers)
 
-    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+    def _choose_step_spec(
+        self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
+    ) -> StepSpec:
         """Return a parameter's step specification; without `gradient`, as it will be after narrowing."""
         check_parameter(parameter, memory(parameter), name)
         return self._plans.step_spec(self.rule(group), group, parameter, gradient, name)
 
-    def _follow_groups(self) -> None:
+    def _follow_group_edits(self) -> None:
         """Bring names, identities and states in line with the groups' lists of parameters, which users may edit.
 
         The states of parameters that are in no group are kept aside as long as these parameters live.
@@ -237,15 +239,15 @@ class Optimizer(CheckpointMixin):
         for group in self.param_groups:
             follow_parameters(group, self.param_groups, self._identities)
         members = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        self._follow_shards(members)
+        self._carry_low_bits_to_shards(members)
         for parameter in [key for key in self.state if isinstance(key, torch.Tensor) and id(key) not in members]:
-            self._outside_states[parameter] = self.state.pop(parameter)
-        for group in self.param_groups if len(self._outside_states) else ():
+            self._states_outside_groups[parameter] = self.state.pop(parameter)
+        for group in self.param_groups if len(self._states_outside_groups) else ():
             for parameter in group["params"]:
-                if parameter in self._outside_states:
-                    self.state[parameter] = self._outside_states.pop(parameter)
+                if parameter in self._states_outside_groups:
+                    self.state[parameter] = self._states_outside_groups.pop(parameter)
 
-    def _follow_shards(self, members: set[int]) -> None:
+    def _carry_low_bits_to_shards(self, members: set[int]) -> None:
         """Give shards that stand in the places of whole parameters, before any step, the low bits of these.
 
         accelerate shards a model after its optimizer was made, and then puts the shards into the groups.
@@ -257,12 +259,15 @@ class Optimizer(CheckpointMixin):
                 before = whole.get(self._identities.get(parameter))
                 if before is None or not is_dtensor(parameter) or before.shape != parameter.shape:
                     continue
-                spec, state = self._step_spec(group, parameter, None, name_of(group, position)), self.state.pop(before)
+                spec, state = (
+                    self._choose_step_spec(group, parameter, None, name_of(group, position)),
+                    self.state.pop(before),
+                )
                 for name, _ in spec.update.auxiliary_tensors(spec.store):
                     self.state[parameter][name] = shard_of(state[name], index_map_of(parameter)).clone()
-                self._plan(group, position)
+                self._find_valid_plan(group, position)
 
-    def _new_plan(
+    def _make_plan(
         self,
         group: dict[str, Any],
         position: int,
@@ -272,10 +277,10 @@ class Optimizer(CheckpointMixin):
     ) -> ParameterPlan:
         """Make a parameter's plan, and the state tensors that it lacks; the gradient of a step stands `beside` it."""
         parameter = group["params"][position]
-        if parameter not in self._identities or parameter in self._outside_states:
-            self._follow_groups()
+        if parameter not in self._identities or parameter in self._states_outside_groups:
+            self._follow_group_edits()
         (_, identity), name = self._identities[parameter], name_of(group, position)
-        spec = self._step_spec(group, parameter, gradient, name)
+        spec = self._choose_step_spec(group, parameter, gradient, name)
         if memory(parameter).dtype != spec.store.dtype:
             raise ValueError(
                 f"parameter {name} is {memory(parameter).dtype}, but its group holds {spec.store.dtype}: add "
@@ -293,14 +298,14 @@ class Optimizer(CheckpointMixin):
                 state.pop(key, None)
         return plan
 
-    def _plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
+    def _find_valid_plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
         """Return a parameter's valid plan, for gradients of some store if one is given."""
         parameter = group["params"][position]
         plan, options = self._plans.get(parameter), self._plans.options_of(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
             likely = PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32])
-            plan = self._new_plan(group, position, gradient or likely, options)
+            plan = self._make_plan(group, position, gradient or likely, options)
         return plan
 
     def _clear_plans(self) -> None:
@@ -356,7 +361,7 @@ class Optimizer(CheckpointMixin):
         >>> w.tolist()
         [0.5, 0.5]
         """
-        self._check_steps_alone()
+        self._check_can_step_one()
         places = range(len(group["params"])) if position is None else (position,)
         found = [k for k in places if 0 <= k < len(group["params"]) and group["params"][k] is parameter]
         if not found or not any(group is own for own in self.param_groups):
@@ -368,12 +373,12 @@ class Optimizer(CheckpointMixin):
                 "a step of one parameter runs none of the hooks of step(): remove them, or call step() after backward"
             )
         if parameter.grad is not None:
-            self._step_alone(parameter, group, found[0])
+            self._step_one_parameter(parameter, group, found[0])
 
     step_param = step_parameter  # kohya's name
 
-    def _check_steps_alone(self) -> None:
-        if not self._steps_one_alone:
+    def _check_can_step_one(self) -> None:
+        if not self._can_step_one_parameter:
             raise NotImplementedError(
                 f"{type(self).__name__} steps all parameters together: call step() after backward, or take an "
                 "optimizer of hu.optim that steps one alone, such as AdamW"
@@ -382,18 +387,18 @@ class Optimizer(CheckpointMixin):
     @torch._disable_dynamo
     @torch.no_grad()
     @keeping_subnormals()
-    def _step_alone(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+    def _step_one_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         """Step one parameter alone, without the checks of `step_parameter`."""
         self._begin_step()
-        self._check_group_now(group)
+        self._check_group_before_step(group)
         alone = {**group, "params": [parameter], "param_names": [name_of(group, position)]}
-        settings = [self._setting(alone)]
-        plans, gradients = [self._plans.get(parameter)], self._gradients([parameter])
+        settings = [self._read_group_setting(alone)]
+        plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
         places = self._renew_plans([alone], settings, plans, gradients, scales)
         batches = Roster.of(settings, plans, [], places, {}, None).batches([alone], [parameter], gradients, scales)
         assert batches is not None, "one parameter is metered or not"
-        self._run(batches)
+        self._run_batches(batches)
         # Schedulers ask whether there was a step.
         self._opt_called = True
 
@@ -410,8 +415,8 @@ class Optimizer(CheckpointMixin):
         self._begin_step()
         if not self._stepped:  # before anything raises on one rank alone
             check_sharded_ranks(self)
-        batches, waiting = self._collect()
-        self._run(batches)
+        batches, waiting = self._collect_batches()
+        self._run_batches(batches)
         for plan in waiting:
             follow_version(plan)
 
@@ -419,15 +424,15 @@ class Optimizer(CheckpointMixin):
         """Follow what users have done to the groups since the last step."""
         count = sum(len(group["params"]) for group in self.param_groups)
         if len(self.state) > count or not all(map(has_identities, self.param_groups)):
-            self._follow_groups()
+            self._follow_group_edits()
         if not self._stepped and part_in_backward(self.param_groups, self.state):
             self._clear_plans()
 
-    def _run(self, batches: list[Batch]) -> None:
+    def _run_batches(self, batches: list[Batch]) -> None:
         self._check_wrappers(bool(batches))
         for batch in batches:
             compile_kernels(batch)
-        self._look_ahead(batches)
+        self._prepare_constants(batches)
         for batch in batches:
             run_step(batch)
             batch.finish()
@@ -437,16 +442,16 @@ class Optimizer(CheckpointMixin):
         for batch in batches if len(batches) > 1 else ():
             batch.follow_versions()
 
-    def _look_ahead(self, batches: list[Batch]) -> None:
+    def _prepare_constants(self, batches: list[Batch]) -> None:
         """Compute what rules need before their updates: sums, prepared tensors, and the constants that follow."""
         for batch in batches:
             prepare_batch(batch)
         if any(batch.spec.rule.late_values is not None for batch in batches):
             sums = reduce_batches(batches)
-            self._note_sums(sums)
+            self._note_reduction_sums(sums)
             finish_constants(batches, sums)
 
-    def _note_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
+    def _note_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
         """Take the sums of each parameter of each batch; an optimizer may keep what follows from them."""
 
     def _check_wrappers(self, has_gradients: bool) -> None:
@@ -460,29 +465,29 @@ class Optimizer(CheckpointMixin):
         if not self._stepped & (self._stepped - 1):  # each time that the steps have doubled
             warn_of_living_averages(parameter for group in self.param_groups for parameter in group["params"])
 
-    def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _list_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradients that parameters step by, or None."""
         return [parameter.grad for parameter in parameters]
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
-        check_numbers(group, self._not_negative)
+        check_hyperparameters(group, self._not_negative_options)
         rule = self.rule(group)
         check_betas(group, rule.betas)
         check_states(rule, group)
 
-    def _check_switches(self, group: dict[str, Any]) -> None:
+    def _check_torch_switches(self, group: dict[str, Any]) -> None:
         """Refuse or ignore the options that choose another implementation in torch.optim."""
-        check_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
+        check_torch_switches(type(self).__name__, **{name: group.get(name) for name in TORCH_SWITCHES})
 
-    def _collect(self) -> tuple[list[Batch], list[ParameterPlan]]:
+    def _collect_batches(self) -> tuple[list[Batch], list[ParameterPlan]]:
         """Return the parameters with gradients in batches of one step specification, and unwritten others' plans."""
         groups = self.param_groups
         for group in groups:
-            self._check_group_now(group)
-        settings = [self._setting(group) for group in groups]
+            self._check_group_before_step(group)
+        settings = [self._read_group_setting(group) for group in groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        gradients = self._gradients(parameters)
+        gradients = self._list_gradients(parameters)
         plans = [*map(self._plans.by_id.get, map(id, parameters))]
         resting = [place for place, gradient in enumerate(gradients) if gradient is None]
         waiting = []
@@ -501,12 +506,12 @@ class Optimizer(CheckpointMixin):
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
 
-    def _check_group_now(self, group: dict[str, Any]) -> None:
+    def _check_group_before_step(self, group: dict[str, Any]) -> None:
         """Check what a scheduler or the user may have written into a group since the last step."""
-        self._check_numbers(group)
+        self._check_hyperparameters(group)
         warn_of_rate_jump(group)
 
-    def _setting(self, group: dict[str, Any]) -> Setting:
+    def _read_group_setting(self, group: dict[str, Any]) -> Setting:
         return self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"])
 
     def _renew_plans(
@@ -541,7 +546,7 @@ class Optimizer(CheckpointMixin):
                     or not is_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
                     store = gradient_store(gradient, parameter, name_of(group, position))
-                    plan = plans[place] = self._new_plan(group, position, store, options, gradient)
+                    plan = plans[place] = self._make_plan(group, position, store, options, gradient)
                 if gradient.shape != plan.shape:
                     raise ValueError(
                         f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "
@@ -566,7 +571,7 @@ class Optimizer(CheckpointMixin):
             for position, parameter in enumerate(group["params"]):
                 held = [*own_parts(parameter)]
                 if parameter.requires_grad or self.state.get(parameter):
-                    plan = self._plan(group, position)
+                    plan = self._find_valid_plan(group, position)
                     held += [*plan.tensors.values(), *plan.watched]
                     held += [parameter.scale] if plan.spec.scaled else []
                     total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize

@@ -8,16 +8,22 @@ from typing import Any, Unpack
 import torch
 
 from ._float32 import read_weights
-from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, split_arguments
+from ._group_options import (
+    NOT_NEGATIVE_OPTIONS,
+    OptimizerOptions,
+    ParametersOrGroups,
+    check_number,
+    split_init_arguments,
+)
 from ._optimizer import Optimizer, register_optimizer
 from .parameters._outside_writes import mark_current, set_weight
 from .parameters._tensor_map import TensorMap
 from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate
 from .rules._adam_variants import LAMB as LAMB_RULE
-from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, following
+from .rules._read_average_share import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, following
 
 # What a schedule-free optimizer's groups count.
-_AT_THE_START = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
+_SCHEDULE_FREE_COUNTERS = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
 
 
 @register_optimizer
@@ -32,7 +38,7 @@ class Lion(Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0,
@@ -40,7 +46,7 @@ class Lion(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
 
 @register_optimizer
@@ -66,7 +72,7 @@ class Adan(Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
         eps: float = 1e-8,
@@ -76,7 +82,7 @@ class Adan(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
 
 @register_optimizer
@@ -98,12 +104,12 @@ class AdEMAMix(Optimizer):
     True
     """
 
-    _not_negative = (*NOT_NEGATIVE, "alpha", "beta3_warmup", "alpha_warmup")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "alpha", "beta3_warmup", "alpha_warmup")
     _rule = ADEMAMIX
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
         alpha: float = 2.0,
@@ -115,7 +121,7 @@ class AdEMAMix(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
 
 @register_optimizer
@@ -145,7 +151,7 @@ class LAMB(Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -157,7 +163,7 @@ class LAMB(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
 
 class ScheduleFree(Optimizer):
@@ -167,12 +173,12 @@ class ScheduleFree(Optimizer):
     It begins in training.
     """
 
-    _not_negative = (*NOT_NEGATIVE, "warmup_steps", "weight_lr_power")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "warmup_steps", "weight_lr_power")
     # The weights of the averages count the steps of all parameters.
-    _steps_one_alone = False
+    _can_step_one_parameter = False
 
-    def _start_caches(self) -> None:
-        super()._start_caches()
+    def _create_caches(self) -> None:
+        super()._create_caches()
         # Of each parameter in evaluation: its tensors in training, and its version since.
         self._in_training: TensorMap[tuple[list[torch.Tensor], int]] = TensorMap()
 
@@ -189,10 +195,10 @@ class ScheduleFree(Optimizer):
             group["train_mode"] = mode
             for position, parameter in enumerate(group["params"]):
                 if "z" in self.state.get(parameter, ()):
-                    self._switch(group, position, mode)
+                    self._switch_weight(group, position, mode)
 
-    def _switch(self, group: dict[str, Any], position: int, mode: bool) -> None:
-        parameter, plan = group["params"][position], self._plan(group, position)
+    def _switch_weight(self, group: dict[str, Any], position: int, mode: bool) -> None:
+        parameter, plan = group["params"][position], self._find_valid_plan(group, position)
         kept = self._in_training.pop(parameter)
         if mode and kept is not None and kept[1] == plan.payloads[0]._version:
             for part, before in zip(plan.parts, kept[0], strict=True):
@@ -202,12 +208,12 @@ class ScheduleFree(Optimizer):
         weight = read_weights([plan])[0] * plan.scale
         held = [part.clone() for part in plan.parts]
         z = plan.spec.codecs[0].decode(plan.states[0])
-        momentum = self._momentum(group)
+        momentum = self._read_average_share(group)
         set_weight(plan, (weight + (z - weight) * (1 - momentum if mode else 1 - 1 / momentum)) / plan.scale)
         if not mode:
             self._in_training[parameter] = held, plan.payloads[0]._version
 
-    def _momentum(self, group: dict[str, Any]) -> float:
+    def _read_average_share(self, group: dict[str, Any]) -> float:
         """Return the share of the average in the point at which gradients are taken."""
         return float(group["betas"][0] if "betas" in group else group["momentum"])
 
@@ -221,12 +227,12 @@ class ScheduleFree(Optimizer):
             _, group["lr_max"], group["weight_sum"] = following(group)
             group["k"] += 1
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        super()._check_numbers(group)
-        if not 0 < self._momentum(group) < 1:
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        super()._check_hyperparameters(group)
+        if not 0 < self._read_average_share(group) < 1:
             raise ValueError(
                 f"{type(self).__name__} takes gradients between an average and a point, at a share of the average in "
-                f"(0, 1), got {self._momentum(group)}: give betas[0] or momentum there"
+                f"(0, 1), got {self._read_average_share(group)}: give betas[0] or momentum there"
             )
 
 
@@ -260,7 +266,7 @@ class SGDScheduleFree(ScheduleFree):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1.0,
         momentum: float = 0.9,
         weight_decay: float = 0,
@@ -271,7 +277,7 @@ class SGDScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals(), **_AT_THE_START))
+        super().__init__(**split_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
 
 
 @register_optimizer
@@ -301,7 +307,7 @@ class AdamWScheduleFree(ScheduleFree):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 2.5e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -313,7 +319,7 @@ class AdamWScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals(), **_AT_THE_START))
+        super().__init__(**split_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
 
 
 @register_optimizer
@@ -344,14 +350,14 @@ class Prodigy(Optimizer):
     True
     """
 
-    _not_negative = (*NOT_NEGATIVE, "beta3", "d_coef")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "beta3", "d_coef")
     # The estimate is over all parameters.
-    _steps_one_alone = False
+    _can_step_one_parameter = False
     _rule = PRODIGY
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParametersOrGroups,
         lr: float | torch.Tensor = 1.0,
         betas: tuple[float, float] = (0.9, 0.999),
         beta3: float | None = None,
@@ -367,7 +373,7 @@ class Prodigy(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals(), d=0.0, d_max=0.0, d_numerator=0.0, k=0))
+        super().__init__(**split_init_arguments(locals(), d=0.0, d_max=0.0, d_numerator=0.0, k=0))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as Optimizer does; its estimate starts from its own d0 unless it comes with one."""
@@ -391,11 +397,11 @@ class Prodigy(Optimizer):
             group.update(found)
             group["k"] += 1
 
-    def _note_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
+    def _note_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
         self._sums = next((total for batch in sums for total in batch), ())
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        super()._check_numbers(group)
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        super()._check_hyperparameters(group)
         for name, low, said in (("d0", 0.0, "above 0"), ("growth_rate", 1.0, "of 1 or more")):
             check_number(name, group[name])
             if not (float(group[name]) > low or float(group[name]) == low == 1):

@@ -12,7 +12,7 @@ from .._messages import differences, listed
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
-from ._group_options import check_group, read_own_version
+from ._group_options import check_group_options, read_own_version
 from .parameters._local_tensors import local
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import identities_of, plain_names
@@ -30,26 +30,46 @@ from .states._state import Codec
 from .weight_updates._weight_update import weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
-_LATER = {
+_OPTIONS_ADDED_LATER = {
     **dict.fromkeys(("maximize", "nesterov", "amsgrad", "decoupled_weight_decay"), False),
     **dict.fromkeys(("capturable", "differentiable"), False),
     **dict.fromkeys(("foreach", "fused")),
 }
 # Options by which the file of another rule is known.
-_OF_RULES = {"lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lambd"}
-_OF_RULES |= {"lr_decay", "momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size"}
-_OURS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
+_RULE_OPTIONS = {
+    "lr",
+    "betas",
+    "eps",
+    "momentum",
+    "dampening",
+    "weight_decay",
+    "alpha",
+    "centered",
+    "rho",
+    "etas",
+    "lambd",
+}
+_RULE_OPTIONS |= {"lr_decay", "momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size"}
+_HALFULP_OPTIONS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
 # In a saved group: the version of this library that saved it.
-VERSION = "halfulp"
-_KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream", VERSION)
+VERSION_KEY = "halfulp"
+_OPTIONS_NOT_LOADED = (
+    "params",
+    "state_dtype",
+    "param_dtype",
+    "format",
+    "report_interval",
+    "random_stream",
+    VERSION_KEY,
+)
 # States that an option of a group may switch off in training; they stay, as in torch.optim.
-SWITCHED = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
+SWITCHABLE_STATES = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
 # What torch's schedulers write into groups, and names.
 _SCHEDULER_KEYS = {f"{bound}_{name}" for bound in ("initial", "base", "min", "max") for name in ("lr", "momentum")}
 _SCHEDULER_KEYS |= {"swa_lr", "last_lr", "name", "param_names"}
 
 
-def check_groups(
+def check_saved_groups(
     groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None], defaults: Mapping
 ) -> list[dict]:
     """Return the options that each group takes from a state_dict; raise ValueError if it does not fit these groups.
@@ -70,11 +90,19 @@ def check_groups(
     if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     for number, (mine, theirs) in enumerate(zip(groups, saved)):
-        unknown = theirs.keys() - mine.keys() - _OURS - _LATER.keys() - _OF_RULES - _SCHEDULER_KEYS - set(_KEPT)
+        unknown = (
+            theirs.keys()
+            - mine.keys()
+            - _HALFULP_OPTIONS
+            - _OPTIONS_ADDED_LATER.keys()
+            - _RULE_OPTIONS
+            - _SCHEDULER_KEYS
+            - set(_OPTIONS_NOT_LOADED)
+        )
         refuse_newer_keys("param group", number, sorted(unknown), saved)
-        _check_names(mine, theirs, defaults)
-        _check_updates(mine, theirs)
-    return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
+        _check_group_names(mine, theirs, defaults)
+        _check_weight_update(mine, theirs)
+    return [_read_loaded_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
 
 def refuse_confusing_keys(state: Mapping) -> None:
@@ -87,7 +115,7 @@ def refuse_confusing_keys(state: Mapping) -> None:
             )
 
 
-def is_own_file(groups: list[dict], saved: list[Mapping]) -> bool:
+def is_halfulp_file(groups: list[dict], saved: list[Mapping]) -> bool:
     """Return whether an optimizer of this library saved some groups, for an optimizer with groups of its own.
 
     Without names the file holds identities. A trainer that saves by name leaves the names themselves out of groups.
@@ -106,7 +134,7 @@ def _is_keyed_by_name(saved: Mapping) -> bool:
     return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
 
 
-def has_other_bits(group: Mapping, saved: Mapping) -> bool:
+def has_other_identities(group: Mapping, saved: Mapping) -> bool:
     """Return whether a group that took over a file has other numbers for random bits than the file's."""
     held, names = saved.get("identities"), group.get("param_names")
     if not isinstance(held, list | tuple) or not names or not _is_keyed_by_name(saved):
@@ -114,7 +142,7 @@ def has_other_bits(group: Mapping, saved: Mapping) -> bool:
     return not set(identities_of({"param_names": names})) <= {number for number in held if isinstance(number, int)}
 
 
-def _numbers(version: str) -> list[int]:
+def _split_version(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
@@ -122,9 +150,9 @@ def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups:
     """Raise ValueError for unknown keys in a file of a later version; in other files they are the user's own."""
     if not unknown:
         return
-    versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
+    versions = [str(group[VERSION_KEY]) for group in saved_groups if VERSION_KEY in group]
     own = read_own_version()
-    version = next((one for one in versions if _numbers(own) < _numbers(one)), None)
+    version = next((one for one in versions if _split_version(own) < _split_version(one)), None)
     if version is not None:
         raise ValueError(
             f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {own} does not know: "
@@ -133,7 +161,7 @@ def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups:
         )
 
 
-def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
+def refuse_other_random_stream(what: str, place: str, saved: Mapping) -> None:
     """Raise ValueError for what was saved with random bits of another version of the stream."""
     version = saved.get("random_stream", 1)
     if "weight_update" in saved and version != STREAM_VERSION:
@@ -145,7 +173,7 @@ def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
         )
 
 
-def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
+def find_saved_state(state_dict: Mapping, number: object, name: str) -> Mapping:
     """Return one parameter's saved state, by its number in the file and its name for messages; empty if absent."""
     state = state_dict["state"].get(number, {})
     if not isinstance(state, Mapping):
@@ -153,7 +181,7 @@ def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
     return state
 
 
-def count_steps(state: Mapping, name: str) -> int:
+def read_saved_step(state: Mapping, name: str) -> int:
     """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
     given = state.get("step", int(isinstance(state.get("momentum_buffer"), torch.Tensor)))
     if given == {}:  # what torch makes of an entry that a flat state lacks
@@ -169,9 +197,11 @@ def count_steps(state: Mapping, name: str) -> int:
     return int(value)
 
 
-def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
-    unknown = sorted(_OF_RULES & theirs.keys() - mine.keys())
-    lacking = sorted((defaults.keys() | _OF_RULES) & mine.keys() - theirs.keys() - _OURS - _LATER.keys())
+def _check_group_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
+    unknown = sorted(_RULE_OPTIONS & theirs.keys() - mine.keys())
+    lacking = sorted(
+        (defaults.keys() | _RULE_OPTIONS) & mine.keys() - theirs.keys() - _HALFULP_OPTIONS - _OPTIONS_ADDED_LATER.keys()
+    )
     if unknown or lacking:
         raise ValueError(f"the state_dict is another optimizer's: a group of it {differences(lacking, unknown)}")
     by_name = _is_keyed_by_name(theirs)
@@ -179,7 +209,7 @@ def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
         raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
     both = list(zip(plain_names(names), plain_names(other), strict=True)) if names and other else []
-    differing = [f"{b} for {a}" for a, b in both if a != b and not (by_name and _is_one_below(a, b))]
+    differing = [f"{b} for {a}" for a, b in both if a != b and not (by_name and _is_name_suffix(a, b))]
     if differing:
         raise ValueError(
             f"the state_dict names other parameters, or these in another order, such as {', '.join(differing[:3])}: "
@@ -187,12 +217,12 @@ def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
         )
 
 
-def _is_one_below(one: str, other: str) -> bool:
+def _is_name_suffix(one: str, other: str) -> bool:
     """Return whether one name is the other behind the path of a part of the model."""
     return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
-def _check_updates(mine: dict, theirs: Mapping) -> None:
+def _check_weight_update(mine: dict, theirs: Mapping) -> None:
     if "weight_update" not in theirs:
         return
     saved, own = (None if g["weight_update"] is None else weight_update(g["weight_update"]) for g in (theirs, mine))
@@ -203,10 +233,10 @@ def _check_updates(mine: dict, theirs: Mapping) -> None:
         )
 
 
-def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
+def _read_loaded_options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
     """Return a group's options after loading, checked as those of a new group are."""
-    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _KEPT}
-    taken = {**{key: value for key, value in _LATER.items() if key in mine}, **taken}
+    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _OPTIONS_NOT_LOADED}
+    taken = {**{key: value for key, value in _OPTIONS_ADDED_LATER.items() if key in mine}, **taken}
     if "param_names" in taken:
         taken["param_names"] = mine.get("param_names") or list(
             theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
@@ -216,7 +246,7 @@ def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[
         taken["identities"] = identities_of({"param_names": names})
     trial = {**mine, **taken}
     try:
-        check_group(trial)
+        check_group_options(trial)
         check_numbers(trial)
         identities = trial["identities"]
         if len(identities) != len(mine["params"]) or not all(isinstance(i, int) and 0 <= i < 2**63 for i in identities):
@@ -229,13 +259,13 @@ def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[
     return {key: trial[key] for key in taken}
 
 
-def read_begun(state: Mapping, step: int) -> dict[str, int]:
+def read_states_begun(state: Mapping, step: int) -> dict[str, int]:
     """Return the saved entry that says when the states began, if there is one."""
     held = state.get(BEGUN)
     return {BEGUN: held} if isinstance(held, int) and 0 < held <= step else {}
 
 
-def fit_state(
+def fit_saved_state(
     plan: ParameterPlan, group: Mapping, codec: Codec, rule_state: StateSlot, names: tuple[str, ...], state: Mapping
 ) -> dict[str, torch.Tensor]:
     """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
@@ -263,7 +293,7 @@ def fit_state(
     is_packed = f"{rule_state.name}_packed" in state
     shape = scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
     like = torch.empty(shape, dtype=torch.float32, device="meta")
-    given = check_shape(plan, rule_state.name, given, like, exact=False)
+    given = check_saved_shape(plan, rule_state.name, given, like, exact=False)
     value = decode_saved(local(given), state, rule_state)
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
@@ -275,7 +305,7 @@ def _is_same_layout(given: object, own: torch.Tensor) -> bool:
     return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
 
 
-def check_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
+def check_saved_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
     """Return a given state tensor; raise ValueError for another shape, or dtype where that counts."""
     if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
         shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__

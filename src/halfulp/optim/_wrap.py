@@ -16,38 +16,38 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .._messages import a_kind
 from ..formats import Format
 from ..scaled import ScaledTensor
-from ._float32 import MOST_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
-from ._group_options import NarrowOptions, Parameters, check_number, read_defaults, read_options
+from ._float32 import MOST_RUN_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
+from ._group_options import NarrowOptions, ParametersOrGroups, check_number, read_defaults, read_options
 from ._optimizer import Loss, Optimizer
 from ._state_dict_validation import refuse_confusing_keys
 from ._storage import F32, Store
 from ._wrapped_state import (
-    BASE,
+    BASE_PREFIX,
     read_own_entries,
     restore_own_entries,
     split_base_states,
 )
+from .parameters._choose_step_spec import StepSpec
 from .parameters._local_tensors import is_dtensor, local, placed_like
 from .parameters._narrow_groups import name_of
 from .parameters._outside_writes import drop_stale
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule
 from .step._batch import gradient_memory
 from .weight_updates._weight_update import WeightUpdate
 
-OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
+OUTER_OPTIONS = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 # What the groups of the two optimizers do not share.
-_APART = (*OWN, "params", "param_names")
+_UNSHARED_KEYS = (*OUTER_OPTIONS, "params", "param_names")
 
 
-def assignment(w: Any, g: Any) -> tuple[Any]:
+def assign_weight(w: Any, g: Any) -> tuple[Any]:
     """Return u and no states; the new weight is g, passed in the gradient's place."""
     return (g - w,)
 
 
-ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
+ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), (), lambda group, step: (), assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):
@@ -56,15 +56,17 @@ class ExplicitGradientOptimizer(Optimizer):
     # What parameters step by, during a step.
     _explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
-    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+    def _choose_step_spec(
+        self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
+    ) -> StepSpec:
         if isinstance(parameter, ScaledTensor):
             raise ValueError(
                 f"parameter {name} is a ScaledTensor, which wrap and EMA do not take: torch.optim's optimizers run on "
                 "it unwrapped, and hu.optim's AdamW, Adam, SGD and Lion step it"
             )
-        return super()._step_spec(group, parameter, gradient, name)
+        return super()._choose_step_spec(group, parameter, gradient, name)
 
-    def _step_by(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def _step_by_tensors(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step every parameter that a tensor is given for."""
         self._explicit_gradients = given
         try:
@@ -72,23 +74,23 @@ class ExplicitGradientOptimizer(Optimizer):
         finally:
             del self._explicit_gradients
 
-    def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _list_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         return [*map(self._explicit_gradients.get, parameters)]
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         lr = group.get("lr")
         if isinstance(lr, torch.Tensor):
             check_number("lr", lr)
         if isinstance(lr, (int, float, torch.Tensor)) and not (math.isfinite(value := float(lr)) and value >= 0):
             raise ValueError(f"lr={value} is not allowed: give a finite number that is not negative")
 
-    def _check_switches(self, group: dict[str, Any]) -> None:
+    def _check_torch_switches(self, group: dict[str, Any]) -> None:
         """Accept all: these options belong to the wrapped optimizer."""
 
 
 def wrap(
     optimizer: Callable[..., torch.optim.Optimizer],
-    params: Parameters,
+    params: ParametersOrGroups,
     *,
     weight_update: WeightUpdate | str | None = None,
     param_dtype: torch.dtype | str | None = None,
@@ -96,7 +98,7 @@ def wrap(
     seed: int = 0,
     report_interval: int = 50,
     **options: Any,
-) -> Wrapped:
+) -> WrappedOptimizer:
     """Wrap any torch optimizer for bfloat16 or float16 parameters (or a format's values in float32 ones).
 
     In a step, float32 copies of the weights (auxiliary tensors included) and float32 gradients go through the
@@ -148,8 +150,8 @@ def wrap(
             "params), and load the states of a living optimizer, wrapped.load_state_dict(optimizer.state_dict())"
         )
     options = read_options(options, read_defaults(optimizer))
-    return Wrapped(
-        *make_base(optimizer, params, options),
+    return WrappedOptimizer(
+        *make_base_optimizer(optimizer, params, options),
         weight_update=weight_update,
         param_dtype=param_dtype,
         format=format,
@@ -158,7 +160,7 @@ def wrap(
     )
 
 
-class Wrapped(ExplicitGradientOptimizer):
+class WrappedOptimizer(ExplicitGradientOptimizer):
     """The optimizer that `wrap` returns.
 
     Attributes:
@@ -166,10 +168,10 @@ class Wrapped(ExplicitGradientOptimizer):
     """
 
     base: torch.optim.Optimizer
-    _steps_one_alone = False
-    _rule = ASSIGNMENT
+    _can_step_one_parameter = False
+    _rule = ASSIGNMENT_RULE
     # Groups here and in the wrapped optimizer.
-    _pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
+    _group_pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
 
     def __init__(
         self,
@@ -178,7 +180,7 @@ class Wrapped(ExplicitGradientOptimizer):
         shadows: dict[torch.Tensor, torch.Tensor],
         **narrow: Unpack[NarrowOptions],
     ) -> None:
-        claimed = sorted(set(OWN) & base.defaults.keys())
+        claimed = sorted(set(OUTER_OPTIONS) & base.defaults.keys())
         if claimed:
             raise ValueError(
                 f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own"
@@ -187,7 +189,7 @@ class Wrapped(ExplicitGradientOptimizer):
             raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
         self.base = base
         self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
-        self._base_aside: TensorMap[dict[str, Any]] = TensorMap()
+        self._base_states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
         super().__init__(groups, dict(base.defaults), **narrow)
         self._pair_groups()
 
@@ -200,7 +202,7 @@ class Wrapped(ExplicitGradientOptimizer):
         inner, outer = split_group(param_group, shadows)
         self.base.add_param_group(inner)
         try:
-            super().add_param_group(outer | _options_of(self.base.param_groups[-1]))
+            super().add_param_group(outer | _list_group_options(self.base.param_groups[-1]))
         except Exception:
             del self.base.param_groups[-1]
             raise
@@ -209,31 +211,31 @@ class Wrapped(ExplicitGradientOptimizer):
         self._pair_groups()
 
     def _pair_groups(self) -> None:
-        self._pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
+        self._group_pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
 
-    def _follow_groups(self) -> None:
-        super()._follow_groups()
+    def _follow_group_edits(self) -> None:
+        super()._follow_group_edits()
         if self._is_built:
-            self._follow_parameters()
+            self._follow_parameter_edits()
 
-    def _follow_parameters(self) -> None:
+    def _follow_parameter_edits(self) -> None:
         """Put shadows into the wrapped optimizer's groups for the parameters of these, whose lists users may edit."""
-        if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
-            inner_of = {id(own): inner for own, inner in self._pairs}
+        if [id(own) for own, _ in self._group_pairs] != [id(own) for own in self.param_groups]:
+            inner_of = {id(own): inner for own, inner in self._group_pairs}
             self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
             self._pair_groups()
-        for own, inner in self._pairs:
+        for own, inner in self._group_pairs:
             for parameter in own["params"]:
                 if parameter not in self._shadows:
                     self._shadows[parameter] = make_shadow(parameter)
             inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
         # The states of parameters that are in no group are kept aside, as long as these live.
-        members = {id(shadow): shadow for _, inner in self._pairs for shadow in inner["params"]}
+        members = {id(shadow): shadow for _, inner in self._group_pairs for shadow in inner["params"]}
         for key in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in members]:
-            self._base_aside[key] = self.base.state.pop(key)
-        for shadow in members.values() if len(self._base_aside) else ():
-            if shadow in self._base_aside:
-                self.base.state[shadow] = self._base_aside.pop(shadow)
+            self._base_states_outside_groups[key] = self.base.state.pop(key)
+        for shadow in members.values() if len(self._base_states_outside_groups) else ():
+            if shadow in self._base_states_outside_groups:
+                self.base.state[shadow] = self._base_states_outside_groups.pop(shadow)
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
@@ -244,17 +246,17 @@ class Wrapped(ExplicitGradientOptimizer):
         change = getattr(self.base, "train" if mode else "eval", None)
         if not callable(change):
             return
-        self._follow_parameters()
+        self._follow_parameter_edits()
         # What was frozen after steps has a state still, and two weights.
-        plans = list(self._all_plans(lambda p: p.requires_grad or bool(self.base.state.get(self._shadows[p]))))
+        plans = list(self._walk_plans(lambda p: p.requires_grad or bool(self.base.state.get(self._shadows[p]))))
         try:
-            self._load(plans, Float32Buffer(0))
+            self._fill_shadows(plans, Float32Buffer(0))
             before = [local(self._shadows[plan.parameter])._version for plan in plans]
-            self._call_with_options(change)
+            self._call_under_outer_options(change)
             now = [local(self._shadows[plan.parameter])._version for plan in plans]
-            self._write([plan for plan, one, other in zip(plans, before, now, strict=True) if one != other])
+            self._write_changes([plan for plan, one, other in zip(plans, before, now, strict=True) if one != other])
         finally:
-            self._release(plans)
+            self._release_shadows(plans)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -275,26 +277,26 @@ class Wrapped(ExplicitGradientOptimizer):
                 be stepped; nothing is written then.
         """
         for group in self.param_groups:
-            self._check_numbers(group)
-        self._follow_parameters()
+            self._check_hyperparameters(group)
+        self._follow_parameter_edits()
         self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runs = self._runs(list(self._all_plans(lambda p: p.grad is not None)))
+        runs = self._list_runs(list(self._walk_plans(lambda p: p.grad is not None)))
         buffer = make_buffer(runs)
         for plans in runs:
             try:
-                self._load(plans, buffer)
+                self._fill_shadows(plans, buffer)
                 with without_global_hooks():
-                    self._call_with_options(self.base.step)
-                self._write(plans)
+                    self._call_under_outer_options(self.base.step)
+                self._write_changes(plans)
             finally:
-                self._release(plans)
+                self._release_shadows(plans)
         return loss
 
-    def _runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
+    def _list_runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
         """Return the runs of plans that step together: all, unless the wrapped optimizer steps each parameter alone."""
         if (
             not type(self.base).__module__.startswith("torch.optim.")
@@ -302,22 +304,22 @@ class Wrapped(ExplicitGradientOptimizer):
             or self.base._optimizer_step_post_hooks
         ):
             return [plans]
-        whole = [plan for plan in plans if _needs_no_shadow(plan)]
-        apart = [plan for plan in plans if not _needs_no_shadow(plan)]
-        return [*([whole] if whole else []), *split_into_runs(apart, MOST_ELEMENTS)]
+        whole = [plan for plan in plans if _is_own_shadow(plan)]
+        apart = [plan for plan in plans if not _is_own_shadow(plan)]
+        return [*([whole] if whole else []), *split_into_runs(apart, MOST_RUN_ELEMENTS)]
 
-    def _all_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
+    def _walk_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if wanted(parameter):
-                    plan = self._plan(group, position, F32)
+                    plan = self._find_valid_plan(group, position, F32)
                     drop_stale(plan)
                     yield plan
 
-    def _load(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
+    def _fill_shadows(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Fill the shadows and their gradients."""
         buffer.clear()
-        apart = [plan for plan in plans if not _needs_no_shadow(plan)]
+        apart = [plan for plan in plans if not _is_own_shadow(plan)]
         values = dict(zip(map(id, apart), read_weights(apart, buffer)))
         for plan in plans:
             parameter = plan.parameter
@@ -325,28 +327,30 @@ class Wrapped(ExplicitGradientOptimizer):
             point_shadow(shadow, local(parameter).detach() if value is None else value)
             shadow.grad = widen_gradient(parameter.grad, buffer)
 
-    def _call_with_options(self, change: Callable[[], Any]) -> Any:
+    def _call_under_outer_options(self, change: Callable[[], Any]) -> Any:
         """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
-        for own, inner in self._pairs:
-            inner.update({name: own[name] for name in own if name not in _APART})
+        for own, inner in self._group_pairs:
+            inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
         result = change()
-        for own, inner in self._pairs:
-            claimed = sorted(set(OWN) & inner.keys())
+        for own, inner in self._group_pairs:
+            claimed = sorted(set(OUTER_OPTIONS) & inner.keys())
             if claimed:
                 raise ValueError(f"{type(self.base).__name__} writes {claimed} into its groups, which wrap uses itself")
-            own.update({name: inner[name] for name in inner if name not in _APART})
+            own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
         return result
 
-    def _write(self, plans: list[ParameterPlan]) -> None:
+    def _write_changes(self, plans: list[ParameterPlan]) -> None:
         # A float32 parameter's shadow has its memory, but a version counter of its own.
-        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _needs_no_shadow(plan)])
-        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _needs_no_shadow(s)})
+        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _is_own_shadow(plan)])
+        self._step_by_tensors(
+            {s.parameter: self._shadows[s.parameter].detach() for s in plans if not _is_own_shadow(s)}
+        )
 
-    def _release(self, plans: list[ParameterPlan]) -> None:
+    def _release_shadows(self, plans: list[ParameterPlan]) -> None:
         for plan in plans:
             shadow = self._shadows[plan.parameter]
             shadow.grad = None
-            point_shadow(shadow, empty_like(plan.parameter))
+            point_shadow(shadow, make_placeholder(plan.parameter))
 
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
@@ -355,11 +359,11 @@ class Wrapped(ExplicitGradientOptimizer):
         for group, packed in zip(self.param_groups, saved["param_groups"]):
             for parameter, number in zip(group["params"], packed["params"]):
                 if held := inner.get(self._shadows[parameter]):
-                    named = {f"{BASE}{name}": value for name, value in held.items()}
+                    named = {f"{BASE_PREFIX}{name}": value for name, value in held.items()}
                     state[number] = {**state.get(number, {}), **named}
         inner = {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
         refuse_confusing_keys(inner)
-        state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
+        state |= {f"{BASE_PREFIX}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
         beside = read_own_entries(self.base)
         return {**saved, "base": beside} if beside else saved
 
@@ -369,16 +373,16 @@ class Wrapped(ExplicitGradientOptimizer):
         The latter's 16-bit states become float32, and the auxiliary tensors stay as they are.
         """
         own, inner = split_base_states(state_dict, self.param_groups)
-        self._follow_groups()
+        self._follow_group_edits()
         inner = self._fit_base_states(own, inner)
         super()._load_between_hooks(own)
-        for (group, base_group), saved in zip(self._pairs, own["param_groups"]):
+        for (group, base_group), saved in zip(self._group_pairs, own["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
-            for name in group.keys() - saved.keys() - self.defaults.keys() - {*_APART}:
+            for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_KEYS}:
                 del group[name]
-            for name in base_group.keys() - group.keys() - {*_APART}:
+            for name in base_group.keys() - group.keys() - {*_UNSHARED_KEYS}:
                 del base_group[name]
-            base_group.update({name: group[name] for name in group if name not in _APART})
+            base_group.update({name: group[name] for name in group if name not in _UNSHARED_KEYS})
         self.base.state.clear()
         self.base.state.update(inner)
         restore_own_entries(self.base, state_dict.get("base", {}))
@@ -415,7 +419,7 @@ class Wrapped(ExplicitGradientOptimizer):
     def bytes_per_parameter(self) -> float:
         """Return bytes per element of weights, auxiliary tensors, states and gradients, as held between steps."""
         total = elements = 0
-        for plan in self._all_plans():
+        for plan in self._walk_plans():
             parameter = plan.parameter
             leaves = tree_leaves(self.base.state.get(self._shadows[parameter], {}))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -438,22 +442,22 @@ class Wrapped(ExplicitGradientOptimizer):
         """Restore from `__getstate__`."""
         (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
         super().__setstate__(state)
-        self._shadows, self._base_aside = TensorMap(shadows), TensorMap()
+        self._shadows, self._base_states_outside_groups = TensorMap(shadows), TensorMap()
         self.base = object.__new__(kind)
         self.base.__setstate__(fields)
         self._pair_groups()
 
     def __repr__(self) -> str:
         """Return the wrapped class, then the fields as Optimizer does."""
-        return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
+        return super().__repr__().replace("WrappedOptimizer (", f"wrap({type(self.base).__name__}) (", 1)
 
 
-def _needs_no_shadow(plan: ParameterPlan) -> bool:
+def _is_own_shadow(plan: ParameterPlan) -> bool:
     """Return whether a parameter is plain float32: its own shadow."""
     return plan.spec.store is F32
 
 
-def make_base(
+def make_base_optimizer(
     optimizer: Callable[..., Any], params: Iterable[Any], options: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer, list[dict[str, Any]], dict[torch.Tensor, torch.Tensor]]:
     """Make an optimizer over shadows of parameters; return it, its groups and the shadows."""
@@ -472,7 +476,7 @@ def make_base(
     refuse_inner_optimizers(base)
     if len(base.param_groups) != len(pairs):
         raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
-    return base, [outer | _options_of(inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
+    return base, [outer | _list_group_options(inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
 
 
 def split_group(
@@ -488,16 +492,16 @@ def split_group(
             raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
         shadow = shadows.setdefault(parameter, make_shadow(parameter))
         inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
-    rest = {name: value for name, value in group.items() if name not in (*OWN, "params")}
+    rest = {name: value for name, value in group.items() if name not in (*OUTER_OPTIONS, "params")}
     return {**rest, "params": inner}, {**group, "params": members}
 
 
-def _options_of(inner: Mapping[str, Any]) -> dict[str, Any]:
+def _list_group_options(inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group of the wrapped optimizer, without its parameters."""
     return {name: value for name, value in inner.items() if name not in ("params", "param_names")}
 
 
-def empty_like(parameter: torch.Tensor) -> torch.Tensor:
+def make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """Return a zero expanded to a parameter's local shape, without memory of that size."""
     part = local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
@@ -505,7 +509,9 @@ def empty_like(parameter: torch.Tensor) -> torch.Tensor:
 
 def make_shadow(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that the wrapped optimizer steps instead of a parameter."""
-    return torch.nn.Parameter(placed_like(empty_like(parameter), parameter), requires_grad=parameter.requires_grad)
+    return torch.nn.Parameter(
+        placed_like(make_placeholder(parameter), parameter), requires_grad=parameter.requires_grad
+    )
 
 
 def point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:

@@ -8,28 +8,30 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ._state_dict_validation import is_own_file
+from ._state_dict_validation import is_halfulp_file
 
-BASE = "base."
+BASE_PREFIX = "base."
 
 
 def split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tuple[dict, dict]:
     """Split a state_dict into one without the wrapped optimizer's states, and these by number."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
-    states, wrapped = state_dict["state"], is_own_file(groups, state_dict["param_groups"])
+    states, wrapped = state_dict["state"], is_halfulp_file(groups, state_dict["param_groups"])
     numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
     others = {key: value for key, value in states.items() if key not in numbers}
-    theirs = {key: str(key).startswith(BASE) or not wrapped for key in others}
+    theirs = {key: str(key).startswith(BASE_PREFIX) or not wrapped for key in others}
     own = {key: value for key, value in others.items() if not theirs[key]}
     inner = {
-        key.removeprefix(BASE) if isinstance(key, str) else key: value for key, value in others.items() if theirs[key]
+        key.removeprefix(BASE_PREFIX) if isinstance(key, str) else key: value
+        for key, value in others.items()
+        if theirs[key]
     }
     for number in numbers & states.keys():
         state = states[number]
         if wrapped:
-            own[number] = {k: v for k, v in state.items() if not k.startswith(BASE)}
-            inner[number] = {k.removeprefix(BASE): v for k, v in state.items() if k.startswith(BASE)}
+            own[number] = {k: v for k, v in state.items() if not k.startswith(BASE_PREFIX)}
+            inner[number] = {k.removeprefix(BASE_PREFIX): v for k, v in state.items() if k.startswith(BASE_PREFIX)}
         else:
             own[number] = {"step": torch.as_tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")}
             inner[number] = tree_map_only(

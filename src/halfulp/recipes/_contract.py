@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._messages import a_kind, listed
 from ..mctensor import MCTensor
 from ..optim import Optimizer
-from ..optim._gradient_release import model_parameters
+from ..optim._gradient_release import walk_model_parameters
 from ..optim._inner_optimizer import inner_optimizer
 from ..optim.parameters._narrow_groups import name_of
 from ..optim.parameters._random_identity import plain_names
@@ -189,7 +189,7 @@ def contract(
     stepped = {
         id(parameter): _step_terms(one, group, position)
         for one in optimizers
-        for group, position, parameter in model_parameters(one)
+        for group, position, parameter in walk_model_parameters(one)
     }
     held: list[tuple[str, Tensor]] = list(model.named_parameters())
     held += [

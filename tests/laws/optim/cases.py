@@ -16,7 +16,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import run_on_tensors, same_bits
 from halfulp.kernels._device_function import Recording, bound
-from halfulp.optim._storage import STORES, format_store
+from halfulp.optim._storage import STORES, make_format_store
 from halfulp.optim.parameters._outside_writes import mark_current
 from halfulp.optim.parameters._step_spec import refuse_feedback
 from halfulp.optim.weight_updates._weight_update import REGISTRY
@@ -141,7 +141,7 @@ def optimizer_names() -> list[str]:
 def allowed(rule: str, update: str, store: str) -> bool:
     """Whether an optimizer accepts the three together."""
     options = options_of(store)
-    held = format_store(options["format"]) if options else STORES[dtype_of(store)]
+    held = make_format_store(options["format"]) if options else STORES[dtype_of(store)]
     if store == "fp32":
         return update == "exact"  # where a float32 parameter ends, whatever it is given
     try:

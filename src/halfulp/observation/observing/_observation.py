@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA, Optimizer
-from ...optim._gradient_release import StepWatcher, model_parameters
+from ...optim._gradient_release import StepWatcher, walk_model_parameters
 from ...optim.parameters._local_tensors import local, memory
 from ...optim.parameters._random_identity import plain_names
 from ...sinks import Sink
@@ -542,7 +542,7 @@ class Parameters:
     def _enter_stepped(self, number: int | None, optimizer: torch.optim.Optimizer) -> None:
         place = "optimizer" if number is None else f"optimizer.{number}"
         places = {id(group): k for k, group in enumerate(optimizer.param_groups)}
-        for group, position, parameter in model_parameters(optimizer):
+        for group, position, parameter in walk_model_parameters(optimizer):
             name, given = self.names.get(id(parameter)), group.get("param_names")
             if name is None:
                 name = f"{place}.{given[position]}" if given else f"{place}.{places[id(group)]}.{position}"

@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from ...gradients import AdaptiveGradScaler
 from ...kernels import in_float64
 from ...optim import EMA
-from ...optim._gradient_release import model_parameters
+from ...optim._gradient_release import walk_model_parameters
 from ...sinks import Outlet, Row
 from .._finding import Finding, plain_causes
 from .._record import Record, plain_record
@@ -87,7 +87,7 @@ class Found:
 
 def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.GradScaler] = ()) -> Found | None:
     """Find the model, scaler and so on of optimizers; None where no module holds any of their parameters."""
-    order = [id(parameter) for one in optimizers for _, _, parameter in model_parameters(one)]
+    order = [id(parameter) for one in optimizers for _, _, parameter in walk_model_parameters(one)]
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
     modules, scalers = _find_modules(), _find_living(SCALERS)
     children = {id(child) for module in modules for child in module.children()}

@@ -57,7 +57,7 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
             else:
                 value = take_float32(parameter)
             if value is not None:
-                plan = optimizer._new_plan(group, position, STORES[parameter.dtype])
+                plan = optimizer._make_plan(group, position, STORES[parameter.dtype])
                 value = local(value).contiguous()
                 if was_written:
                     _fill_beside(plan, parameter, value)
@@ -126,7 +126,7 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
         for group in optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) in held and parameter.requires_grad:
-                    plan = optimizer._plan(group, position)
+                    plan = optimizer._find_valid_plan(group, position)
                     drop_stale(plan)
                     tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
         if memory := [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]:
@@ -168,7 +168,7 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
     if idle is not None:
         raise ValueError(
             f"weight_update={idle[1]!r} is for parameters of few bits, and all of these are float32 (such as "
-            f"{idle[0]}): give {optimizer.narrowed_by} as well, or leave weight_update out"
+            f"{idle[0]}): give {optimizer.narrowing_option} as well, or leave weight_update out"
         )
 
 
@@ -194,7 +194,7 @@ def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
         warnings.warn(
             f"weight_update={chosen.name!r} does nothing: it is for parameters of few bits, and those are frozen here "
             f"(such as {frozen[chosen]}), while all that train are float32 (such as {idle[chosen]}) and step as "
-            f"without it: give {optimizer.narrowed_by} to narrow them, or leave weight_update out",
+            f"without it: give {optimizer.narrowing_option} to narrow them, or leave weight_update out",
             RuntimeWarning,
             stacklevel=find_users_level(),
         )
@@ -209,4 +209,9 @@ def _chosen_updates(optimizer: Any, groups: Iterable[dict]) -> Iterator[tuple[An
             continue
         for position, parameter in enumerate(group["params"]):
             name = name_of(group, position)
-            yield chosen, name, parameter, optimizer._step_spec(group, parameter, None, name).update.name != "exact"
+            yield (
+                chosen,
+                name,
+                parameter,
+                optimizer._choose_step_spec(group, parameter, None, name).update.name != "exact",
+            )

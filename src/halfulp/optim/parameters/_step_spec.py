@@ -12,7 +12,7 @@ import torch
 
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from .._storage import PAYLOADS, STORES, Store, format_store
+from .._storage import PAYLOADS, STORES, Store, make_format_store
 from ..rules._update_rule import UpdateRule
 from ..states._codec import Scaled
 from ..states._int8_blocks import Int8Blocks
@@ -218,7 +218,7 @@ def step_spec_of(
     own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
     narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
-    store = choose_store(group["param_dtype"] if narrows else dtype, format_store(group["format"]), name, scaled)
+    store = choose_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
     update = own or _weight_update(group, store, scaled)
     refuse_unscalable(group, parameter, update, name)
     update.check(store)

@@ -40,9 +40,16 @@ class StateSlot:
         """Return the value before the first step under a group's options.
 
         Raises:
+            TypeError: it is no number.
             ValueError: it is beyond 2^127, which not all formats of states hold, or a second moment's is negative.
         """
-        value = float(self.initial(group) if callable(self.initial) else self.initial)
+        given: Any = self.initial(group) if callable(self.initial) else self.initial
+        try:
+            if isinstance(given, bool | str):
+                raise TypeError
+            value = float(given)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"state {self.name!r} begins with {given!r}: give a number") from None
         if not abs(value) <= _LARGEST or (self.degree == 2 and value < 0):
             sign = " that is not negative" if self.degree == 2 else ""
             raise ValueError(f"state {self.name!r} begins with {value}: give a number up to 2^127{sign}")

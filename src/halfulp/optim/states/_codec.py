@@ -22,10 +22,10 @@ from .._storage import (
     S8,
     TWO_M24,
     Store,
-    bf16_nearest,
-    bf16_real,
-    canonical,
-    random_words_of,
+    bf16_to_float32,
+    cut_random_words,
+    make_nan_canonical,
+    round_to_bf16,
 )
 
 NONE, ZERO = np.uint32(0), np.float32(0.0)
@@ -75,7 +75,7 @@ class TensorCodec:
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values: to nearest, or by a random word per element."""
         codec = self.to_nearest if random is None else self
-        drawn = self.nearest_draw if random is None else random_words_of(random, self.random_bits)
+        drawn = self.nearest_draw if random is None else cut_random_words(random, self.random_bits)
         inputs = {**self.scale_inputs(tensors), "value": value, "random": drawn}
         run_on_tensors(_writer(codec), tensors, inputs, block=self.scale_block)
 
@@ -94,7 +94,7 @@ def _reader(codec: TensorCodec) -> Piece:
 @functools.cache
 def _writer(codec: TensorCodec) -> Trace:
     element = Recording(codec.columns)
-    given = canonical(element.given("value")), element.given("inverse"), element.given("random", "w32")
+    given = make_nan_canonical(element.given("value")), element.given("inverse"), element.given("random", "w32")
     codec.save(element.arrays, element.index, element.block(), *given)
     return element.trace
 
@@ -146,16 +146,16 @@ class DoubleBF16(TensorCodec):
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
         """Device function: the sum."""
         first, residual = arrays
-        return bf16_real(load16(first, i)) + bf16_real(load16(residual, i))
+        return bf16_to_float32(load16(first, i)) + bf16_to_float32(load16(residual, i))
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
         """Device function: store the number nearest to a value, and the one nearest to the rest."""
         first, residual = arrays
-        code = bf16_nearest(value, value)
+        code = round_to_bf16(value, value)
         store16(first, i, code)
-        rest = value - bf16_real(code)
+        rest = value - bf16_to_float32(code)
         lost = rest - rest
-        low = bf16_nearest(rest, rest)
+        low = round_to_bf16(rest, rest)
         store16(residual, i, select(lost == lost, low, sub(low, low)))
 
 

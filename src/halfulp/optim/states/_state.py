@@ -103,7 +103,7 @@ def register_state_store(store: Store, description: str) -> None:
             "dtype, by which files tell them apart"
         )
     known = _registered.get(store.name)
-    if known is not None and known.records() == store.records():
+    if known is not None and known.function_digests() == store.function_digests():
         store = known  # a module or a notebook's cell that is run again
     enter("state store", _registered, store.name, store, description)
 

@@ -12,7 +12,7 @@ import torch
 from ...arithmetic._error_free import two_sum
 from ...kernels._operations import real, select, sub, word
 from ...mctensor import MCTensor
-from .._storage import Store, binade_of
+from .._storage import Store, find_binade_word
 from ._weight_update import (
     WeightUpdate,
     register_weight_update,
@@ -36,13 +36,13 @@ def fitting_wide(p, c):
     For stores with float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound
     is NaN.
     """
-    return select(abs(c) <= real(binade_of(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
+    return select(abs(c) <= real(find_binade_word(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
 
 
 def fitting_any(p, c):
     """Device function: the same for any store and bound."""
     w = p + c
-    fits = (abs(c) <= real(binade_of(word(p))) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
+    fits = (abs(c) <= real(find_binade_word(word(p))) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
     return select(fits, c, ZERO)
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from ...kernels._operations import load32, select, store32, word
-from .._storage import F32, Store, f32_real
+from .._storage import F32, Store, word_to_float32
 from ._weight_update import (
     WeightUpdate,
     read_plain,
@@ -85,8 +85,8 @@ class Master(WeightUpdate):
 def read_master(a0, a1, a2, a3, i):
     """Device function: the float32 copy where the parameter is its nearest value, else the parameter."""
     copy, code = load32(a1, i), weight_load(a0, i)
-    same = code == weight_nearest(f32_real(copy), copy)
-    w = select(same, f32_real(copy), weight_real(code))
+    same = code == weight_nearest(word_to_float32(copy), copy)
+    w = select(same, word_to_float32(copy), weight_real(code))
     return w, w, w, w
 
 

@@ -16,7 +16,7 @@ from ..._names import enter, words_of
 from ...kernels import Trace, run_on_tensors
 from ...kernels._device_function import Recording, bound
 from ...kernels._trace import Piece
-from .._storage import Store, canonical
+from .._storage import Store, make_nan_canonical
 
 Parts = Sequence[torch.Tensor]
 
@@ -92,7 +92,7 @@ def _filler(update: WeightUpdate, store: Store) -> Trace:
     nearest: dict[str, object] = {"weight_round": store.nearest, "residual_round": store.nearest}
     element, names = Recording(4), update.bindings(store) | nearest
     fill: Any = names.get("fill_weight", fill_plain)
-    bound(fill, names)(*element.arrays, element.index, canonical(element.given("value")))
+    bound(fill, names)(*element.arrays, element.index, make_nan_canonical(element.given("value")))
     return element.trace
 
 
