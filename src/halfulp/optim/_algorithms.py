@@ -22,7 +22,7 @@ from ._group_options import (
 )
 from ._optimizer import Optimizer, register_optimizer
 from ._storage import Store
-from .parameters._choose_step_spec import StepSpec
+from .parameters._step_spec import StepSpec
 from .rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD, NADAM, NADAMW, RADAM, RADAMW
 from .rules._momentum import MUON, SGD_MOMENTUM, SGD_NESTEROV
 from .rules._momentum import SGD as PLAIN

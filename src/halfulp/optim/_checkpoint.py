@@ -33,17 +33,16 @@ from ._state_dict_validation import (
     refuse_other_random_stream,
 )
 from ._storage import Store
-from .parameters._choose_step_spec import StepSpec
 from .parameters._local_tensors import is_dtensor, local, memory, placed_like
-from .parameters._narrow_groups import name_of
+from .parameters._narrow_groups import read_parameter_name
 from .parameters._outside_writes import (
-    CHECKSUMS,
+    CHECKSUMS_KEY,
     PAYLOAD_KEYS,
     describe_payload,
     fit_auxiliary_tensors,
-    mark_loaded,
     place_checksums,
     read_auxiliary_tensors,
+    record_loaded_payload,
     set_weight,
 )
 from .parameters._parameter_plan import ParameterPlan
@@ -51,15 +50,16 @@ from .parameters._random_identity import plain_names
 from .parameters._state_tensors import (
     BEGUN,
     STORAGE_SUFFIXES,
-    find_block,
-    find_packed_block,
-    is_auxiliary,
+    find_block_length,
+    find_packed_block_length,
+    is_auxiliary_name,
     list_codec_versions,
-    set_initial,
+    set_initial_values,
 )
+from .parameters._step_spec import StepSpec
 from .states._codec import finite_amax
 from .states._int8_blocks import scale_shape
-from .states._state import StateChoice, as_state
+from .states._state import StateChoice, make_state
 from .step._batch import PlanCache
 from .step._scales import weight_scale
 from .weight_updates._weight_update import WeightUpdate
@@ -172,7 +172,9 @@ class CheckpointMixin(torch.optim.Optimizer):
         given = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for position, number in enumerate(saved["params"]):
-                given.append((group, position, find_saved_state(state_dict, number, name_of(group, position))))
+                given.append(
+                    (group, position, find_saved_state(state_dict, number, read_parameter_name(group, position)))
+                )
         known = {parameter for parameter, state in self.state.items() if state}
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
@@ -210,7 +212,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             held["step"] = read_saved_step(state, "")
             held.pop(BEGUN, None)
             held.update(read_states_begun(state, held["step"]))
-            mark_loaded(self._plans[parameter], state)
+            record_loaded_payload(self._plans[parameter], state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
@@ -243,7 +245,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         foreign = [key for key in state if key not in used and state[key] is not None]
         unknown = [key for key in foreign if not str(key).startswith(SWITCHABLE_STATES)]
         refuse_newer_keys("the state of parameter", plan.name, unknown, saved_groups)
-        others = [key for key in foreign if is_auxiliary(key) or key.startswith("base.")]
+        others = [key for key in foreign if is_auxiliary_name(key) or key.startswith("base.")]
         if others:
             raise ValueError(
                 f"state of parameter {plan.name} holds {listed(others)}, which {type(self).__name__} with "
@@ -379,7 +381,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
-                if CHECKSUMS in saved:
+                if CHECKSUMS_KEY in saved:
                     held[parameter] = {**held[parameter], **saved}
         return state
 
@@ -401,14 +403,14 @@ def _reset_states(plan: ParameterPlan, group: Mapping) -> None:
     factors = [plan.tensors[name] for name in plan.spec.factor_names]
     for tensor in (tensor for state in (*plan.states, factors) for tensor in state):
         tensor.zero_()
-    set_initial(plan.spec, group, plan.tensors)
+    set_initial_values(plan.spec, group, plan.tensors)
     plan.state["step"] = 0
     plan.state.pop(BEGUN, None)
 
 
 def _place_like_parameter(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
     """Return a state tensor as a DTensor if its parameter is one, so that distributed checkpoints can re-shard it."""
-    if name == CHECKSUMS and isinstance(value, torch.Tensor):
+    if name == CHECKSUMS_KEY and isinstance(value, torch.Tensor):
         return place_checksums(value, parameter)
     if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or local(value) is not value:
         return value
@@ -417,9 +419,9 @@ def _place_like_parameter(name: str, value: object, state: Mapping, parameter: t
     slot = name.removesuffix("_scale").removesuffix("_packed")
     codes, packed = state.get(f"{slot}_codes"), state.get(f"{slot}_packed")
     if packed is not None:
-        block = 2 if name.endswith("_packed") else find_packed_block(packed, value)
+        block = 2 if name.endswith("_packed") else find_packed_block_length(packed, value)
     elif codes is not None:
-        block = find_block(codes, value)
+        block = find_block_length(codes, value)
     else:
         return value
     from torch.distributed.tensor import DTensor
@@ -445,7 +447,7 @@ def _make_state_choice_plain(given: StateChoice) -> object:
         return {name: _make_state_choice_plain(value) for name, value in given.items()}
     if given is None:
         return None
-    state = as_state(given, torch.float32)
+    state = make_state(given, torch.float32)
     dtype = state.dtype if isinstance(state.dtype, str) else str(state.dtype).removeprefix("torch.")
     return {"dtype": dtype, "rounding": state.rounding, "block": state.block}
 

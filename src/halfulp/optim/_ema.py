@@ -23,11 +23,11 @@ from ._optimizer import Optimizer
 from ._state_dict_validation import refuse_other_random_stream
 from ._wrap import ExplicitGradientOptimizer
 from .parameters._local_tensors import local, memory, placed_like
-from .parameters._outside_writes import mark_current, note_restored
+from .parameters._outside_writes import note_restored_version, record_payload
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import plain_names
 from .rules._update_rule import UpdateRule
-from .weight_updates._weight_update import WeightUpdate, weight_update
+from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
 DecayChoice = float | Callable[[int], float]
 
@@ -161,7 +161,7 @@ class EMA:
             for name, weight in weights.items():
                 plan = plans[self._averages[name]]
                 plan.spec.update.fill(plan.spec.store, plan.parts, _decode_to_float32(weight))
-                mark_current(plan)
+                record_payload(plan)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -229,7 +229,7 @@ class EMA:
             with torch.no_grad():
                 for tensor, value, version in kept:
                     tensor.copy_(value)
-                    note_restored(tensor, version, tensor._version)
+                    note_restored_version(tensor, version, tensor._version)
 
     def _pair_with_replacements(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return every averaged or copied tensor of the model with its replacement."""
@@ -286,8 +286,8 @@ class EMA:
             raise ValueError("this is no state_dict of an EMA: it needs 'updates', 'weight_update' and 'tensors'")
         own = self.state_dict()
         tensors, given = _rename_to_plain_model(own["tensors"]), _rename_to_plain_model(state_dict["tensors"])
-        saved = [weight_update(entry) for entry in state_dict["weight_update"]]
-        if saved != [weight_update(entry) for entry in own["weight_update"]]:
+        saved = [find_weight_update(entry) for entry in state_dict["weight_update"]]
+        if saved != [find_weight_update(entry) for entry in own["weight_update"]]:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
         plans = self._average_optimizer.plans()
         if any(plan.spec.draws for plan in plans.values()):
@@ -306,7 +306,7 @@ class EMA:
             tensor.copy_(given[name])
         for mine, plan in plans.items():
             self._average_optimizer.state[mine]["step"] = updates
-            mark_current(plan)
+            record_payload(plan)
         self.updates = updates
 
     def report(self) -> LostUpdateReport:

@@ -21,7 +21,7 @@ from ..subclass.models._conversion import check_module
 from ._storage import Store
 from .parameters._outside_writes import read_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._step_spec import NARROW
+from .parameters._step_spec import NARROW_DTYPES
 from .weight_updates._weight_update import WeightUpdate
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -64,7 +64,7 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
             "gradients wider than their parameter need Tensor.grad_dtype", "train float32 parameters under autocast"
         )
     for parameter in model.parameters():
-        if parameter.dtype in NARROW:
+        if parameter.dtype in NARROW_DTYPES:
             dtype = torch.float32 if enabled else parameter.dtype
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = dtype

@@ -19,8 +19,8 @@ from .._messages import a_kind, find_users_level
 from .._names import unknown
 from ..formats import Format
 from ..subclass.models._parameter_holders import EMULATED
-from .states._state import State, StateChoice, as_state
-from .weight_updates._weight_update import WeightUpdate, weight_update
+from .states._state import State, StateChoice, make_state
+from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
 DTYPES_BY_WORD = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
@@ -181,7 +181,7 @@ def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     _check_group_keys(group, list(options))
     _check_emulated_format(group)
     if group["weight_update"] is not None:
-        group["weight_update"] = weight_update(group["weight_update"])
+        group["weight_update"] = find_weight_update(group["weight_update"])
     if group["param_dtype"] not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"param_dtype={group['param_dtype']!r}: allowed are torch.bfloat16, torch.float16 and None")
     if group["param_dtype"] is not None and group["format"] is not None:
@@ -189,7 +189,7 @@ def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     given = group["state_dtype"]
     for choice in given.values() if isinstance(given, dict) else (given,):
         if choice is not None and not isinstance(choice, State):
-            as_state(choice, torch.float32)
+            make_state(choice, torch.float32)
     for name, least in (("seed", 0), ("report_interval", 0)):
         value = group[name]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
@@ -313,7 +313,7 @@ def split_init_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]
 def warn_of_rate_jump(group: dict[str, Any]) -> None:
     """Warn if a group's learning rate jumps: pending rounding errors are stored in units of it."""
     chosen = group["weight_update"]
-    if chosen is None or not weight_update(chosen).feeds_back:
+    if chosen is None or not find_weight_update(chosen).feeds_back:
         return
     lr, before = float(group["lr"]), group.get("last_lr")
     group["last_lr"] = lr

@@ -29,25 +29,24 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
-from .parameters._choose_step_spec import StepSpec
 from .parameters._local_tensors import index_map_of, is_dtensor, local, memory, own_parts, shard_of
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
     check_sharded_ranks,
-    name_of,
-    narrow,
+    narrow_groups,
+    read_parameter_name,
     refuse_overlaps,
     refuse_replaced_parameters,
     refuse_unused_update,
     warn_of_idle_update,
 )
 from .parameters._outside_writes import (
-    CHECKSUMS,
+    CHECKSUMS_KEY,
     PAYLOAD_KEYS,
     follow_version,
-    is_current,
-    mark_loaded,
+    is_version_current,
+    record_loaded_payload,
 )
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
 from .parameters._random_identity import (
@@ -56,14 +55,15 @@ from .parameters._random_identity import (
     follow_parameters,
     has_identities,
     note_identities,
-    part_in_backward,
+    separate_in_backward,
 )
 from .parameters._state_tensors import complete_state, refuse_other_update
+from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
-from .rules._update_rule import UpdateRule, check_states
+from .rules._update_rule import UpdateRule, check_initial_states
 from .states._state import StateChoice
 from .step._batch import Batch, PlanCache, Roster, Setting, check_parameter, gradient_memory, gradient_store
-from .step._run_batches import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
+from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")
@@ -153,7 +153,7 @@ class Optimizer(CheckpointMixin):
         super().__init__(params, read_options({**defaults, **own}, known))
         refuse_unused_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
-        narrow(self, self.param_groups, check_narrowing(self.param_groups))
+        narrow_groups(self, self.param_groups, check_narrowing(self.param_groups))
         self._is_built = True
 
     def _create_caches(self) -> None:
@@ -213,7 +213,7 @@ class Optimizer(CheckpointMixin):
             self._check_torch_switches(group)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
-                self._choose_step_spec(group, parameter, None, name_of(group, position))
+                self._choose_step_spec(group, parameter, None, read_parameter_name(group, position))
             refuse_overlaps(self.param_groups)
             refuse_unused_update(self, [group] if is_chosen else ())
             wrappers = check_narrowing([group]) if self._is_built else None
@@ -222,7 +222,7 @@ class Optimizer(CheckpointMixin):
             raise
         note_identities(group, self._identities)
         if wrappers is not None:
-            narrow(self, [group], wrappers)
+            narrow_groups(self, [group], wrappers)
 
     def _choose_step_spec(
         self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
@@ -260,7 +260,7 @@ class Optimizer(CheckpointMixin):
                 if before is None or not is_dtensor(parameter) or before.shape != parameter.shape:
                     continue
                 spec, state = (
-                    self._choose_step_spec(group, parameter, None, name_of(group, position)),
+                    self._choose_step_spec(group, parameter, None, read_parameter_name(group, position)),
                     self.state.pop(before),
                 )
                 for name, _ in spec.update.auxiliary_tensors(spec.store):
@@ -279,7 +279,7 @@ class Optimizer(CheckpointMixin):
         parameter = group["params"][position]
         if parameter not in self._identities or parameter in self._states_outside_groups:
             self._follow_group_edits()
-        (_, identity), name = self._identities[parameter], name_of(group, position)
+        (_, identity), name = self._identities[parameter], read_parameter_name(group, position)
         spec = self._choose_step_spec(group, parameter, gradient, name)
         if memory(parameter).dtype != spec.store.dtype:
             raise ValueError(
@@ -292,8 +292,8 @@ class Optimizer(CheckpointMixin):
         complete_state(state, spec, group, parameter, name)
         options = options or self._plans.options_of(group)
         plan = self._plans.renew(parameter, spec, state, options, name, identity, beside)
-        if CHECKSUMS in state:  # a copy, which says what a file does
-            mark_loaded(plan, state)
+        if CHECKSUMS_KEY in state:  # a copy, which says what a file does
+            record_loaded_payload(plan, state)
             for key in PAYLOAD_KEYS:
                 state.pop(key, None)
         return plan
@@ -391,7 +391,7 @@ class Optimizer(CheckpointMixin):
         """Step one parameter alone, without the checks of `step_parameter`."""
         self._begin_step()
         self._check_group_before_step(group)
-        alone = {**group, "params": [parameter], "param_names": [name_of(group, position)]}
+        alone = {**group, "params": [parameter], "param_names": [read_parameter_name(group, position)]}
         settings = [self._read_group_setting(alone)]
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
@@ -425,7 +425,7 @@ class Optimizer(CheckpointMixin):
         count = sum(len(group["params"]) for group in self.param_groups)
         if len(self.state) > count or not all(map(has_identities, self.param_groups)):
             self._follow_group_edits()
-        if not self._stepped and part_in_backward(self.param_groups, self.state):
+        if not self._stepped and separate_in_backward(self.param_groups, self.state):
             self._clear_plans()
 
     def _run_batches(self, batches: list[Batch]) -> None:
@@ -474,7 +474,7 @@ class Optimizer(CheckpointMixin):
         check_hyperparameters(group, self._not_negative_options)
         rule = self.rule(group)
         check_betas(group, rule.betas)
-        check_states(rule, group)
+        check_initial_states(rule, group)
 
     def _check_torch_switches(self, group: dict[str, Any]) -> None:
         """Refuse or ignore the options that choose another implementation in torch.optim."""
@@ -493,7 +493,7 @@ class Optimizer(CheckpointMixin):
         waiting = []
         for place in resting:
             plan = plans[place]
-            if plan is not None and is_current(plan):
+            if plan is not None and is_version_current(plan):
                 waiting.append(plan)
         roster, batches = self._plans.roster, None
         if roster is not None and roster.stands(settings, plans, resting, parameters, gradients, self.state):
@@ -535,7 +535,7 @@ class Optimizer(CheckpointMixin):
                 if gradient is None:
                     continue
                 if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
-                    name = name_of(group, position)
+                    name = read_parameter_name(group, position)
                     gradient, scale = gradient_memory(local(gradient), parameter, name)
                     if isinstance(scale, torch.Tensor):
                         scales[place] = scale
@@ -545,7 +545,7 @@ class Optimizer(CheckpointMixin):
                     or gradient.layout is not torch.strided
                     or not is_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
-                    store = gradient_store(gradient, parameter, name_of(group, position))
+                    store = gradient_store(gradient, parameter, read_parameter_name(group, position))
                     plan = plans[place] = self._make_plan(group, position, store, options, gradient)
                 if gradient.shape != plan.shape:
                     raise ValueError(

@@ -16,11 +16,11 @@ from ._group_options import (
     split_init_arguments,
 )
 from ._optimizer import Optimizer, register_optimizer
-from .parameters._outside_writes import mark_current, set_weight
+from .parameters._outside_writes import record_payload, set_weight
 from .parameters._tensor_map import TensorMap
-from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate
+from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate_distance
 from .rules._adam_variants import LAMB as LAMB_RULE
-from .rules._read_average_share import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, following
+from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, count_next_step
 
 # What a schedule-free optimizer's groups count.
 _SCHEDULE_FREE_COUNTERS = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
@@ -203,7 +203,7 @@ class ScheduleFree(Optimizer):
         if mode and kept is not None and kept[1] == plan.payloads[0]._version:
             for part, before in zip(plan.parts, kept[0], strict=True):
                 part.copy_(before)
-            mark_current(plan)
+            record_payload(plan)
             return
         weight = read_weights([plan])[0] * plan.scale
         held = [part.clone() for part in plan.parts]
@@ -224,7 +224,7 @@ class ScheduleFree(Optimizer):
             )
         super()._take_step()
         for group in self.param_groups:
-            _, group["lr_max"], group["weight_sum"] = following(group)
+            _, group["lr_max"], group["weight_sum"] = count_next_step(group)
             group["k"] += 1
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:
@@ -392,7 +392,7 @@ class Prodigy(Optimizer):
         super()._take_step()
         # One estimate for all, from a group that trains.
         leading = next((group for group in self.param_groups if group["lr"] > 0), None)
-        found: dict[str, float] = estimate(leading, self._sums) if leading is not None and self._sums else {}
+        found: dict[str, float] = estimate_distance(leading, self._sums) if leading is not None and self._sums else {}
         for group in self.param_groups:
             group.update(found)
             group["k"] += 1

@@ -17,17 +17,17 @@ from .parameters._local_tensors import local
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import identities_of, plain_names
 from .parameters._state_tensors import (
-    ABSENT,
+    ABSENT_STATE,
     BEGUN,
-    check_version,
-    decode_saved,
+    check_codec_version,
+    decode_saved_state,
     find_saved_tensor,
-    set_initial,
+    set_initial_values,
 )
 from .rules._update_rule import StateSlot
 from .states._int8_blocks import scale_shape
 from .states._state import Codec
-from .weight_updates._weight_update import weight_update
+from .weight_updates._weight_update import find_weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
 _OPTIONS_ADDED_LATER = {
@@ -225,7 +225,9 @@ def _is_name_suffix(one: str, other: str) -> bool:
 def _check_weight_update(mine: dict, theirs: Mapping) -> None:
     if "weight_update" not in theirs:
         return
-    saved, own = (None if g["weight_update"] is None else weight_update(g["weight_update"]) for g in (theirs, mine))
+    saved, own = (
+        None if g["weight_update"] is None else find_weight_update(g["weight_update"]) for g in (theirs, mine)
+    )
     if saved != own:
         raise ValueError(
             f"the state_dict was saved with weight_update={saved!r}, this optimizer has {own!r}: make it with the "
@@ -270,7 +272,7 @@ def fit_saved_state(
 ) -> dict[str, torch.Tensor]:
     """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
     given = find_saved_tensor(state, rule_state.name)
-    if given is ABSENT:
+    if given is ABSENT_STATE:
         raise ValueError(
             f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
         )
@@ -284,17 +286,17 @@ def fit_saved_state(
         state = {**state, rule_state.name: (given := given.decode(torch.float32))}
     if given is None and rule_state.name == "momentum_buffer":
         new = {name: torch.zeros_like(plan.tensors[name]) for name in names}
-        set_initial(plan.spec, group, new)
+        set_initial_values(plan.spec, group, new)
         return new
     own = [plan.tensors[name] for name in names]
     if all(_is_same_layout(state.get(name), mine) for name, mine in zip(names, own)):
-        check_version(rule_state.name, state)
+        check_codec_version(rule_state.name, state)
         return {name: state[name] for name in names}
     is_packed = f"{rule_state.name}_packed" in state
     shape = scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
     like = torch.empty(shape, dtype=torch.float32, device="meta")
     given = check_saved_shape(plan, rule_state.name, given, like, exact=False)
-    value = decode_saved(local(given), state, rule_state)
+    value = decode_saved_state(local(given), state, rule_state)
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
     return dict(zip(names, fresh))

@@ -27,11 +27,11 @@ from ._wrapped_state import (
     restore_own_entries,
     split_base_states,
 )
-from .parameters._choose_step_spec import StepSpec
 from .parameters._local_tensors import is_dtensor, local, placed_like
-from .parameters._narrow_groups import name_of
+from .parameters._narrow_groups import read_parameter_name
 from .parameters._outside_writes import drop_stale
 from .parameters._parameter_plan import ParameterPlan
+from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule
 from .step._batch import gradient_memory
@@ -392,6 +392,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
             for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
+                label = read_parameter_name(group, k)
                 state, shadow = inner.get(number, {}), self._shadows[parameter]
                 held, copied = self.base.state.get(shadow, {}), {}
                 for name, value in state.items():
@@ -402,13 +403,13 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                         and value.shape != known.shape
                     ):
                         raise ValueError(
-                            f"state {name!r} of parameter {name_of(group, k)} has shape {tuple(value.shape)}, "
+                            f"state {name!r} of parameter {label} has shape {tuple(value.shape)}, "
                             f"{tuple(known.shape)} is needed"
                         )
                     copied[name] = tree_map_only(torch.Tensor, lambda t, to=device: t.to(to, copy=True), value)
                 if held and not state and own["state"].get(number, {}).get("step"):
                     raise ValueError(
-                        f"the file holds no states of {type(self.base).__name__} for parameter {name_of(group, k)}, "
+                        f"the file holds no states of {type(self.base).__name__} for parameter {label}, "
                         "which it has stepped: torch's flatten_optimizer_state_dict leaves out what is wrapped; save "
                         "without it"
                     )

@@ -16,7 +16,7 @@ from ..mctensor import MCTensor
 from ..optim import Optimizer
 from ..optim._gradient_release import walk_model_parameters
 from ..optim._inner_optimizer import inner_optimizer
-from ..optim.parameters._narrow_groups import name_of
+from ..optim.parameters._narrow_groups import read_parameter_name
 from ..optim.parameters._random_identity import plain_names
 from ..scaled import ScaledTensor
 
@@ -243,7 +243,7 @@ def _step_terms(optimizer: torch.optim.Optimizer, group: dict[str, Any], positio
     update = "nearest"
     if isinstance(optimizer, Optimizer):
         # A plan would make the states that it lacks; its specification does not.
-        spec = optimizer._step_spec(group, group["params"][position], None, name_of(group, position))
+        spec = optimizer._step_spec(group, group["params"][position], None, read_parameter_name(group, position))
         update = spec.update.name
     state = optimizer.state.get(group["params"][position], {})
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}

@@ -266,7 +266,7 @@ def test_another_processs_copy_is_not_taken(update):
 def test_parameters_cut_from_one_tensor_keep_their_companions(monkeypatch, update, apart, is_known):
     """They share a version counter: one whose gradient is missing sees the others' steps on it."""
     if not is_known:  # as off the CPU
-        monkeypatch.setattr(_outside_writes, "digests_of", lambda payload, index_map: None)
+        monkeypatch.setattr(_outside_writes, "compute_digests", lambda payload, index_map: None)
 
     def run(whole):
         parts = [torch.nn.Parameter(part if whole else part.clone()) for part in start.clone().chunk(3)]

@@ -3,7 +3,7 @@
 import torch
 
 import halfulp as hu
-from halfulp.optim.parameters._random_identity import identities_of, name_identity
+from halfulp.optim.parameters._random_identity import hash_name, identities_of
 
 
 def _step(groups, **options):
@@ -84,4 +84,4 @@ def test_optimizers_that_step_in_backward_share_no_bits_and_repeat():
 
 def test_names_stay_the_identities_in_backward():
     _, optimizers = _trained_in_backward(3, named=True)
-    assert [identities_of(o.param_groups[0]) for o in optimizers] == [[name_identity(f"layers.{k}")] for k in range(3)]
+    assert [identities_of(o.param_groups[0]) for o in optimizers] == [[hash_name(f"layers.{k}")] for k in range(3)]

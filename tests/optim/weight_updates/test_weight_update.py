@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim.weight_updates._weight_update import WeightUpdate, register_weight_update, weight_update
+from halfulp.optim.weight_updates._weight_update import WeightUpdate, find_weight_update, register_weight_update
 
 from ...laws.optim.cases import UPDATES
 
@@ -26,7 +26,7 @@ def test_what_is_no_weight_update_is_a_type_error(wrong):
     [(hu.Nearest(), "nearest"), (hu.Stochastic(), "stochastic"), ("kahan", "kahan"), (hu.Split(bits=8), "split8")],
 )
 def test_rounding_objects_and_names_mean_the_same(given, name):
-    assert weight_update(given) == UPDATES[name]
+    assert find_weight_update(given) == UPDATES[name]
 
 
 @pytest.mark.parametrize("given", [hu.Up(), hu.Down(), hu.TowardZero(), hu.Stochastic(seed=3)])

@@ -20,7 +20,7 @@ from ._tensor_map import TensorMap
 Identity = tuple[str | None, int]
 
 
-def name_identity(name: str) -> int:
+def hash_name(name: str) -> int:
     """Return 63 bits of a hash of a name.
 
     >>> name_identity("layers.0.weight") == name_identity("layers.0.weight")
@@ -29,7 +29,7 @@ def name_identity(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
 
 
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
+_WRAPPER_PREFIXES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_forward_module.")
 
 
 def plain_names(names: Iterable[str], parallel: bool = True) -> list[str]:
@@ -42,7 +42,7 @@ def plain_names(names: Iterable[str], parallel: bool = True) -> list[str]:
     ['0.weight', '1.bias']
     """
     plain = list(names)
-    for wrapper in _WRAPPERS:
+    for wrapper in _WRAPPER_PREFIXES:
         plain = [name.replace(f".{wrapper}", ".").removeprefix(wrapper) for name in plain]
     if parallel and plain and all(name.startswith("module.") for name in plain):
         plain = [name.removeprefix("module.") for name in plain]
@@ -57,7 +57,7 @@ def identities_of(group: Mapping[str, Any]) -> list[int]:
     exception is a group that took over a run without names, whose bits go on.
     """
     held = group.get("identities")
-    return [name_identity(name) for name in plain_names(group["param_names"])] if held is None else held
+    return [hash_name(name) for name in plain_names(group["param_names"])] if held is None else held
 
 
 def has_identities(group: Mapping[str, Any]) -> bool:
@@ -77,13 +77,13 @@ def assign_identities(group: dict, earlier: list[dict]) -> None:
     group["identities"] = list(range(start, start + len(group["params"])))
 
 
-class _Pass:
+class _LastBackwardPass:
     """The backward pass in which optimizers last made their first steps, and the next free identity there."""
 
     number, free = -1, 0
 
 
-def part_in_backward(groups: list[dict], states: Mapping[Any, Any]) -> bool:
+def separate_in_backward(groups: list[dict], states: Mapping[Any, Any]) -> bool:
     """Give unnamed parameters other identities than those of optimizers that began earlier in the same backward pass.
 
     An optimizer per parameter, stepped by hooks in backward, has one parameter at position 0: without names all of them
@@ -99,8 +99,11 @@ def part_in_backward(groups: list[dict], states: Mapping[Any, Any]) -> bool:
     unnamed = [group for group in groups if not group.get("param_names")]
     if number < 0 or not unnamed or any(isinstance(held, dict) and held.get("step") for held in states.values()):
         return False
-    first = _Pass.free if _Pass.number == number else 0
-    _Pass.number, _Pass.free = number, first + 1 + max((i for g in unnamed for i in g["identities"]), default=-1)
+    first = _LastBackwardPass.free if _LastBackwardPass.number == number else 0
+    _LastBackwardPass.number, _LastBackwardPass.free = (
+        number,
+        first + 1 + max((i for g in unnamed for i in g["identities"]), default=-1),
+    )
     for group in unnamed if first else ():
         group["identities"] = [first + identity for identity in group["identities"]]
     return first > 0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 # A number, or a function of a param group's options that gives it.
-Number = float | Callable[[Mapping[str, Any]], float]
+NumberOrFunction = float | Callable[[Mapping[str, Any]], float]
 # What every format of states holds.
-_LARGEST = 2.0**127
+_LARGEST_INITIAL = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class StateSlot:
 
     name: str
     degree: int
-    initial: Number = 0.0
+    initial: NumberOrFunction = 0.0
     maximum_of: str | None = None
     exact: bool = False
 
@@ -50,23 +50,23 @@ class StateSlot:
             value = float(given)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"state {self.name!r} begins with {given!r}: give a number") from None
-        if not abs(value) <= _LARGEST or (self.degree == 2 and value < 0):
+        if not abs(value) <= _LARGEST_INITIAL or (self.degree == 2 and value < 0):
             sign = " that is not negative" if self.degree == 2 else ""
             raise ValueError(f"state {self.name!r} begins with {value}: give a number up to 2^127{sign}")
         return value
 
 
-def sign_in(group: Mapping[str, Any]) -> float:
+def descent_sign(group: Mapping[str, Any]) -> float:
     """Return the factor of a gradient by which a group descends, or climbs under `maximize`."""
     return -1.0 if group["maximize"] else 1.0
 
 
-def constants_of(update: Callable[..., Any], states: tuple[StateSlot, ...]) -> tuple[str, ...]:
+def list_constant_names(update: Callable[..., Any], states: tuple[StateSlot, ...]) -> tuple[str, ...]:
     """Return the names of an update's constants: its arguments behind the weight, the gradient and the states."""
     return tuple(inspect.signature(update).parameters)[2 + len(states) :]
 
 
-def check_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
+def check_initial_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
     """Raise for a state that cannot begin with what a group's options say."""
     for state in rule.states:
         if state.initial != 0.0:

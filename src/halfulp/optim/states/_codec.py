@@ -69,7 +69,7 @@ class TensorCodec:
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the float32 values."""
-        piece = _reader(self)
+        piece = _record_reader(self)
         return run_on_tensors(piece.trace, tensors, self.scale_inputs(tensors), piece.results, self.scale_block)[0][0]
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
@@ -85,7 +85,7 @@ class TensorCodec:
 
 
 @functools.cache
-def _reader(codec: TensorCodec) -> Piece:
+def _record_reader(codec: TensorCodec) -> Piece:
     element = Recording(codec.columns)
     found = codec.load(element.arrays, element.index, element.block(), element.given("scale"))
     return Piece(element.trace, (found.number,))
@@ -100,7 +100,7 @@ def _writer(codec: TensorCodec) -> Trace:
 
 
 @dataclass(frozen=True)
-class Plain(TensorCodec):
+class PlainCodec(TensorCodec):
     """One number per element, by a store and a rounding."""
 
     store: Store
@@ -112,7 +112,7 @@ class Plain(TensorCodec):
         return self.store.random_bits if self.stochastic else 0
 
     @property
-    def to_nearest(self) -> Plain:
+    def to_nearest(self) -> PlainCodec:
         """The same codec without draws."""
         return dataclasses.replace(self, stochastic=False)
 
@@ -160,7 +160,7 @@ class DoubleBF16(TensorCodec):
 
 
 @dataclass(frozen=True)
-class Scaled(Plain):
+class Scaled(PlainCodec):
     """value = payload x scale, or its square for second moments, whose roots are stored: half the range, no sign.
 
     The scale is a power of two per tensor, chosen at each step from the largest finite magnitude that is about to be

@@ -31,8 +31,8 @@ from ...kernels._operations import (
 from .._storage import Store
 from ._weight_update import (
     WeightUpdate,
+    read_rounding_name,
     register_weight_update,
-    rounding_name,
     store_bindings,
 )
 
@@ -67,7 +67,7 @@ class Split16(WeightUpdate):
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rounding", rounding_name(self.rounding))
+        object.__setattr__(self, "rounding", read_rounding_name(self.rounding))
 
     def check(self, store: Store) -> None:
         """Refuse all but bfloat16, whose exponent is float32's."""
@@ -87,7 +87,7 @@ class Split16(WeightUpdate):
 
     def bindings(self, store: Store) -> dict[str, object]:
         """Return the device functions on float32 words."""
-        rounded = round_sum if self.rounding == "stochastic" else add_nearest
+        rounded = round_sum_stochastically if self.rounding == "stochastic" else round_sum_to_nearest
         pieces = {"read_weight": read_split, "write_weight": write_split, "fill_weight": fill_split}
         return pieces | {"rounded_sum": rounded} | store_bindings(store, False)
 
@@ -131,11 +131,11 @@ class Split8(WeightUpdate):
 def read_split(a0, a1, a2, a3, i):
     """Device function: (p << 16) + c as a float32."""
     shown = shl(weight_load(a0, i), S16)
-    w = finite_or(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_16)), SIGN_16)), real(shown))
+    w = finite_or_shown(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_16)), SIGN_16)), real(shown))
     return w, w, w, w
 
 
-def finite_or(w, shown):
+def finite_or_shown(w, shown):
     """Device function: a weight, or the parameter's value if stale low bits make it infinite or NaN.
 
     Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
@@ -157,12 +157,12 @@ def fill_split(a0, a1, a2, a3, i, value):
     store16(a1, i, bits)
 
 
-def add_nearest(w, u, random):
+def round_sum_to_nearest(w, u, random):
     """Device function: w + u to nearest."""
     return w + u
 
 
-def round_sum(w, u, random):
+def round_sum_stochastically(w, u, random):
     """Device function: w + u exactly (Knuth), then rounded stochastically to one of the two float32 around it.
 
     The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
@@ -179,7 +179,7 @@ def read_split8(a0, a1, a2, a3, i):
     """Device function: (p << 16) + (c << 8) as a float32."""
     low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
     shown = shl(weight_load(a0, i), S16)
-    w = finite_or(real(add(shown, shl(low, S8))), real(shown))
+    w = finite_or_shown(real(add(shown, shl(low, S8))), real(shown))
     return w, w, w, w
 
 
@@ -273,7 +273,7 @@ def Split(bits: int = 16, rounding: str | None = None) -> WeightUpdate:
     """
     if bits not in (8, 16):
         raise ValueError(f"Split(bits={bits!r}): allowed are 16 (exact float32, bfloat16 only) and 8")
-    chosen = None if rounding is None else rounding_name(rounding)
+    chosen = None if rounding is None else read_rounding_name(rounding)
     if bits == 16:
         return SplitStochastic() if chosen == "stochastic" else Split16()
     if chosen == "nearest":
