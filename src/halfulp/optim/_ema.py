@@ -14,7 +14,7 @@ from ..formats import Format
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
-from ._float32 import MOST_RUN_ELEMENTS, MOST_RUN_ELEMENTS_ON_DEVICE, read_weights, split_into_runs
+from ._float32 import MOST_DEVICE_ELEMENTS, MOST_RUN_ELEMENTS, read_weights, split_into_runs
 from ._gradient_release import walk_model_parameters
 from ._group_options import check_number
 from ._inner_optimizer import find_own_optimizer
@@ -205,7 +205,7 @@ class EMA:
             yield shown
         names = {id(plan): name for name, plan in held.items()}
         on_cpu = all(memory(plan.parameter).is_cpu for plan in held.values())
-        for plans in split_into_runs(held.values(), MOST_RUN_ELEMENTS if on_cpu else MOST_RUN_ELEMENTS_ON_DEVICE):
+        for plans in split_into_runs(held.values(), MOST_RUN_ELEMENTS if on_cpu else MOST_DEVICE_ELEMENTS):
             values = read_weights(plans)
             found = {names[id(plan)]: placed_like(value, plan.parameter) for plan, value in zip(plans, values)}
             yield {name: value.to(live[name].device) for name, value in found.items()}

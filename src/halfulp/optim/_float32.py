@@ -73,7 +73,7 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
 
 
 MOST_RUN_ELEMENTS = 1 << 21
-MOST_RUN_ELEMENTS_ON_DEVICE = (
+MOST_DEVICE_ELEMENTS = (
     1 << 28
 )  # where a launch costs more than its memory, for which the processor's caches are nothing
 ALIGNMENT_ELEMENTS = 16

@@ -30,43 +30,25 @@ from .states._state import Codec
 from .weight_updates._weight_update import find_weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
-_OPTIONS_ADDED_LATER = {
+_LATER_OPTIONS = {
     **dict.fromkeys(("maximize", "nesterov", "amsgrad", "decoupled_weight_decay"), False),
     **dict.fromkeys(("capturable", "differentiable"), False),
     **dict.fromkeys(("foreach", "fused")),
 }
 # Options by which the file of another rule is known.
-_RULE_OPTIONS = {
-    "lr",
-    "betas",
-    "eps",
-    "momentum",
-    "dampening",
-    "weight_decay",
-    "alpha",
-    "centered",
-    "rho",
-    "etas",
-    "lambd",
-}
+_RULE_OPTIONS = {"lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas"}
 _RULE_OPTIONS |= {"lr_decay", "momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size"}
+_RULE_OPTIONS |= {"lambd"}
 _HALFULP_OPTIONS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
 # In a saved group: the version of this library that saved it.
 VERSION_KEY = "halfulp"
-_OPTIONS_NOT_LOADED = (
-    "params",
-    "state_dtype",
-    "param_dtype",
-    "format",
-    "report_interval",
-    "random_stream",
-    VERSION_KEY,
-)
+_NOT_LOADED = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream", VERSION_KEY)
 # States that an option of a group may switch off in training; they stay, as in torch.optim.
 SWITCHABLE_STATES = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
 # What torch's schedulers write into groups, and names.
 _SCHEDULER_KEYS = {f"{bound}_{name}" for bound in ("initial", "base", "min", "max") for name in ("lr", "momentum")}
 _SCHEDULER_KEYS |= {"swa_lr", "last_lr", "name", "param_names"}
+_KNOWN_OPTIONS = _HALFULP_OPTIONS | _LATER_OPTIONS.keys() | _RULE_OPTIONS | _SCHEDULER_KEYS | set(_NOT_LOADED)
 
 
 def check_saved_groups(
@@ -90,15 +72,7 @@ def check_saved_groups(
     if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     for number, (mine, theirs) in enumerate(zip(groups, saved)):
-        unknown = (
-            theirs.keys()
-            - mine.keys()
-            - _HALFULP_OPTIONS
-            - _OPTIONS_ADDED_LATER.keys()
-            - _RULE_OPTIONS
-            - _SCHEDULER_KEYS
-            - set(_OPTIONS_NOT_LOADED)
-        )
+        unknown = theirs.keys() - mine.keys() - _KNOWN_OPTIONS
         refuse_newer_keys("param group", number, sorted(unknown), saved)
         _check_group_names(mine, theirs, defaults)
         _check_weight_update(mine, theirs)
@@ -199,9 +173,8 @@ def read_saved_step(state: Mapping, name: str) -> int:
 
 def _check_group_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     unknown = sorted(_RULE_OPTIONS & theirs.keys() - mine.keys())
-    lacking = sorted(
-        (defaults.keys() | _RULE_OPTIONS) & mine.keys() - theirs.keys() - _HALFULP_OPTIONS - _OPTIONS_ADDED_LATER.keys()
-    )
+    rules = (defaults.keys() | _RULE_OPTIONS) & mine.keys()
+    lacking = sorted(rules - theirs.keys() - _HALFULP_OPTIONS - _LATER_OPTIONS.keys())
     if unknown or lacking:
         raise ValueError(f"the state_dict is another optimizer's: a group of it {differences(lacking, unknown)}")
     by_name = _is_keyed_by_name(theirs)
@@ -225,9 +198,8 @@ def _is_name_suffix(one: str, other: str) -> bool:
 def _check_weight_update(mine: dict, theirs: Mapping) -> None:
     if "weight_update" not in theirs:
         return
-    saved, own = (
-        None if g["weight_update"] is None else find_weight_update(g["weight_update"]) for g in (theirs, mine)
-    )
+    given = (group["weight_update"] for group in (theirs, mine))
+    saved, own = (None if one is None else find_weight_update(one) for one in given)
     if saved != own:
         raise ValueError(
             f"the state_dict was saved with weight_update={saved!r}, this optimizer has {own!r}: make it with the "
@@ -237,8 +209,8 @@ def _check_weight_update(mine: dict, theirs: Mapping) -> None:
 
 def _read_loaded_options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
     """Return a group's options after loading, checked as those of a new group are."""
-    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _OPTIONS_NOT_LOADED}
-    taken = {**{key: value for key, value in _OPTIONS_ADDED_LATER.items() if key in mine}, **taken}
+    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _NOT_LOADED}
+    taken = {**{key: value for key, value in _LATER_OPTIONS.items() if key in mine}, **taken}
     if "param_names" in taken:
         taken["param_names"] = mine.get("param_names") or list(
             theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]

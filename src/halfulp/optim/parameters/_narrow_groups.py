@@ -123,11 +123,9 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
     for module in data_parallel_modules():
         held, tensors = {id(p) for p in module.parameters()}, []
         # Of a share of the parameters that is a rank's own (ZeroRedundancyOptimizer) numbers are not compared.
-        narrow_groups = next((p for p in module.parameters() if p.dtype in STORES and p.dtype != torch.float32), None)
-        if narrow_groups is not None and any(
-            id(p) in held for group in optimizer.param_groups for p in group["params"]
-        ):
-            check_ranks(optimizer, module.process_group, narrow_groups.device)
+        narrow = next((p for p in module.parameters() if p.dtype in STORES and p.dtype != torch.float32), None)
+        if narrow is not None and any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
+            check_ranks(optimizer, module.process_group, narrow.device)
         for group in optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) in held and parameter.requires_grad:
@@ -214,9 +212,5 @@ def _walk_chosen_updates(optimizer: Any, groups: Iterable[dict]) -> Iterator[tup
             continue
         for position, parameter in enumerate(group["params"]):
             name = read_parameter_name(group, position)
-            yield (
-                chosen,
-                name,
-                parameter,
-                optimizer._choose_step_spec(group, parameter, None, name).update.name != "exact",
-            )
+            spec = optimizer._choose_step_spec(group, parameter, None, name)
+            yield chosen, name, parameter, spec.update.name != "exact"

@@ -37,17 +37,8 @@ def compute_digests(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | 
     table, size = chunks(index_map, 0), payload.element_size()
     if select_engine("cpu") == "llvm":
         found, pointers = np.zeros(len(table), np.uint64), np.array([[address(payload)]], np.int64)
-        run_chunks(
-            _compile_digest_kernel(size),
-            table[:, 2],
-            address_of(table),
-            address_of(pointers),
-            0,
-            0,
-            0,
-            0,
-            address_of(found),
-        )
+        kernel, table_address = _compile_digest_kernel(size), address_of(table)
+        run_chunks(kernel, table[:, 2], table_address, address_of(pointers), 0, 0, 0, 0, address_of(found))
         return found
     memory = payload.reshape(-1).view(torch.uint8).numpy()
     pieces = [memory[begin * size : (begin + length) * size] for _, begin, length, _ in table.tolist()]

@@ -11,8 +11,8 @@ from typing import Any
 from ...kernels import divide, maximum, sqrt
 from ._update_rule import StateSlot, UpdateRule, descent_sign, list_constant_names
 
-MOMENT_STATES = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
-_AMSGRAD_STATES = (*MOMENT_STATES, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
+MOMENTS = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
+_AMSGRAD_STATES = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
 
 
 def move_moments(g, m, v, keep_v, take_m, take_v):
@@ -82,32 +82,16 @@ def _adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple
     return (*moment_constants(group, decoupled), unbiasing_root(beta2, step), float(group["eps"]), size, feedback_gain)
 
 
-_ADAM_CONSTANTS = list_constant_names(adam, MOMENT_STATES)
-_DECAY_AND_EPS, _EPS_ALONE = ("decay", "eps"), ("eps",)  # what a power of two that multiplies gradients multiplies too
-ADAM = UpdateRule(
-    "adam", adam, MOMENT_STATES, _ADAM_CONSTANTS, _adam_constants, _DECAY_AND_EPS, adam_error_feedback, betas=2
-)
-ADAMW = UpdateRule(
-    "adamw",
-    adamw,
-    MOMENT_STATES,
-    _ADAM_CONSTANTS,
-    DecoupledConstants(_adam_constants),
-    _EPS_ALONE,
-    adam_error_feedback,
-    betas=2,
-)
+_adamw_constants = DecoupledConstants(_adam_constants)
+_ADAM_NAMES = list_constant_names(adam, MOMENTS)
+_DECAY_EPS, _EPS = ("decay", "eps"), ("eps",)  # what a power of two that multiplies gradients multiplies too
+ADAM = UpdateRule("adam", adam, MOMENTS, _ADAM_NAMES, _adam_constants, _DECAY_EPS, adam_error_feedback, betas=2)
+ADAMW = UpdateRule("adamw", adamw, MOMENTS, _ADAM_NAMES, _adamw_constants, _EPS, adam_error_feedback, betas=2)
 ADAM_AMSGRAD = UpdateRule(
-    "adam_amsgrad", adam_amsgrad, _AMSGRAD_STATES, _ADAM_CONSTANTS, _adam_constants, _DECAY_AND_EPS, betas=2
+    "adam_amsgrad", adam_amsgrad, _AMSGRAD_STATES, _ADAM_NAMES, _adam_constants, _DECAY_EPS, betas=2
 )
 ADAMW_AMSGRAD = UpdateRule(
-    "adamw_amsgrad",
-    adamw_amsgrad,
-    _AMSGRAD_STATES,
-    _ADAM_CONSTANTS,
-    DecoupledConstants(_adam_constants),
-    _EPS_ALONE,
-    betas=2,
+    "adamw_amsgrad", adamw_amsgrad, _AMSGRAD_STATES, _ADAM_NAMES, _adamw_constants, _EPS, betas=2
 )
 
 
@@ -153,16 +137,16 @@ def _nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
     return (*moment_constants(group, decoupled), unbiasing_root(beta2, step), float(group["eps"]), size_g, size_m)
 
 
-_NADAM_CONSTANTS = list_constant_names(nadam, MOMENT_STATES)
+_NADAM_NAMES = list_constant_names(nadam, MOMENTS)
 _NADAM_OPTIONS: dict[str, Any] = {"betas": 2, "follows_from_step": ("mu_product",)}
-NADAM = UpdateRule("nadam", nadam, MOMENT_STATES, _NADAM_CONSTANTS, _nadam_constants, _DECAY_AND_EPS, **_NADAM_OPTIONS)
+NADAM = UpdateRule("nadam", nadam, MOMENTS, _NADAM_NAMES, _nadam_constants, _DECAY_EPS, **_NADAM_OPTIONS)
 NADAMW = UpdateRule(
     "nadamw",
     nadamw,
-    MOMENT_STATES,
-    _NADAM_CONSTANTS,
+    MOMENTS,
+    _NADAM_NAMES,
     DecoupledConstants(_nadam_constants),
-    _EPS_ALONE,
+    _EPS,
     **_NADAM_OPTIONS,
 )
 
@@ -191,6 +175,6 @@ def _radam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
 
 
 # Not homogeneous: the first steps grow with the gradient.
-_RADAM_CONSTANTS = list_constant_names(radam, MOMENT_STATES)
-RADAM = UpdateRule("radam", radam, MOMENT_STATES, _RADAM_CONSTANTS, _radam_constants, betas=2)
-RADAMW = UpdateRule("radamw", radamw, MOMENT_STATES, _RADAM_CONSTANTS, DecoupledConstants(_radam_constants), betas=2)
+_RADAM_NAMES = list_constant_names(radam, MOMENTS)
+RADAM = UpdateRule("radam", radam, MOMENTS, _RADAM_NAMES, _radam_constants, betas=2)
+RADAMW = UpdateRule("radamw", radamw, MOMENTS, _RADAM_NAMES, DecoupledConstants(_radam_constants), betas=2)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
-from ._adam import MOMENT_STATES, moment_constants, move_moments, unbiasing_root
+from ._adam import MOMENTS, moment_constants, move_moments, unbiasing_root
 from ._update_rule import Reduction, StateSlot, UpdateRule, descent_sign, list_constant_names
 
 
@@ -35,7 +35,7 @@ def _ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return (*kept, lr / (1 - beta1**step), lr * alpha)
 
 
-_ADEMAMIX_STATES = (*MOMENT_STATES, StateSlot("exp_avg_slow", 1))
+_ADEMAMIX_STATES = (*MOMENTS, StateSlot("exp_avg_slow", 1))
 ADEMAMIX = UpdateRule(
     "ademamix",
     ademamix,
@@ -121,8 +121,8 @@ def _lamb_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tup
 LAMB = UpdateRule(
     "lamb",
     lamb,
-    MOMENT_STATES,
-    list_constant_names(lamb, MOMENT_STATES),
+    MOMENTS,
+    list_constant_names(lamb, MOMENTS),
     _lamb_constants,
     ("eps",),
     betas=2,
@@ -194,7 +194,7 @@ def _prodigy_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> 
     return (float(group["eps"]) * estimate_distance(group, sums)["d"],)
 
 
-_PRODIGY_STATES = (*MOMENT_STATES, StateSlot("s", 1), StateSlot("p0", 1, exact=True))
+_PRODIGY_STATES = (*MOMENTS, StateSlot("s", 1), StateSlot("p0", 1, exact=True))
 PRODIGY = UpdateRule(
     "prodigy",
     prodigy,

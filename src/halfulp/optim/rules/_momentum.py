@@ -48,13 +48,13 @@ def _momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return descent_sign(group), float(group["weight_decay"]), momentum, take, lr, feedback_gain
 
 
-_SGD_CONSTANTS = list_constant_names(sgd, ())
-SGD = UpdateRule("sgd", sgd, (), _SGD_CONSTANTS, _momentum_constants)
+_SGD_NAMES = list_constant_names(sgd, ())
+SGD = UpdateRule("sgd", sgd, (), _SGD_NAMES, _momentum_constants)
 SGD_MOMENTUM = UpdateRule(
     "sgd_momentum",
     sgd_momentum,
     _MOMENTUM_STATES,
-    _SGD_CONSTANTS,
+    _SGD_NAMES,
     _momentum_constants,
     error_feedback=momentum_error_feedback,
 )
@@ -62,7 +62,7 @@ SGD_NESTEROV = UpdateRule(
     "sgd_nesterov",
     sgd_nesterov,
     _MOMENTUM_STATES,
-    _SGD_CONSTANTS,
+    _SGD_NAMES,
     _momentum_constants,
     error_feedback=momentum_error_feedback,
 )
@@ -147,7 +147,7 @@ MUON = UpdateRule(
 
 
 # The point that steps; the parameter lies between it and the average, z + beta (x - z).
-_SCHEDULE_FREE_SGD_STATES = (StateSlot("z", 1, exact=True),)
+_AVERAGED_STATES = (StateSlot("z", 1, exact=True),)
 
 
 def schedule_free_sgd(w, g, z, sign, decay, first, mix, size_y, size_z):
@@ -191,19 +191,19 @@ def _schedule_free_adamw_constants(group: Mapping, step: int) -> tuple[float, ..
     return (*_schedule_free_constants(group, step, beta1), *own)
 
 
-_SCHEDULE_FREE_ADAMW_STATES = (*_SCHEDULE_FREE_SGD_STATES, StateSlot("exp_avg_sq", 2))
+_AVERAGED_ADAMW_STATES = (*_AVERAGED_STATES, StateSlot("exp_avg_sq", 2))
 SCHEDULE_FREE_SGD = UpdateRule(
     "schedule_free_sgd",
     schedule_free_sgd,
-    _SCHEDULE_FREE_SGD_STATES,
-    list_constant_names(schedule_free_sgd, _SCHEDULE_FREE_SGD_STATES),
+    _AVERAGED_STATES,
+    list_constant_names(schedule_free_sgd, _AVERAGED_STATES),
     _schedule_free_sgd_constants,
 )
 SCHEDULE_FREE_ADAMW = UpdateRule(
     "schedule_free_adamw",
     schedule_free_adamw,
-    _SCHEDULE_FREE_ADAMW_STATES,
-    list_constant_names(schedule_free_adamw, _SCHEDULE_FREE_ADAMW_STATES),
+    _AVERAGED_ADAMW_STATES,
+    list_constant_names(schedule_free_adamw, _AVERAGED_ADAMW_STATES),
     _schedule_free_adamw_constants,
     betas=2,
 )

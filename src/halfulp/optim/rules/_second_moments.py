@@ -45,7 +45,7 @@ _CENTERED_STATES = (
     StateSlot("square_avg", 2, exact=True),
     StateSlot("grad_avg", 1, exact=True),
 )
-_RMSPROP_CONSTANTS = ("sign", "decay", "keep", "take", "eps", "momentum", "lr", "none")
+_RMSPROP_NAMES = ("sign", "decay", "keep", "take", "eps", "momentum", "lr", "none")
 
 
 def rmsprop(w, g, v, sign, decay, keep, take, eps, momentum, lr, none):
@@ -86,27 +86,25 @@ def _rmsprop_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return sign, decay, alpha, 1 - alpha, eps, float(group["momentum"]), float(group["lr"]), 0.0
 
 
-_HOMOGENEOUS_CONSTANTS = ("decay", "eps")
-RMSPROP = UpdateRule(
-    "rmsprop", rmsprop, (_SQUARE_STATE,), _RMSPROP_CONSTANTS, _rmsprop_constants, _HOMOGENEOUS_CONSTANTS
-)
+_DECAY_EPS = ("decay", "eps")
+RMSPROP = UpdateRule("rmsprop", rmsprop, (_SQUARE_STATE,), _RMSPROP_NAMES, _rmsprop_constants, _DECAY_EPS)
 RMSPROP_CENTERED = UpdateRule(
     "rmsprop_centered",
     rmsprop_centered,
     _CENTERED_STATES,
-    _RMSPROP_CONSTANTS,
+    _RMSPROP_NAMES,
     _rmsprop_constants,
-    _HOMOGENEOUS_CONSTANTS,
+    _DECAY_EPS,
 )
 # The buffer is a sum of quotients, which a power of two that multiplies the gradients leaves as it is.
 RMSPROP_MOMENTUM = UpdateRule(
-    "rmsprop_momentum", rmsprop_momentum, (_SQUARE_STATE, _MOMENTUM_STATE), _RMSPROP_CONSTANTS, _rmsprop_constants
+    "rmsprop_momentum", rmsprop_momentum, (_SQUARE_STATE, _MOMENTUM_STATE), _RMSPROP_NAMES, _rmsprop_constants
 )
 RMSPROP_CENTERED_MOMENTUM = UpdateRule(
     "rmsprop_centered_momentum",
     rmsprop_centered_momentum,
     (*_CENTERED_STATES, _MOMENTUM_STATE),
-    _RMSPROP_CONSTANTS,
+    _RMSPROP_NAMES,
     _rmsprop_constants,
 )
 

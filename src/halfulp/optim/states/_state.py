@@ -20,7 +20,7 @@ from ._int8_blocks import Int8Blocks
 
 PAIR_NAME = "bfloat16x2"
 # Codes in blocks, and the usual length of these.
-BLOCK_LENGTHS_BY_NAME = {"8bit": 32, "4bit": 128}
+NAMED_BLOCKS = {"8bit": 32, "4bit": 128}
 SCALED_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 # Other names of what `state_dtype=` takes.
 _STORAGE_ALIASES: dict[object, object] = {
@@ -51,15 +51,9 @@ class State:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _STORAGE_ALIASES.get(self.dtype, self.dtype))
-        object.__setattr__(self, "block", self.block or BLOCK_LENGTHS_BY_NAME.get(str(self.dtype), 32))
-        if self.dtype not in (
-            torch.float32,
-            torch.bfloat16,
-            *BLOCK_LENGTHS_BY_NAME,
-            PAIR_NAME,
-            *SCALED_DTYPES,
-            *_registered_stores,
-        ):
+        object.__setattr__(self, "block", self.block or NAMED_BLOCKS.get(str(self.dtype), 32))
+        named = (*NAMED_BLOCKS, PAIR_NAME, *_registered_stores)
+        if self.dtype not in (torch.float32, torch.bfloat16, *SCALED_DTYPES, *named):
             own = "".join(f", {name!r}" for name in _registered_stores)
             raise ValueError(
                 f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16{own}, '8bit' and '4bit', for "
@@ -70,7 +64,7 @@ class State:
             raise ValueError(f"state rounding {self.rounding!r}: allowed are None, 'nearest' and 'stochastic'")
         if self.block not in (16, 32, 64, 128, 256, 512, 1024):
             raise ValueError(f"state block {self.block!r}: allowed are the powers of two from 16 to 1024")
-        if self.dtype in BLOCK_LENGTHS_BY_NAME and self.rounding == "nearest":
+        if self.dtype in NAMED_BLOCKS and self.rounding == "nearest":
             raise ValueError("states in blocks are stored stochastically: nearest codes stall; leave rounding out")
         if self.dtype == PAIR_NAME and self.rounding == "stochastic":
             raise ValueError("two bfloat16 are rounded to nearest: allowed are None and 'nearest'")
@@ -95,7 +89,7 @@ def register_state_store(store: Store, description: str) -> None:
     """
     if not isinstance(store, Store):
         raise TypeError(f"a storage of states is a Store, got {store!r}")
-    if store.name in (*BLOCK_LENGTHS_BY_NAME, PAIR_NAME, *_STORAGE_ALIASES, *(own.name for own in PAYLOADS.values())):
+    if store.name in (*NAMED_BLOCKS, PAIR_NAME, *_STORAGE_ALIASES, *(own.name for own in PAYLOADS.values())):
         raise ValueError(f"state store {store.name!r} exists already: choose another name")
     if store.dtype.is_complex or store.dtype.itemsize > 4 or store.random_bits not in (0, 16, 32):
         raise ValueError(
@@ -136,7 +130,7 @@ def resolve_codecs(
     """Return the codec of every state of one parameter, whose shape is the global one, however it is sharded."""
     chosen = given.values() if isinstance(given, Mapping) else [given]
     states = [make_state(one, default) for one in chosen]
-    lengths = {state.block or 0 for state in states if state.dtype in BLOCK_LENGTHS_BY_NAME}
+    lengths = {state.block or 0 for state in states if state.dtype in NAMED_BLOCKS}
     if len(lengths) > 1:
         raise ValueError(
             f"state_dtype gives blocks of {sorted(lengths)}: the states of one parameter share one "
@@ -219,20 +213,17 @@ def holds_blocks(shape: torch.Size, block: int) -> bool:
 
 
 def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
-    if state.dtype in BLOCK_LENGTHS_BY_NAME and state.block is not None and holds_blocks(shape, state.block):
+    if state.dtype in NAMED_BLOCKS and state.block is not None and holds_blocks(shape, state.block):
         kind = Int8Blocks if state.dtype == "8bit" else Int4Blocks
         return kind(state.block, slot.degree == 2)
     if state.dtype == PAIR_NAME:
         return DoubleBF16()
     # Blocks that do not fit are bfloat16.
-    store = (
-        PAYLOADS[state.dtype]
-        if isinstance(state.dtype, torch.dtype)
-        else _registered_stores.get(str(state.dtype), BF16)
-    )
+    known = PAYLOADS[state.dtype] if isinstance(state.dtype, torch.dtype) else None
+    store = known or _registered_stores.get(str(state.dtype), BF16)
     if store is F32:
         return PlainCodec(F32, False)
     stochastic = state.rounding != "nearest"
-    return (
-        Scaled(store, stochastic, slot.degree == 2) if state.dtype in SCALED_DTYPES else PlainCodec(store, stochastic)
-    )
+    if state.dtype in SCALED_DTYPES:
+        return Scaled(store, stochastic, slot.degree == 2)
+    return PlainCodec(store, stochastic)

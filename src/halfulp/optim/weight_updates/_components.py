@@ -110,18 +110,18 @@ class Kahan(WeightUpdate):
         """Return the device functions of the compensated sum."""
         stochastic = self.residual == "stochastic"
         both = stochastic and self.weight == "stochastic"
-        write_components = write_kahan_literal if self.literal else write_kahan_stochastic if both else write_kahan
+        write = write_kahan_literal if self.literal else write_kahan_stochastic if both else write_kahan
         residual: dict[str, object] = {"residual_round": store.stochastic if stochastic else store.nearest}
-        read_components = read_kahan_literal if self.literal else read_kahan
-        pieces = {"read_weight": read_components, "write_weight": write_components, "fill_weight": fill_kahan}
+        read = read_kahan_literal if self.literal else read_kahan
+        pieces = {"read_weight": read, "write_weight": write, "fill_weight": fill_kahan}
         bound = (
             residual
-            | make_fit_bindings(store, self._largest_residual_in_ulps(store))
+            | make_fit_bindings(store, self._most_residual_ulps(store))
             | store_bindings(store, self.weight == "stochastic")
         )
         return pieces | bound
 
-    def _largest_residual_in_ulps(self, store: Store) -> float:
+    def _most_residual_ulps(self, store: Store) -> float:
         """Return the largest residual, its own last place included, in ulps of the parameter."""
         rest = 1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5
         return rest * (1 + ulp_of_one(store))
