@@ -273,9 +273,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             ValueError: a model none of whose parameters are known here.
         """
         found, places = {}, self._parameter_positions()
-        held = {
-            name: (t, self._find_plan_with_state(t, places)) for name, t in model.state_dict(keep_vars=True).items()
-        }
+        held = {name: (t, self._find_read_plan(t, places)) for name, t in model.state_dict(keep_vars=True).items()}
         named = {} if any(id(t) in places for t, _ in held.values()) else self._find_plans_of_copies(held)
         for name, (tensor, plan) in held.items():
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
@@ -368,7 +366,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return group and position of every parameter, by its id."""
         return {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
 
-    def _find_plan_with_state(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
+    def _find_read_plan(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
         """Return the plan of a parameter that has states, else None: the weight is then the parameter itself."""
         has_state = isinstance(tensor, MCTensor) or (isinstance(tensor, torch.Tensor) and self.state.get(tensor))
         return self._find_valid_plan(*places[id(tensor)]) if has_state and id(tensor) in places else None

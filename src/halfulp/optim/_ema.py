@@ -49,7 +49,7 @@ def read_decay(group: Mapping[str, Any], step: int) -> float:
     return min(decay, (1 + step) / (10 + step)) if group["warmup"] else decay
 
 
-AVERAGE_RULE = UpdateRule(
+AVERAGING = UpdateRule(
     "average", move_average, (), ("take",), lambda group, step: (1 - read_decay(group, step),), decays=False
 )
 
@@ -59,7 +59,7 @@ class AverageOptimizer(ExplicitGradientOptimizer):
 
     narrowing_option = "dtype=torch.bfloat16"
 
-    _rule = AVERAGE_RULE
+    _rule = AVERAGING
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Do nothing: no wrapper holds averages."""
@@ -174,7 +174,7 @@ class EMA:
         live, copied = self._split_tensors()
         self._check_same_tensors(live)
         for weights in self._read_live_weights(live):
-            self._average_optimizer._step_by_tensors({self._averages[name]: weight for name, weight in weights.items()})
+            self._average_optimizer._step_by({self._averages[name]: weight for name, weight in weights.items()})
         for name, value in copied.items():
             self._copied[name] = value.detach().clone()
         self.updates += 1
@@ -199,7 +199,7 @@ class EMA:
 
     def _read_live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the weights, in float32 if the optimizer has auxiliary tensors for them."""
-        held = _find_plans_with_auxiliary(self.optimizer, live)
+        held = _find_auxiliary_plans(self.optimizer, live)
         shown = {name: weight.detach() for name, weight in live.items() if name not in held}
         if shown:
             yield shown
@@ -335,9 +335,7 @@ def _read_float32_weight(plan: ParameterPlan) -> torch.Tensor:
     return placed_like(read_weights([plan])[0], plan.parameter)
 
 
-def _find_plans_with_auxiliary(
-    optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]
-) -> dict[str, ParameterPlan]:
+def _find_auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, ParameterPlan]:
     """Return the plans of the tensors beside which an optimizer keeps auxiliary tensors, by name."""
     if optimizer is None:
         return {}

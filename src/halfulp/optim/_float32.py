@@ -73,9 +73,8 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
 
 
 MOST_RUN_ELEMENTS = 1 << 21
-MOST_DEVICE_ELEMENTS = (
-    1 << 28
-)  # where a launch costs more than its memory, for which the processor's caches are nothing
+# Where a launch costs more than its memory, for which the processor's caches are nothing.
+MOST_DEVICE_ELEMENTS = 1 << 28
 ALIGNMENT_ELEMENTS = 16
 
 
@@ -115,7 +114,7 @@ def read_weights(plans: Sequence[ParameterPlan], buffer: Float32Buffer | None = 
     for update, store in {(plan.spec.update, plan.spec.store) for plan in plans}:
         mine = [k for k, plan in enumerate(plans) if (plan.spec.update, plan.spec.store) == (update, store)]
         parts = [[*(part.contiguous() for part in payloads[k]), *read_auxiliary_tensors(plans[k])] for k in mine]
-        _read_weights_into(update, store, parts, [out[k] for k in mine])
+        _read_weights(update, store, parts, [out[k] for k in mine])
     return out
 
 
@@ -140,11 +139,9 @@ def make_buffer(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
     return Float32Buffer(max((2 * sum(size + ALIGNMENT_ELEMENTS for size in run) for run in sizes), default=0))
 
 
-def _read_weights_into(
-    update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]
-) -> None:
+def _read_weights(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
     if select_engine(parts[0][0].device.type) == "llvm":
-        _run_read_kernel(make_read_kernel(update, store), parts, out)
+        _run_kernel(make_read_kernel(update, store), parts, out)
         return
     is_on_one_device = len({part.device for own in parts for part in own}) == 1
     if select_engine(out[0].device.type) == "triton" and is_on_one_device:
@@ -156,7 +153,7 @@ def _read_weights_into(
         new.copy_(update.read(store, own))
 
 
-def _run_read_kernel(
+def _run_kernel(
     kernel: Callable[..., None], parts: list[list[torch.Tensor]], out: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     table, pointers = _make_tables(parts, out)
@@ -192,7 +189,7 @@ def make_read_kernel(update: WeightUpdate, store: Store) -> Callable[..., None]:
     kernel = compile_table(name, Table(_record_read_trace(update, store), 5))
     parts = _make_trial_parts(update, store)
     out = torch.empty(64, dtype=torch.float32, device="cpu")
-    check_bits(name, lambda: _run_read_kernel(kernel, [parts], [out]), lambda: [update.read(store, parts)])
+    check_bits(name, lambda: _run_kernel(kernel, [parts], [out]), lambda: [update.read(store, parts)])
     return kernel
 
 

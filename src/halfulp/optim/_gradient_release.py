@@ -100,7 +100,7 @@ class GradientRelease:
                 loss.backward()
             self._step_remaining()  # of micro-batches before, which this one has not reached
             self._set_clip_coefficient()
-        elif any(parameter.grad is not None for _, _, parameter in self._walk_parameters()):
+        elif any(parameter.grad is not None for _, _, parameter in self._list_places()):
             self._step_after_backward(loss)
         else:
             with contextlib.ExitStack() as paused, self._context_with_hook(self._measure_norm):
@@ -131,20 +131,20 @@ class GradientRelease:
             handle.remove()
         self._handles = TensorMap()
 
-    def _walk_parameters(self) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
+    def _list_places(self) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
         for group in self.optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
                 yield group, position, parameter if self._host is None else self._host.originals[parameter]
 
     def _attach_hooks(self) -> None:
         """Hook the parameters that require a gradient, also those that were frozen or in no group before."""
-        for group, position, parameter in self._walk_parameters():
+        for group, position, parameter in self._list_places():
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(
                     lambda parameter, group=group, position=position: self._hook(parameter, group, position)
                 )
         # During a pass fully_shard shows other parameters than its shards.
-        is_sharded = any(hasattr(parameter, "_local_tensor") for _, _, parameter in self._walk_parameters())
+        is_sharded = any(hasattr(parameter, "_local_tensor") for _, _, parameter in self._list_places())
         if not is_sharded and not any(parameter in self._handles for parameter in self._model.parameters()):
             raise ValueError(
                 f"the optimizer holds none of the parameters of this {type(self._model).__name__} that require a "
@@ -180,7 +180,7 @@ class GradientRelease:
             self.optimizer._step_one_parameter(parameter, group, position)
 
     def _step_remaining(self) -> None:
-        for group, position, parameter in self._walk_parameters():
+        for group, position, parameter in self._list_places():
             if parameter.grad is not None:
                 self._step(parameter, group, position)
 
@@ -196,7 +196,7 @@ class GradientRelease:
 
     def _set_clip_coefficient(self) -> None:
         """Turn the measured norms into the factor of `torch.nn.utils.clip_grad_norm_`."""
-        norms, self._norms = [self._norms[p] for _, _, p in self._walk_parameters() if p in self._norms], {}
+        norms, self._norms = [self._norms[p] for _, _, p in self._list_places() if p in self._norms], {}
         if norms:
             assert self._clip is not None
             norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
@@ -207,9 +207,7 @@ class GradientRelease:
         with self.accumulate():
             loss.backward()
         assert self._clip is not None
-        self.norm = torch.nn.utils.clip_grad_norm_(
-            (parameter for _, _, parameter in self._walk_parameters()), self._clip
-        )
+        self.norm = torch.nn.utils.clip_grad_norm_((parameter for _, _, parameter in self._list_places()), self._clip)
         self._clip_coefficient = None
         self._step_remaining()
 

@@ -97,7 +97,7 @@ def _read_option(name: str, given: Any, default: Any) -> Any:
 
 
 # What optimizers are made from, as in torch.optim.
-ParametersOrGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 # What groups hold beside options: torch's own, ours, and what schedulers write.
 _BOOKKEEPING_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
 

@@ -11,7 +11,7 @@ import torch
 
 from .._messages import a_kind, find_users_level
 from ..rounding import mix64, random_words
-from ._group_options import ParametersOrGroups, check_parameters
+from ._group_options import ParamGroups, check_parameters
 
 _GROWTH_WARNED_OF = 10.0
 _FIRST_RANGE_IN_STEPS = 32.0
@@ -67,7 +67,7 @@ class HALP(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: ParametersOrGroups,
+        params: ParamGroups,
         lr: float = 1e-3,
         *,
         bits: int | None = 8,

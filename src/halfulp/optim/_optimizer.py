@@ -16,7 +16,7 @@ from ._checkpoint import CheckpointMixin
 from ._group_options import (
     NOT_NEGATIVE_OPTIONS,
     TORCH_SWITCHES,
-    ParametersOrGroups,
+    ParamGroups,
     check_betas,
     check_fixed_options,
     check_group_options,
@@ -118,7 +118,7 @@ class Optimizer(CheckpointMixin):
 
     def __init__(
         self,
-        params: ParametersOrGroups,
+        params: ParamGroups,
         defaults: dict[str, Any],
         *,
         weight_update: WeightUpdate | str | None = None,
@@ -170,7 +170,7 @@ class Optimizer(CheckpointMixin):
             note_identities(group, self._identities)
 
     @classmethod
-    def split_groups(cls, params: ParametersOrGroups, use_muon: Any = None) -> ParametersOrGroups:
+    def split_groups(cls, params: ParamGroups, use_muon: Any = None) -> ParamGroups:
         """Return parameters in groups that this optimizer steps; a rule that steps some shapes alone splits others off.
 
         Args:
@@ -259,10 +259,8 @@ class Optimizer(CheckpointMixin):
                 before = whole.get(self._identities.get(parameter))
                 if before is None or not is_dtensor(parameter) or before.shape != parameter.shape:
                     continue
-                spec, state = (
-                    self._choose_step_spec(group, parameter, None, read_parameter_name(group, position)),
-                    self.state.pop(before),
-                )
+                name, state = read_parameter_name(group, position), self.state.pop(before)
+                spec = self._choose_step_spec(group, parameter, None, name)
                 for name, _ in spec.update.auxiliary_tensors(spec.store):
                     self.state[parameter][name] = shard_of(state[name], index_map_of(parameter)).clone()
                 self._find_valid_plan(group, position)

@@ -11,7 +11,7 @@ from ._float32 import read_weights
 from ._group_options import (
     NOT_NEGATIVE_OPTIONS,
     OptimizerOptions,
-    ParametersOrGroups,
+    ParamGroups,
     check_number,
     split_init_arguments,
 )
@@ -38,7 +38,7 @@ class Lion(Optimizer):
 
     def __init__(
         self,
-        params: ParametersOrGroups,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0,
@@ -72,7 +72,7 @@ class Adan(Optimizer):
 
     def __init__(
         self,
-        params: ParametersOrGroups,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
         eps: float = 1e-8,
@@ -109,7 +109,7 @@ class AdEMAMix(Optimizer):
 
     def __init__(
         self,
-        params: ParametersOrGroups,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
         alpha: float = 2.0,
@@ -151,7 +151,7 @@ class LAMB(Optimizer):
 
     def __init__(
         self,
-        params: ParametersOrGroups,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -266,7 +266,7 @@ class SGDScheduleFree(ScheduleFree):
 
     def __init__(
         self,
-        params: ParametersOrGroups,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1.0,
         momentum: float = 0.9,
         weight_decay: float = 0,
@@ -307,7 +307,7 @@ class AdamWScheduleFree(ScheduleFree):
 
     def __init__(
         self,
-        params: ParametersOrGroups,
+        params: ParamGroups,
         lr: float | torch.Tensor = 2.5e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -357,7 +357,7 @@ class Prodigy(Optimizer):
 
     def __init__(
         self,
-        params: ParametersOrGroups,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1.0,
         betas: tuple[float, float] = (0.9, 0.999),
         beta3: float | None = None,

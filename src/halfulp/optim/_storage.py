@@ -102,11 +102,8 @@ class Store:
     def encode(self, x: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 numbers rounded to a tensor of `dtype`: to nearest, or by a random word per element."""
         out = torch.empty_like(x, dtype=self.dtype)
-        run_on_tensors(
-            _record_encoder(self, random is not None),
-            [out],
-            {"value": x, "random": cut_random_words(random, self.random_bits)},
-        )
+        inputs = {"value": x, "random": cut_random_words(random, self.random_bits)}
+        run_on_tensors(_record_encoder(self, random is not None), [out], inputs)
         return out
 
 

@@ -17,7 +17,7 @@ from .._messages import a_kind
 from ..formats import Format
 from ..scaled import ScaledTensor
 from ._float32 import MOST_RUN_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
-from ._group_options import NarrowOptions, ParametersOrGroups, check_number, read_defaults, read_options
+from ._group_options import NarrowOptions, ParamGroups, check_number, read_defaults, read_options
 from ._optimizer import Loss, Optimizer
 from ._state_dict_validation import refuse_confusing_keys
 from ._storage import F32, Store
@@ -66,7 +66,7 @@ class ExplicitGradientOptimizer(Optimizer):
             )
         return super()._choose_step_spec(group, parameter, gradient, name)
 
-    def _step_by_tensors(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def _step_by(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step every parameter that a tensor is given for."""
         self._explicit_gradients = given
         try:
@@ -90,7 +90,7 @@ class ExplicitGradientOptimizer(Optimizer):
 
 def wrap(
     optimizer: Callable[..., torch.optim.Optimizer],
-    params: ParametersOrGroups,
+    params: ParamGroups,
     *,
     weight_update: WeightUpdate | str | None = None,
     param_dtype: torch.dtype | str | None = None,
@@ -342,9 +342,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     def _write_changes(self, plans: list[ParameterPlan]) -> None:
         # A float32 parameter's shadow has its memory, but a version counter of its own.
         torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _is_own_shadow(plan)])
-        self._step_by_tensors(
-            {s.parameter: self._shadows[s.parameter].detach() for s in plans if not _is_own_shadow(s)}
-        )
+        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _is_own_shadow(s)})
 
     def _release_shadows(self, plans: list[ParameterPlan]) -> None:
         for plan in plans:

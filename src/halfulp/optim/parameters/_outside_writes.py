@@ -87,11 +87,9 @@ def is_payload_written(plan: ParameterPlan) -> bool:
     if known is not None and known.shape == plan.payloads[0].shape:
         now = plan.payloads[0]
         is_waited_for = not now.is_cpu and held.version != ANY_VERSION
-        return (
-            is_waited_for
-            or known.dtype != now.dtype
-            or bool((_view_bits(now) != _view_bits(known.to(now.device))).any())
-        )
+        if is_waited_for or known.dtype != now.dtype:
+            return True
+        return bool((_view_bits(now) != _view_bits(known.to(now.device))).any())
     if held.version == ANY_VERSION:
         rows = None if held.checksums is None else compute_checksums(plan)
         return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)

@@ -77,7 +77,7 @@ def assign_identities(group: dict, earlier: list[dict]) -> None:
     group["identities"] = list(range(start, start + len(group["params"])))
 
 
-class _LastBackwardPass:
+class _LastPass:
     """The backward pass in which optimizers last made their first steps, and the next free identity there."""
 
     number, free = -1, 0
@@ -99,11 +99,9 @@ def separate_in_backward(groups: list[dict], states: Mapping[Any, Any]) -> bool:
     unnamed = [group for group in groups if not group.get("param_names")]
     if number < 0 or not unnamed or any(isinstance(held, dict) and held.get("step") for held in states.values()):
         return False
-    first = _LastBackwardPass.free if _LastBackwardPass.number == number else 0
-    _LastBackwardPass.number, _LastBackwardPass.free = (
-        number,
-        first + 1 + max((i for g in unnamed for i in g["identities"]), default=-1),
-    )
+    first = _LastPass.free if _LastPass.number == number else 0
+    _LastPass.number, taken = number, max((i for g in unnamed for i in g["identities"]), default=-1)
+    _LastPass.free = first + 1 + taken
     for group in unnamed if first else ():
         group["identities"] = [first + identity for identity in group["identities"]]
     return first > 0

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule, descent_sign, list_constant_names
+from ._update_rule import StateSlot, UpdateRule, descent_sign, name_constants
 
 MOMENTS = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
 _AMSGRAD_STATES = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
@@ -83,7 +83,7 @@ def _adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple
 
 
 _adamw_constants = DecoupledConstants(_adam_constants)
-_ADAM_NAMES = list_constant_names(adam, MOMENTS)
+_ADAM_NAMES = name_constants(adam, MOMENTS)
 _DECAY_EPS, _EPS = ("decay", "eps"), ("eps",)  # what a power of two that multiplies gradients multiplies too
 ADAM = UpdateRule("adam", adam, MOMENTS, _ADAM_NAMES, _adam_constants, _DECAY_EPS, adam_error_feedback, betas=2)
 ADAMW = UpdateRule("adamw", adamw, MOMENTS, _ADAM_NAMES, _adamw_constants, _EPS, adam_error_feedback, betas=2)
@@ -137,18 +137,11 @@ def _nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
     return (*moment_constants(group, decoupled), unbiasing_root(beta2, step), float(group["eps"]), size_g, size_m)
 
 
-_NADAM_NAMES = list_constant_names(nadam, MOMENTS)
+_nadamw_constants = DecoupledConstants(_nadam_constants)
+_NADAM_NAMES = name_constants(nadam, MOMENTS)
 _NADAM_OPTIONS: dict[str, Any] = {"betas": 2, "follows_from_step": ("mu_product",)}
 NADAM = UpdateRule("nadam", nadam, MOMENTS, _NADAM_NAMES, _nadam_constants, _DECAY_EPS, **_NADAM_OPTIONS)
-NADAMW = UpdateRule(
-    "nadamw",
-    nadamw,
-    MOMENTS,
-    _NADAM_NAMES,
-    DecoupledConstants(_nadam_constants),
-    _EPS,
-    **_NADAM_OPTIONS,
-)
+NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _NADAM_NAMES, _nadamw_constants, _EPS, **_NADAM_OPTIONS)
 
 
 def radam(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
@@ -175,6 +168,6 @@ def _radam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
 
 
 # Not homogeneous: the first steps grow with the gradient.
-_RADAM_NAMES = list_constant_names(radam, MOMENTS)
+_RADAM_NAMES = name_constants(radam, MOMENTS)
 RADAM = UpdateRule("radam", radam, MOMENTS, _RADAM_NAMES, _radam_constants, betas=2)
 RADAMW = UpdateRule("radamw", radamw, MOMENTS, _RADAM_NAMES, DecoupledConstants(_radam_constants), betas=2)

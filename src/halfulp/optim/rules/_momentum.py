@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ...kernels import divide, sign_of, sqrt
-from ._update_rule import StateSlot, UpdateRule, descent_sign, list_constant_names
+from ._update_rule import StateSlot, UpdateRule, descent_sign, name_constants
 
-_MOMENTUM_STATES = (StateSlot("momentum_buffer", 1),)
+_BUFFERS = (StateSlot("momentum_buffer", 1),)
 
 
 def sgd(w, g, sign, decay, keep, take, lr, feedback_gain):
@@ -48,12 +48,12 @@ def _momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return descent_sign(group), float(group["weight_decay"]), momentum, take, lr, feedback_gain
 
 
-_SGD_NAMES = list_constant_names(sgd, ())
+_SGD_NAMES = name_constants(sgd, ())
 SGD = UpdateRule("sgd", sgd, (), _SGD_NAMES, _momentum_constants)
 SGD_MOMENTUM = UpdateRule(
     "sgd_momentum",
     sgd_momentum,
-    _MOMENTUM_STATES,
+    _BUFFERS,
     _SGD_NAMES,
     _momentum_constants,
     error_feedback=momentum_error_feedback,
@@ -61,7 +61,7 @@ SGD_MOMENTUM = UpdateRule(
 SGD_NESTEROV = UpdateRule(
     "sgd_nesterov",
     sgd_nesterov,
-    _MOMENTUM_STATES,
+    _BUFFERS,
     _SGD_NAMES,
     _momentum_constants,
     error_feedback=momentum_error_feedback,
@@ -139,7 +139,7 @@ def _muon_constants(group: Mapping, step: int) -> tuple[float, ...]:
 MUON = UpdateRule(
     "muon",
     muon,
-    _MOMENTUM_STATES,
+    _BUFFERS,
     ("decay", "take", "size"),
     _muon_constants,
     prepare=orthogonalize_momentum,
@@ -147,7 +147,7 @@ MUON = UpdateRule(
 
 
 # The point that steps; the parameter lies between it and the average, z + beta (x - z).
-_AVERAGED_STATES = (StateSlot("z", 1, exact=True),)
+_Z_STATES = (StateSlot("z", 1, exact=True),)
 
 
 def schedule_free_sgd(w, g, z, sign, decay, first, mix, size_y, size_z):
@@ -191,19 +191,19 @@ def _schedule_free_adamw_constants(group: Mapping, step: int) -> tuple[float, ..
     return (*_schedule_free_constants(group, step, beta1), *own)
 
 
-_AVERAGED_ADAMW_STATES = (*_AVERAGED_STATES, StateSlot("exp_avg_sq", 2))
+_AVERAGED_ADAMW_STATES = (*_Z_STATES, StateSlot("exp_avg_sq", 2))
 SCHEDULE_FREE_SGD = UpdateRule(
     "schedule_free_sgd",
     schedule_free_sgd,
-    _AVERAGED_STATES,
-    list_constant_names(schedule_free_sgd, _AVERAGED_STATES),
+    _Z_STATES,
+    name_constants(schedule_free_sgd, _Z_STATES),
     _schedule_free_sgd_constants,
 )
 SCHEDULE_FREE_ADAMW = UpdateRule(
     "schedule_free_adamw",
     schedule_free_adamw,
     _AVERAGED_ADAMW_STATES,
-    list_constant_names(schedule_free_adamw, _AVERAGED_ADAMW_STATES),
+    name_constants(schedule_free_adamw, _AVERAGED_ADAMW_STATES),
     _schedule_free_adamw_constants,
     betas=2,
 )

@@ -61,7 +61,7 @@ def descent_sign(group: Mapping[str, Any]) -> float:
     return -1.0 if group["maximize"] else 1.0
 
 
-def list_constant_names(update: Callable[..., Any], states: tuple[StateSlot, ...]) -> tuple[str, ...]:
+def name_constants(update: Callable[..., Any], states: tuple[StateSlot, ...]) -> tuple[str, ...]:
     """Return the names of an update's constants: its arguments behind the weight, the gradient and the states."""
     return tuple(inspect.signature(update).parameters)[2 + len(states) :]
 

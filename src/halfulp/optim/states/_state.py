@@ -52,9 +52,9 @@ class State:
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _STORAGE_ALIASES.get(self.dtype, self.dtype))
         object.__setattr__(self, "block", self.block or NAMED_BLOCKS.get(str(self.dtype), 32))
-        named = (*NAMED_BLOCKS, PAIR_NAME, *_registered_stores)
+        named = (*NAMED_BLOCKS, PAIR_NAME, *_own_stores)
         if self.dtype not in (torch.float32, torch.bfloat16, *SCALED_DTYPES, *named):
-            own = "".join(f", {name!r}" for name in _registered_stores)
+            own = "".join(f", {name!r}" for name in _own_stores)
             raise ValueError(
                 f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16{own}, '8bit' and '4bit', for "
                 f"two bfloat16 {PAIR_NAME!r} or Components(2) (more of them would be larger than float32), and beside "
@@ -72,7 +72,7 @@ class State:
             raise ValueError("fp8 states are stored stochastically: nearest ones stall; leave rounding out")
 
 
-_registered_stores: dict[str, Store] = {}
+_own_stores: dict[str, Store] = {}
 
 
 def register_state_store(store: Store, description: str) -> None:
@@ -96,19 +96,17 @@ def register_state_store(store: Store, description: str) -> None:
             f"state store {store.name!r} has codes in {store.dtype} and {store.random_bits} random bits: give a dtype "
             "of 1, 2 or 4 bytes, and 0, 16 or 32 bits"
         )
-    others = {
-        own.dtype: own.name for own in (*PAYLOADS.values(), *_registered_stores.values()) if own.name != store.name
-    }
+    others = {own.dtype: own.name for own in (*PAYLOADS.values(), *_own_stores.values()) if own.name != store.name}
     if store.dtype in others:
         # A file says by its dtype which storage wrote a state.
         raise ValueError(
             f"state store {store.name!r} has codes in {store.dtype}, as {others[store.dtype]!r} has: give it another "
             "dtype, by which files tell them apart"
         )
-    known = _registered_stores.get(store.name)
+    known = _own_stores.get(store.name)
     if known is not None and known.function_digests() == store.function_digests():
         store = known  # a module or a notebook's cell that is run again
-    enter("state store", _registered_stores, store.name, store, description)
+    enter("state store", _own_stores, store.name, store, description)
 
 
 Codec = PlainCodec | DoubleBF16 | Int8Blocks | Int4Blocks | Scaled
@@ -220,7 +218,7 @@ def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
         return DoubleBF16()
     # Blocks that do not fit are bfloat16.
     known = PAYLOADS[state.dtype] if isinstance(state.dtype, torch.dtype) else None
-    store = known or _registered_stores.get(str(state.dtype), BF16)
+    store = known or _own_stores.get(str(state.dtype), BF16)
     if store is F32:
         return PlainCodec(F32, False)
     stochastic = state.rounding != "nearest"

@@ -46,7 +46,7 @@ def fit_residual_any(p, c):
     return select(fits, c, ZERO)
 
 
-def make_fit_bindings(store: Store, ulps: float) -> dict[str, Any]:
+def fit_bindings(store: Store, ulps: float) -> dict[str, Any]:
     """Return the bindings of `fitting`, for residuals of at most `ulps` units in the last place of p.
 
     A residual's own last place is at least the store's least number. Beside float32's exponents that is added as a
@@ -116,7 +116,7 @@ class Kahan(WeightUpdate):
         pieces = {"read_weight": read, "write_weight": write, "fill_weight": fill_kahan}
         bound = (
             residual
-            | make_fit_bindings(store, self._most_residual_ulps(store))
+            | fit_bindings(store, self._most_residual_ulps(store))
             | store_bindings(store, self.weight == "stochastic")
         )
         return pieces | bound
@@ -258,7 +258,7 @@ class Components(WeightUpdate):
             "fill_weight": fill_components,
             "COMPONENT_COUNT": self.n,
         }
-        return {**pieces, "residual_round": last, **make_fit_bindings(store, 0.5), **store_bindings(store, False)}
+        return {**pieces, "residual_round": last, **fit_bindings(store, 0.5), **store_bindings(store, False)}
 
     @property
     def _kahan(self) -> Kahan:
