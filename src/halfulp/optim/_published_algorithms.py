@@ -8,13 +8,7 @@ from typing import Any, Unpack
 import torch
 
 from ._float32 import read_weights
-from ._group_options import (
-    NOT_NEGATIVE_OPTIONS,
-    OptimizerOptions,
-    ParamGroups,
-    check_number,
-    split_init_arguments,
-)
+from ._group_options import NOT_NEGATIVE_OPTIONS, OptimizerOptions, ParamGroups, check_number, split_init_arguments
 from ._optimizer import Optimizer, register_optimizer
 from .parameters._outside_writes import record_payload, set_weight
 from .parameters._tensor_map import TensorMap

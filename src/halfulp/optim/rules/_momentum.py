@@ -51,20 +51,10 @@ def _momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
 _SGD_NAMES = name_constants(sgd, ())
 SGD = UpdateRule("sgd", sgd, (), _SGD_NAMES, _momentum_constants)
 SGD_MOMENTUM = UpdateRule(
-    "sgd_momentum",
-    sgd_momentum,
-    _BUFFERS,
-    _SGD_NAMES,
-    _momentum_constants,
-    error_feedback=momentum_error_feedback,
+    "sgd_momentum", sgd_momentum, _BUFFERS, _SGD_NAMES, _momentum_constants, error_feedback=momentum_error_feedback
 )
 SGD_NESTEROV = UpdateRule(
-    "sgd_nesterov",
-    sgd_nesterov,
-    _BUFFERS,
-    _SGD_NAMES,
-    _momentum_constants,
-    error_feedback=momentum_error_feedback,
+    "sgd_nesterov", sgd_nesterov, _BUFFERS, _SGD_NAMES, _momentum_constants, error_feedback=momentum_error_feedback
 )
 
 

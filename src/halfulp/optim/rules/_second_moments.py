@@ -41,10 +41,7 @@ ADAGRAD = UpdateRule(
 _SQUARE_STATE = StateSlot("square_avg", 2)
 _MOMENTUM_STATE = StateSlot("momentum_buffer", 1)
 # A variance is the small difference of two means.
-_CENTERED_STATES = (
-    StateSlot("square_avg", 2, exact=True),
-    StateSlot("grad_avg", 1, exact=True),
-)
+_CENTERED_STATES = (StateSlot("square_avg", 2, exact=True), StateSlot("grad_avg", 1, exact=True))
 _RMSPROP_NAMES = ("sign", "decay", "keep", "take", "eps", "momentum", "lr", "none")
 
 
@@ -89,12 +86,7 @@ def _rmsprop_constants(group: Mapping, step: int) -> tuple[float, ...]:
 _DECAY_EPS = ("decay", "eps")
 RMSPROP = UpdateRule("rmsprop", rmsprop, (_SQUARE_STATE,), _RMSPROP_NAMES, _rmsprop_constants, _DECAY_EPS)
 RMSPROP_CENTERED = UpdateRule(
-    "rmsprop_centered",
-    rmsprop_centered,
-    _CENTERED_STATES,
-    _RMSPROP_NAMES,
-    _rmsprop_constants,
-    _DECAY_EPS,
+    "rmsprop_centered", rmsprop_centered, _CENTERED_STATES, _RMSPROP_NAMES, _rmsprop_constants, _DECAY_EPS
 )
 # The buffer is a sum of quotients, which a power of two that multiplies the gradients leaves as it is.
 RMSPROP_MOMENTUM = UpdateRule(
