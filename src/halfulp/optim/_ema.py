@@ -49,9 +49,7 @@ def read_decay(group: Mapping[str, Any], step: int) -> float:
     return min(decay, (1 + step) / (10 + step)) if group["warmup"] else decay
 
 
-AVERAGING = UpdateRule(
-    "average", move_average, (), ("take",), lambda group, step: (1 - read_decay(group, step),), decays=False
-)
+AVERAGING = UpdateRule("average", move_average, (), lambda group, step: (1 - read_decay(group, step),), decays=False)
 
 
 class AverageOptimizer(ExplicitGradientOptimizer):

@@ -47,7 +47,7 @@ def assign_weight(w: Any, g: Any) -> tuple[Any]:
     return (g - w,)
 
 
-ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), (), lambda group, step: (), assigns=True, decays=False)
+ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), lambda group, step: (), assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):

@@ -54,7 +54,7 @@ class Sums(hu.optim.Optimizer):
     """An optimizer with more states than a kernel finds scales for."""
 
     def rule(self, group):
-        return UpdateRule("sums", sums, tuple(StateSlot(name, 1) for name in "abcd"), ("take",), values)
+        return UpdateRule("sums", sums, tuple(StateSlot(name, 1) for name in "abcd"), values)
 
 
 @pytest.mark.parametrize("engine", ["reference", "llvm"])

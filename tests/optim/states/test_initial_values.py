@@ -74,7 +74,7 @@ def test_a_signed_state_and_a_number_instead_of_a_function():
     def sums(w, g, total):
         return g, total + g
 
-    rule = UpdateRule("sums", sums, (StateSlot("total", 1, initial=-2.5),), (), lambda group, step: ())
+    rule = UpdateRule("sums", sums, (StateSlot("total", 1, initial=-2.5),), lambda group, step: ())
 
     class Sums(hu.optim.Optimizer):
         def rule(self, group):
@@ -229,11 +229,6 @@ def test_a_file_with_a_value_that_cannot_be_is_refused_whole(value, kept):
         optimizer.load_state_dict(saved)
     assert differing(before, snapshot(optimizer)) == []
     assert [{**group, "params": 0} for group in optimizer.param_groups] == [{**group, "params": 0} for group in groups]
-
-
-def test_constants_are_named_each_once():
-    with pytest.raises(ValueError, match="names a constant twice"):
-        UpdateRule("own", lambda w, g, a, b: a * g, (), ("a", "a"), lambda group, step: (1.0, 2.0))
 
 
 @pytest.mark.parametrize("codec", ["8bit", "bf16x2", torch.float16])

@@ -164,7 +164,7 @@ def values(group, step):
 class Largest(hu.optim.Optimizer):
     def rule(self, group):
         states = StateSlot("v", 2), StateSlot("top", 2, maximum_of="v")
-        return UpdateRule("largest", largest, states, ("take",), values)
+        return UpdateRule("largest", largest, states, values)
 
 
 def test_a_rule_of_ones_own_is_refused_alike(seed):
@@ -183,7 +183,7 @@ def test_a_maximum_of_no_other_state_is_refused(source):
     with pytest.raises(
         ValueError, match=f"the maximum of '{source}': give the name of another of its states, which are"
     ):
-        UpdateRule("largest", largest, states, ("take",), values)
+        UpdateRule("largest", largest, states, values)
 
 
 @pytest.mark.parametrize("given", [torch.float16, "fp8", {"exp_avg_sq": torch.float16}], ids=str)

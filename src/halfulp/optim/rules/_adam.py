@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule, descent_sign, name_constants
+from ._update_rule import StateSlot, UpdateRule, descent_sign
 
 MOMENTS = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
 _AMSGRAD_STATES = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
@@ -83,16 +83,11 @@ def _adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple
 
 
 _adamw_constants = DecoupledConstants(_adam_constants)
-_ADAM_NAMES = name_constants(adam, MOMENTS)
 _DECAY_EPS, _EPS = ("decay", "eps"), ("eps",)  # what a power of two that multiplies gradients multiplies too
-ADAM = UpdateRule("adam", adam, MOMENTS, _ADAM_NAMES, _adam_constants, _DECAY_EPS, adam_error_feedback, betas=2)
-ADAMW = UpdateRule("adamw", adamw, MOMENTS, _ADAM_NAMES, _adamw_constants, _EPS, adam_error_feedback, betas=2)
-ADAM_AMSGRAD = UpdateRule(
-    "adam_amsgrad", adam_amsgrad, _AMSGRAD_STATES, _ADAM_NAMES, _adam_constants, _DECAY_EPS, betas=2
-)
-ADAMW_AMSGRAD = UpdateRule(
-    "adamw_amsgrad", adamw_amsgrad, _AMSGRAD_STATES, _ADAM_NAMES, _adamw_constants, _EPS, betas=2
-)
+ADAM = UpdateRule("adam", adam, MOMENTS, _adam_constants, _DECAY_EPS, adam_error_feedback, betas=2)
+ADAMW = UpdateRule("adamw", adamw, MOMENTS, _adamw_constants, _EPS, adam_error_feedback, betas=2)
+ADAM_AMSGRAD = UpdateRule("adam_amsgrad", adam_amsgrad, _AMSGRAD_STATES, _adam_constants, _DECAY_EPS, betas=2)
+ADAMW_AMSGRAD = UpdateRule("adamw_amsgrad", adamw_amsgrad, _AMSGRAD_STATES, _adamw_constants, _EPS, betas=2)
 
 
 _NEGLIGIBLE_PRODUCT = 2.0**-60  # beside 1
@@ -138,10 +133,9 @@ def _nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
 
 
 _nadamw_constants = DecoupledConstants(_nadam_constants)
-_NADAM_NAMES = name_constants(nadam, MOMENTS)
 _NADAM_OPTIONS: dict[str, Any] = {"betas": 2, "follows_from_step": ("mu_product",)}
-NADAM = UpdateRule("nadam", nadam, MOMENTS, _NADAM_NAMES, _nadam_constants, _DECAY_EPS, **_NADAM_OPTIONS)
-NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _NADAM_NAMES, _nadamw_constants, _EPS, **_NADAM_OPTIONS)
+NADAM = UpdateRule("nadam", nadam, MOMENTS, _nadam_constants, _DECAY_EPS, **_NADAM_OPTIONS)
+NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _nadamw_constants, _EPS, **_NADAM_OPTIONS)
 
 
 def radam(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
@@ -168,6 +162,5 @@ def _radam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
 
 
 # Not homogeneous: the first steps grow with the gradient.
-_RADAM_NAMES = name_constants(radam, MOMENTS)
-RADAM = UpdateRule("radam", radam, MOMENTS, _RADAM_NAMES, _radam_constants, betas=2)
-RADAMW = UpdateRule("radamw", radamw, MOMENTS, _RADAM_NAMES, DecoupledConstants(_radam_constants), betas=2)
+RADAM = UpdateRule("radam", radam, MOMENTS, _radam_constants, betas=2)
+RADAMW = UpdateRule("radamw", radamw, MOMENTS, DecoupledConstants(_radam_constants), betas=2)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
 from ._adam import MOMENTS, moment_constants, move_moments, unbiasing_root
-from ._update_rule import Reduction, StateSlot, UpdateRule, descent_sign, name_constants
+from ._update_rule import Reduction, StateSlot, UpdateRule, descent_sign
 
 
 def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, unbias, eps, size_m, size_slow):
@@ -40,7 +40,6 @@ ADEMAMIX = UpdateRule(
     "ademamix",
     ademamix,
     _ADEMAMIX_STATES,
-    name_constants(ademamix, _ADEMAMIX_STATES),
     _ademamix_constants,
     homogeneous=("eps",),
     betas=3,
@@ -82,9 +81,7 @@ _ADAN_STATES = (
     StateSlot("exp_avg_sq", 2),
     StateSlot("gradient_before", 1),
 )
-ADAN = UpdateRule(
-    "adan", adan, _ADAN_STATES, name_constants(adan, _ADAN_STATES), _adan_constants, homogeneous=("eps",), betas=3
-)
+ADAN = UpdateRule("adan", adan, _ADAN_STATES, _adan_constants, homogeneous=("eps",), betas=3)
 
 
 def lamb_weight(w):
@@ -122,7 +119,6 @@ LAMB = UpdateRule(
     "lamb",
     lamb,
     MOMENTS,
-    name_constants(lamb, MOMENTS),
     _lamb_constants,
     ("eps",),
     betas=2,
@@ -199,7 +195,6 @@ PRODIGY = UpdateRule(
     "prodigy",
     prodigy,
     _PRODIGY_STATES,
-    name_constants(prodigy, _PRODIGY_STATES),
     _prodigy_constants,
     betas=2,
     reductions=(Reduction(prodigy_progress, over_all=True), Reduction(prodigy_distance, over_all=True)),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...kernels import divide, sign_of, sqrt
-from ._update_rule import StateSlot, UpdateRule, descent_sign, name_constants
+from ._update_rule import StateSlot, UpdateRule, descent_sign
 
 _BUFFERS = (StateSlot("momentum_buffer", 1),)
 
@@ -48,13 +48,12 @@ def _momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return descent_sign(group), float(group["weight_decay"]), momentum, take, lr, feedback_gain
 
 
-_SGD_NAMES = name_constants(sgd, ())
-SGD = UpdateRule("sgd", sgd, (), _SGD_NAMES, _momentum_constants)
+SGD = UpdateRule("sgd", sgd, (), _momentum_constants)
 SGD_MOMENTUM = UpdateRule(
-    "sgd_momentum", sgd_momentum, _BUFFERS, _SGD_NAMES, _momentum_constants, error_feedback=momentum_error_feedback
+    "sgd_momentum", sgd_momentum, _BUFFERS, _momentum_constants, error_feedback=momentum_error_feedback
 )
 SGD_NESTEROV = UpdateRule(
-    "sgd_nesterov", sgd_nesterov, _BUFFERS, _SGD_NAMES, _momentum_constants, error_feedback=momentum_error_feedback
+    "sgd_nesterov", sgd_nesterov, _BUFFERS, _momentum_constants, error_feedback=momentum_error_feedback
 )
 
 
@@ -74,7 +73,6 @@ LION = UpdateRule(
     "lion",
     lion,
     (StateSlot("exp_avg", 1),),
-    ("sign", "decay", "keep", "take", "keep_m", "take_m", "lr"),
     _lion_constants,
     betas=2,
 )
@@ -130,7 +128,6 @@ MUON = UpdateRule(
     "muon",
     muon,
     _BUFFERS,
-    ("decay", "take", "size"),
     _muon_constants,
     prepare=orthogonalize_momentum,
 )
@@ -186,14 +183,12 @@ SCHEDULE_FREE_SGD = UpdateRule(
     "schedule_free_sgd",
     schedule_free_sgd,
     _Z_STATES,
-    name_constants(schedule_free_sgd, _Z_STATES),
     _schedule_free_sgd_constants,
 )
 SCHEDULE_FREE_ADAMW = UpdateRule(
     "schedule_free_adamw",
     schedule_free_adamw,
     _AVERAGED_ADAMW_STATES,
-    name_constants(schedule_free_adamw, _AVERAGED_ADAMW_STATES),
     _schedule_free_adamw_constants,
     betas=2,
 )

@@ -32,7 +32,6 @@ ADAGRAD = UpdateRule(
     "adagrad",
     adagrad,
     (StateSlot("sum", 2, initial=_initial_sum),),
-    ("sign", "decay", "eps", "lr"),
     _adagrad_constants,
     homogeneous=("decay", "eps"),
 )
@@ -42,7 +41,6 @@ _SQUARE_STATE = StateSlot("square_avg", 2)
 _MOMENTUM_STATE = StateSlot("momentum_buffer", 1)
 # A variance is the small difference of two means.
 _CENTERED_STATES = (StateSlot("square_avg", 2, exact=True), StateSlot("grad_avg", 1, exact=True))
-_RMSPROP_NAMES = ("sign", "decay", "keep", "take", "eps", "momentum", "lr", "none")
 
 
 def rmsprop(w, g, v, sign, decay, keep, take, eps, momentum, lr, none):
@@ -84,19 +82,16 @@ def _rmsprop_constants(group: Mapping, step: int) -> tuple[float, ...]:
 
 
 _DECAY_EPS = ("decay", "eps")
-RMSPROP = UpdateRule("rmsprop", rmsprop, (_SQUARE_STATE,), _RMSPROP_NAMES, _rmsprop_constants, _DECAY_EPS)
-RMSPROP_CENTERED = UpdateRule(
-    "rmsprop_centered", rmsprop_centered, _CENTERED_STATES, _RMSPROP_NAMES, _rmsprop_constants, _DECAY_EPS
-)
+RMSPROP = UpdateRule("rmsprop", rmsprop, (_SQUARE_STATE,), _rmsprop_constants, _DECAY_EPS)
+RMSPROP_CENTERED = UpdateRule("rmsprop_centered", rmsprop_centered, _CENTERED_STATES, _rmsprop_constants, _DECAY_EPS)
 # The buffer is a sum of quotients, which a power of two that multiplies the gradients leaves as it is.
 RMSPROP_MOMENTUM = UpdateRule(
-    "rmsprop_momentum", rmsprop_momentum, (_SQUARE_STATE, _MOMENTUM_STATE), _RMSPROP_NAMES, _rmsprop_constants
+    "rmsprop_momentum", rmsprop_momentum, (_SQUARE_STATE, _MOMENTUM_STATE), _rmsprop_constants
 )
 RMSPROP_CENTERED_MOMENTUM = UpdateRule(
     "rmsprop_centered_momentum",
     rmsprop_centered_momentum,
     (*_CENTERED_STATES, _MOMENTUM_STATE),
-    _RMSPROP_NAMES,
     _rmsprop_constants,
 )
 
@@ -158,7 +153,6 @@ ADAFACTOR = UpdateRule(
     "adafactor",
     adafactor,
     (),
-    ("decay", "size"),
     _adafactor_constants,
     prepare=prepare_adafactor,
     factors=list_adafactor_factors,
