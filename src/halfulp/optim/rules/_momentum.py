@@ -179,11 +179,9 @@ def _schedule_free_adamw_constants(group: Mapping, step: int) -> tuple[float, ..
 
 
 _AVERAGED_ADAMW_STATES = (*_Z_STATES, StateSlot("exp_avg_sq", 2))
-SCHEDULE_FREE_SGD = UpdateRule(
-    "schedule_free_sgd",
-    schedule_free_sgd,
-    _Z_STATES,
-    _schedule_free_sgd_constants,
+SCHEDULE_FREE_SGD = UpdateRule("schedule_free_sgd", schedule_free_sgd, _Z_STATES, _schedule_free_sgd_constants)
+SCHEDULE_FREE_ADAMW = UpdateRule(
+    "schedule_free_adamw", schedule_free_adamw, _AVERAGED_ADAMW_STATES, _schedule_free_adamw_constants, betas=2
 )
 SCHEDULE_FREE_ADAMW = UpdateRule(
     "schedule_free_adamw",

@@ -89,10 +89,7 @@ RMSPROP_MOMENTUM = UpdateRule(
     "rmsprop_momentum", rmsprop_momentum, (_SQUARE_STATE, _MOMENTUM_STATE), _rmsprop_constants
 )
 RMSPROP_CENTERED_MOMENTUM = UpdateRule(
-    "rmsprop_centered_momentum",
-    rmsprop_centered_momentum,
-    (*_CENTERED_STATES, _MOMENTUM_STATE),
-    _rmsprop_constants,
+    "rmsprop_centered_momentum", rmsprop_centered_momentum, (*_CENTERED_STATES, _MOMENTUM_STATE), _rmsprop_constants
 )
 
 
@@ -150,10 +147,5 @@ def _adafactor_constants(group: Mapping, step: int) -> tuple[float, ...]:
 
 
 ADAFACTOR = UpdateRule(
-    "adafactor",
-    adafactor,
-    (),
-    _adafactor_constants,
-    prepare=prepare_adafactor,
-    factors=list_adafactor_factors,
+    "adafactor", adafactor, (), _adafactor_constants, prepare=prepare_adafactor, factors=list_adafactor_factors
 )
