@@ -150,16 +150,14 @@ class EMA:
             seed=seed,
             report_interval=report_interval,
         )
-        self._fill_averages()
-
-    @torch.no_grad()
-    def _fill_averages(self) -> None:
         plans = self._average_optimizer.plans()
-        for weights in self._read_live_weights(self._split_tensors()[0]):
-            for name, weight in weights.items():
-                plan = plans[self._averages[name]]
-                plan.spec.update.fill(plan.spec.store, plan.parts, _decode_to_float32(weight))
-                record_payload(plan)
+        with torch.no_grad():
+            for weights in self._read_live_weights(live):
+                for name, weight in weights.items():
+                    plan, is_expansion = plans[self._averages[name]], isinstance(weight, MCTensor)
+                    value = weight.decode(torch.float32) if is_expansion else local(weight).float()
+                    plan.spec.update.fill(plan.spec.store, plan.parts, value.contiguous())
+                    record_payload(plan)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -346,8 +344,3 @@ def _find_auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.
             if plan.spec.update.auxiliary_tensors(plan.spec.store):
                 found[names[parameter]] = plan
     return found
-
-
-def _decode_to_float32(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight's local float32 values without gaps."""
-    return (weight.decode(torch.float32) if isinstance(weight, MCTensor) else local(weight).float()).contiguous()

@@ -182,17 +182,14 @@ def _check_group_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
         raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
     both = list(zip(plain_names(names), plain_names(other), strict=True)) if names and other else []
-    differing = [f"{b} for {a}" for a, b in both if a != b and not (by_name and _is_name_suffix(a, b))]
+    if by_name:  # one may be the other behind the path of a part of the model
+        both = [(a, b) for a, b in both if not a.endswith(f".{b}") and not b.endswith(f".{a}")]
+    differing = [f"{b} for {a}" for a, b in both if a != b]
     if differing:
         raise ValueError(
             f"the state_dict names other parameters, or these in another order, such as {', '.join(differing[:3])}: "
             "give the parameters in the order of the optimizer that saved it"
         )
-
-
-def _is_name_suffix(one: str, other: str) -> bool:
-    """Return whether one name is the other behind the path of a part of the model."""
-    return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
 def _check_weight_update(mine: dict, theirs: Mapping) -> None:
@@ -260,8 +257,9 @@ def fit_saved_state(
         new = {name: torch.zeros_like(plan.tensors[name]) for name in names}
         set_initial_values(plan.spec, group, new)
         return new
-    own = [plan.tensors[name] for name in names]
-    if all(_is_same_layout(state.get(name), mine) for name, mine in zip(names, own)):
+    own, saved = [plan.tensors[name] for name in names], [local(state.get(name)) for name in names]
+    layouts = [(one.dtype, one.shape) if isinstance(one, torch.Tensor) else None for one in saved]
+    if layouts == [(mine.dtype, mine.shape) for mine in own]:
         check_codec_version(rule_state.name, state)
         return {name: state[name] for name in names}
     is_packed = f"{rule_state.name}_packed" in state
@@ -272,11 +270,6 @@ def fit_saved_state(
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
     return dict(zip(names, fresh))
-
-
-def _is_same_layout(given: object, own: torch.Tensor) -> bool:
-    """Return whether a saved tensor can be copied bit for bit."""
-    return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
 
 
 def check_saved_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:

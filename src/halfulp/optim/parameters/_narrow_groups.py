@@ -67,7 +67,10 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) ->
                 else:
                     plan.spec.update.fill(plan.spec.store, plan.parts, value)
                 record_payload(plan)
-                _keep_payload_for_wrappers(plan)
+                held = plan.payload_version
+                if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+                    # For one step, to tell whether DistributedDataParallel changed the weights.
+                    held.payload, held.steps = held.memory.clone(), 1
     wrappers.follow()
 
 
@@ -81,13 +84,6 @@ def _fill_auxiliary_tensors(plan: ParameterPlan, parameter: torch.Tensor, value:
     plan.spec.update.fill(plan.spec.store, plan.parts, value)
     value = torch.where(payload == before, value, before.to(value.dtype))
     plan.spec.update.fill(plan.spec.store, plan.parts, value)
-
-
-def _keep_payload_for_wrappers(plan: ParameterPlan) -> None:
-    """Keep a copy of the payload for one step, to tell whether DistributedDataParallel changed the weights."""
-    held = plan.payload_version
-    if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        held.payload, held.steps = held.memory.clone(), 1
 
 
 def _find_parameters_to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:

@@ -52,15 +52,11 @@ def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
     begins = is_payload_written(plan)
     if not begins and held.payload is None:
         return {CHECKSUMS_KEY: checksums, COPY_KEY: 0}
+    memory = plan.payloads[0].contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
     return {
         CHECKSUMS_KEY: checksums,
-        COPY_KEY: _COPY_HEADER.pack(STEPS_WITH_COPY - 1 if begins else held.steps, plan.scale)
-        + _read_bytes(plan.payloads[0]),
+        COPY_KEY: _COPY_HEADER.pack(STEPS_WITH_COPY - 1 if begins else held.steps, plan.scale) + memory,
     }
-
-
-def _read_bytes(payload: torch.Tensor) -> bytes:
-    return payload.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def payload_version_of(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:

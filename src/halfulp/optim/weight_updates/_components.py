@@ -114,17 +114,10 @@ class Kahan(WeightUpdate):
         residual: dict[str, object] = {"residual_round": store.stochastic if stochastic else store.nearest}
         read = read_kahan_literal if self.literal else read_kahan
         pieces = {"read_weight": read, "write_weight": write, "fill_weight": fill_kahan}
-        bound = (
-            residual
-            | fit_bindings(store, self._most_residual_ulps(store))
-            | store_bindings(store, self.weight == "stochastic")
-        )
+        # The largest residual, its own last place included.
+        ulps = (1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5) * (1 + ulp_of_one(store))
+        bound = residual | fit_bindings(store, ulps) | store_bindings(store, self.weight == "stochastic")
         return pieces | bound
-
-    def _most_residual_ulps(self, store: Store) -> float:
-        """Return the largest residual, its own last place included, in ulps of the parameter."""
-        rest = 1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5
-        return rest * (1 + ulp_of_one(store))
 
 
 def read_kahan(a0, a1, a2, a3, i):
@@ -250,7 +243,7 @@ class Components(WeightUpdate):
     def bindings(self, store: Store) -> dict[str, object]:
         """Return the device functions for n components."""
         if self.n == 2:
-            return self._kahan.bindings(store)
+            return Kahan(residual=self.residual).bindings(store)
         last = store.stochastic if self.residual == "stochastic" else store.nearest
         pieces = {
             "read_weight": read_components,
@@ -259,10 +252,6 @@ class Components(WeightUpdate):
             "COMPONENT_COUNT": self.n,
         }
         return {**pieces, "residual_round": last, **fit_bindings(store, 0.5), **store_bindings(store, False)}
-
-    @property
-    def _kahan(self) -> Kahan:
-        return Kahan(residual=self.residual)
 
 
 def put_larger_first(high, low):
