@@ -78,6 +78,9 @@ class SGD(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_init_arguments(locals()))
@@ -111,7 +114,11 @@ class Adam(Optimizer):
         weight_decay: float = 0,
         amsgrad: bool = False,
         *,
+        foreach: bool | None = None,
         maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
@@ -149,6 +156,10 @@ class AdamW(Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         Optimizer.__init__(self, **split_init_arguments(locals(), decoupled_weight_decay=True))
@@ -188,6 +199,8 @@ class Adagrad(Optimizer):
         foreach: bool | None = None,
         *,
         maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_init_arguments(locals()))
@@ -266,7 +279,10 @@ class NAdam(Optimizer):
         momentum_decay: float = 4e-3,
         decoupled_weight_decay: bool = False,
         *,
+        foreach: bool | None = None,
         maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_init_arguments(locals()))
@@ -301,7 +317,10 @@ class RAdam(Optimizer):
         weight_decay: float = 0,
         decoupled_weight_decay: bool = False,
         *,
+        foreach: bool | None = None,
         maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_init_arguments(locals()))
@@ -344,6 +363,7 @@ class Adafactor(Optimizer):
         d: float = 1.0,
         weight_decay: float = 0.0,
         *,
+        foreach: bool | None = None,
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:

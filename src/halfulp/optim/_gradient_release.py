@@ -344,7 +344,8 @@ def walk_model_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[di
         host.update_copies()
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
-            yield group, position, parameter if host is None else host.originals.get(parameter, parameter)
+            original = None if host is None else host.originals.get(parameter)
+            yield group, position, parameter if original is None else original
 
 
 def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:

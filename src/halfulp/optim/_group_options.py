@@ -154,10 +154,6 @@ class OptimizerOptions(NarrowOptions, total=False):
     """The options of Optimizer, which every optimizer takes beside its own."""
 
     state_dtype: StateChoice
-    foreach: bool | None
-    capturable: bool
-    differentiable: bool
-    fused: bool | None
 
 
 def check_parameters(params: object) -> None:
@@ -301,13 +297,14 @@ def split_init_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]
     """Return the arguments of Optimizer's `__init__` from those of the `__init__` of an optimizer.
 
     Args:
-        given: the latter by name, `locals()` there.
+        given: the latter by name, `locals()` there; torch's switches are checked (`check_torch_switches`) and left out.
         counts: what groups hold beside the hyper-parameters.
     """
     left_out = ("self", "params", "options", "__class__", *TORCH_SWITCHES)
     defaults = {name: value for name, value in given.items() if name not in left_out}
     switches = {name: given[name] for name in TORCH_SWITCHES if name in given}
-    return {"params": given["params"], "defaults": {**defaults, **counts}, **switches, **given["options"]}
+    check_torch_switches(type(given["self"]).__name__, **read_options(switches, dict.fromkeys(TORCH_SWITCHES)))
+    return {"params": given["params"], "defaults": {**defaults, **counts}, **given["options"]}
 
 
 def warn_of_rate_jump(group: dict[str, Any]) -> None:

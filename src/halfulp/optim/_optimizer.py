@@ -55,7 +55,6 @@ from .parameters._random_identity import (
     follow_parameters,
     has_identities,
     note_identities,
-    separate_in_backward,
 )
 from .parameters._state_tensors import complete_state, refuse_other_update
 from .parameters._step_spec import StepSpec
@@ -89,18 +88,16 @@ class Optimizer(CheckpointMixin):
             into auxiliary tensors beside them.
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
         seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
-            over unnamed parameters, or of equal names, share them unless they begin in one backward: seed the second.
+            over unnamed parameters, or of equal names, share them: seed the second.
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
-        foreach, fused: of torch.optim: ignored, with a warning where they ask for another implementation than the one
-            fused kernel.
-        capturable, differentiable: of torch.optim: refused, if True.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
         TypeError: an unknown option, or `params` that are no parameters.
 
     Options may be words, as a command line or a YAML file gives them: "1e-3", "bf16", "torch.bfloat16", "true",
-    "0.9,0.95", "None".
+    "0.9,0.95", "None". torch.optim's `foreach` and `fused` are ignored, with a warning where they ask for another
+    implementation than the fused kernel; `capturable=True` and `differentiable=True` are refused.
     """
 
     # The option that makes parameters narrow.
@@ -127,10 +124,6 @@ class Optimizer(CheckpointMixin):
         format: Format | str | None = None,
         seed: int = 0,
         report_interval: int = 50,
-        foreach: bool | None = None,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
         **unknown_options: Any,
     ) -> None:
         known = read_defaults(type(self))
@@ -138,8 +131,6 @@ class Optimizer(CheckpointMixin):
             allowed = [option for option in known if option not in self._fixed_options]
             raise TypeError(unknown(f"option of {type(self).__name__}", name, allowed))
         check_parameters(params)
-        switches = {"foreach": foreach, "capturable": capturable, "differentiable": differentiable, "fused": fused}
-        check_torch_switches(type(self).__name__, **read_options(switches, known))
         self._create_caches()
         self._is_built = False
         own: dict[str, Any] = {
@@ -423,8 +414,6 @@ class Optimizer(CheckpointMixin):
         count = sum(len(group["params"]) for group in self.param_groups)
         if len(self.state) > count or not all(map(has_identities, self.param_groups)):
             self._follow_group_edits()
-        if not self._stepped and separate_in_backward(self.param_groups, self.state):
-            self._clear_plans()
 
     def _run_batches(self, batches: list[Batch]) -> None:
         self._check_wrappers(bool(batches))

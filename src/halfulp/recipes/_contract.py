@@ -243,7 +243,7 @@ def _step_terms(optimizer: torch.optim.Optimizer, group: dict[str, Any], positio
     update = "nearest"
     if isinstance(optimizer, Optimizer):
         # A plan would make the states that it lacks; its specification does not.
-        spec = optimizer._step_spec(group, group["params"][position], None, read_parameter_name(group, position))
+        spec = optimizer._choose_step_spec(group, group["params"][position], None, read_parameter_name(group, position))
         update = spec.update.name
     state = optimizer.state.get(group["params"][position], {})
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}

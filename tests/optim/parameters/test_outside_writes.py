@@ -229,7 +229,7 @@ def test_a_model_of_other_parameters_is_refused(seed):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_the_copy_that_an_outside_write_calls_for_is_counted(wrapped, monkeypatch):
-    monkeypatch.setattr(_outside_writes, "WATCHED_STEPS", 3)
+    monkeypatch.setattr(_outside_writes, "STEPS_WITH_COPY", 3)
     parameter = torch.nn.Parameter(torch.ones(SIZE).bfloat16())
     options = {"lr": 0.1, "weight_update": "split"}
     make = hu.optim.wrap if wrapped else lambda _, *given, **more: hu.optim.SGD(*given, **more)

@@ -11,8 +11,6 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from ...rounding._random_bits import STREAM_VERSION
 from ._tensor_map import TensorMap
 
@@ -75,36 +73,6 @@ def assign_identities(group: dict, earlier: list[dict]) -> None:
         return
     start = sum(len(other["params"]) for other in earlier)
     group["identities"] = list(range(start, start + len(group["params"])))
-
-
-class _LastPass:
-    """The backward pass in which optimizers last made their first steps, and the next free identity there."""
-
-    number, free = -1, 0
-
-
-def separate_in_backward(groups: list[dict], states: Mapping[Any, Any]) -> bool:
-    """Give unnamed parameters other identities than those of optimizers that began earlier in the same backward pass.
-
-    An optimizer per parameter, stepped by hooks in backward, has one parameter at position 0: without names all of them
-    would draw the same bits. Optimizers that begin in one pass are of one training; the order of hooks is that of every
-    run of it, so that a run is still repeated by its seed.
-
-    States that have made a step, as in a file, keep their identities.
-
-    Returns:
-        Whether the groups' identities were changed.
-    """
-    number = torch._C._current_graph_task_id()
-    unnamed = [group for group in groups if not group.get("param_names")]
-    if number < 0 or not unnamed or any(isinstance(held, dict) and held.get("step") for held in states.values()):
-        return False
-    first = _LastPass.free if _LastPass.number == number else 0
-    _LastPass.number, taken = number, max((i for g in unnamed for i in g["identities"]), default=-1)
-    _LastPass.free = first + 1 + taken
-    for group in unnamed if first else ():
-        group["identities"] = [first + identity for identity in group["identities"]]
-    return first > 0
 
 
 def note_identities(group: dict, known: TensorMap[Identity]) -> None:
