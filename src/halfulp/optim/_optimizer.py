@@ -56,7 +56,7 @@ from .parameters._random_identity import (
     has_identities,
     note_identities,
 )
-from .parameters._state_tensors import complete_state, refuse_other_update
+from .parameters._state_tensors import add_missing_tensors, refuse_other_update
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule, check_initial_states
@@ -278,7 +278,7 @@ class Optimizer(CheckpointMixin):
         state = self.state[parameter]
         known = self._plans.get(parameter)
         refuse_other_update(state, None if known is None else known.spec, spec, name)
-        complete_state(state, spec, group, parameter, name)
+        add_missing_tensors(state, spec, group, parameter, name)
         options = options or self._plans.options_of(group)
         plan = self._plans.renew(parameter, spec, state, options, name, identity, beside)
         if CHECKSUMS_KEY in state:  # a copy, which says what a file does

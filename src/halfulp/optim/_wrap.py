@@ -309,8 +309,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             or self.base._optimizer_step_post_hooks
         ):
             return [plans]
-        whole = [plan for plan in plans if _is_own_shadow(plan)]
-        apart = [plan for plan in plans if not _is_own_shadow(plan)]
+        whole = [plan for plan in plans if _needs_no_shadow(plan)]
+        apart = [plan for plan in plans if not _needs_no_shadow(plan)]
         return [*([whole] if whole else []), *split_into_runs(apart, MOST_RUN_ELEMENTS)]
 
     def _walk_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
@@ -324,7 +324,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     def _fill_shadows(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Fill the shadows and their gradients."""
         buffer.clear()
-        apart = [plan for plan in plans if not _is_own_shadow(plan)]
+        apart = [plan for plan in plans if not _needs_no_shadow(plan)]
         values = dict(zip(map(id, apart), read_weights(apart, buffer)))
         for plan in plans:
             parameter = plan.parameter
@@ -346,8 +346,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
 
     def _write_changes(self, plans: list[ParameterPlan]) -> None:
         # A float32 parameter's shadow has its memory, but a version counter of its own.
-        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _is_own_shadow(plan)])
-        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _is_own_shadow(s)})
+        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _needs_no_shadow(plan)])
+        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _needs_no_shadow(s)})
 
     def _release_shadows(self, plans: list[ParameterPlan]) -> None:
         for plan in plans:
@@ -456,7 +456,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         return super().__repr__().replace("WrappedOptimizer (", f"wrap({type(self.base).__name__}) (", 1)
 
 
-def _is_own_shadow(plan: ParameterPlan) -> bool:
+def _needs_no_shadow(plan: ParameterPlan) -> bool:
     """Return whether a parameter is plain float32: its own shadow."""
     return plan.spec.store is F32
 

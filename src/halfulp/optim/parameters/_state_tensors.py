@@ -23,7 +23,7 @@ STORAGE_SUFFIXES = ("", "_codes", "_packed", "_scale", "_residual")
 BEGUN = "states_begun"
 
 
-def complete_state(
+def add_missing_tensors(
     state: MutableMapping[str, Any],
     spec: StepSpec,
     group: Mapping,

@@ -86,7 +86,7 @@ class Int4Blocks(TensorCodec):
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
         """Device function: store element i, and the scale of its block."""
         codes, scales = arrays
-        largest = scale_word(block_largest(word_in_scale(value if self.squared else needed_scale(value))))
+        largest = read_scale_word(block_largest(read_finite_word(value if self.squared else find_needed_scale(value))))
         store32(scales, block, largest)
         scale = real(largest)
         share = value * select(scale > ZERO, divide(UNIT, scale), UNIT)
@@ -101,19 +101,19 @@ CODE_MAGNITUDES = tuple(np.float32(x) for x in (0.0055, 0.0325, 0.0775, 0.2125, 
 LEAST_NEGATIVE, OVER_LEAST_NEGATIVE = CODE_MAGNITUDES[-1], np.float32(1 / 0.8875)
 
 
-def needed_scale(x):
+def find_needed_scale(x):
     """Device function: the least scale under which a number fits into the signed map, with its sign."""
     return select(x < ZERO, x * OVER_LEAST_NEGATIVE, x)
 
 
-def word_in_scale(x):
+def read_finite_word(x):
     """Device function: the word of |x|, 0 for infinities; of NaN the largest, so that a block knows of one."""
     magnitude = bit_and(word(x), ABS)
     finite = select(magnitude < EXPONENT, magnitude, NONE)
     return select(magnitude > EXPONENT, CANONICAL_NAN, finite)
 
 
-def scale_word(largest):
+def read_scale_word(largest):
     """Device function: the word of the scale of a block; 0 below the smallest normal number, which has an inverse."""
     return select(largest < LEAST_NORMAL, NONE, largest)
 
