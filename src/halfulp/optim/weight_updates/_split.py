@@ -56,18 +56,12 @@ class Split16(WeightUpdate):
     word(w) = (p << 16) + c with c a signed 16-bit integer: one to one on all 2^32 words, ties away from zero. Any 16
     bits fit any parameter: what an unseen write leaves in them is half an ulp of the parameter at most.
 
-    Args:
-        rounding: of w + u into float32. To nearest, as everywhere in float32, an update near half an ulp of float32 is
-            biased (|u|/|w| = 1e-7: by up to a half) and a smaller one is lost. By stochastic rounding of the exact sum
-            all of it is kept on average, with noise of one float32 ulp a step: less than Kahan's, in as many bytes,
-            down to |u|/|w| = 2^-25, and more below.
+    To nearest, as everywhere in float32, an update near half an ulp of float32 is biased (|u|/|w| = 1e-7: by up to a
+    half) and a smaller one is lost: `SplitStochastic` keeps it.
     """
 
     name: ClassVar[str] = "split"
-    rounding: str = "nearest"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rounding", read_rounding_name(self.rounding))
+    stochastic: ClassVar[bool] = False
 
     def check(self, store: Store) -> None:
         """Refuse all but bfloat16, whose exponent is float32's."""
@@ -83,11 +77,11 @@ class Split16(WeightUpdate):
 
     def draws(self, store: Store) -> tuple[int, ...]:
         """Return one draw for the sum if it is rounded stochastically."""
-        return (16,) if self.rounding == "stochastic" else ()
+        return (16,) if self.stochastic else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
         """Return the device functions on float32 words."""
-        rounded = round_sum_stochastically if self.rounding == "stochastic" else round_sum_to_nearest
+        rounded = round_sum_stochastically if self.stochastic else round_sum_to_nearest
         pieces = {"read_weight": read_split, "write_weight": write_split, "fill_weight": fill_split}
         return pieces | {"rounded_sum": rounded} | store_bindings(store, False)
 
@@ -252,10 +246,14 @@ def save_split8_fp16(a0, a1, i, new, random):
 
 @dataclass(frozen=True)
 class SplitStochastic(Split16):
-    """Split whose float32 sums are rounded stochastically: no update is too small for it, at split's two bytes."""
+    """Split whose float32 sums are rounded stochastically: no update is too small for it, at split's two bytes.
+
+    All of an update is kept on average, with noise of one float32 ulp a step: less than Kahan's, in as many bytes, down
+    to |u|/|w| = 2^-25, and more below.
+    """
 
     name: ClassVar[str] = "split-stochastic"
-    rounding: str = "stochastic"
+    stochastic: ClassVar[bool] = True
 
 
 def Split(bits: int = 16, rounding: str | None = None) -> WeightUpdate:
