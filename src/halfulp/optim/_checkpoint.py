@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import Parameter
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from .._messages import differences, find_users_level, listed
@@ -33,13 +34,12 @@ from ._state_dict_validation import (
     refuse_other_random_stream,
 )
 from ._storage import Store
-from .parameters._local_tensors import is_dtensor, local, memory, placed_like
+from .parameters._local_tensors import is_dtensor, local, placed_like
 from .parameters._narrow_groups import read_parameter_name
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
     PAYLOAD_KEYS,
     describe_payload,
-    fit_auxiliary_tensors,
     place_checksums,
     read_auxiliary_tensors,
     record_loaded_payload,
@@ -265,30 +265,30 @@ class CheckpointMixin(torch.optim.Optimizer):
         DistributedDataParallel for plain names. `load_float32_state_dict` takes either.
 
         Args:
-            model: whose parameters this optimizer steps, or a copy of it: where the elements of a copied parameter
-                equal those of ours of the same name (but for what torch.compile and DistributedDataParallel put before
-                it), they stand for the same weights. Other floating tensors are converted.
+            model: whose parameters this optimizer steps; other floating tensors are converted.
 
         Raises:
             ValueError: a model none of whose parameters are known here.
         """
-        found, places = {}, self._parameter_positions()
-        held = {name: (t, self._find_read_plan(t, places)) for name, t in model.state_dict(keep_vars=True).items()}
-        named = {} if any(id(t) in places for t, _ in held.values()) else self._find_plans_of_copies(held)
-        for name, (tensor, plan) in held.items():
+        from ._gradient_release import walk_model_parameters  # a module that imports this one
+
+        places = {id(parameter): (group, k) for group, k, parameter in walk_model_parameters(self)}
+        held = model.state_dict(keep_vars=True)
+        if not any(id(t) in places for t in held.values()) and any(isinstance(t, Parameter) for t in held.values()):
+            raise ValueError(
+                "no parameter of this model is stepped by this optimizer: give the model that it was made for, no copy"
+            )
+        found = {}
+        for name, tensor in held.items():
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-            known = plan or named.get(name)
-            if known is not None:
-                if plan is None:
-                    auxiliary: Sequence[torch.Tensor]
-                    payloads = [memory(value).contiguous()]
-                    own = read_auxiliary_tensors(known)
-                    auxiliary = fit_auxiliary_tensors(known, payloads[0], known.payloads[0], own)
-                else:
-                    payloads, auxiliary = [part.contiguous() for part in plan.payloads], read_auxiliary_tensors(plan)
-                decoded = known.spec.update.read(known.spec.store, [*payloads, *auxiliary])
-                decoded = decoded * tensor.scale if known.spec.scaled else decoded.clone()
-                found[name] = placed_like(decoded, value)
+            group, position = places.get(id(tensor), (None, 0))
+            mine = None if group is None else group["params"][position]
+            if isinstance(mine, MCTensor) or (mine is not None and self.state.get(mine)):
+                plan = self._find_valid_plan(group, position)
+                parts = [*(part.contiguous() for part in plan.payloads), *read_auxiliary_tensors(plan)]
+                decoded = plan.spec.update.read(plan.spec.store, parts)
+                decoded = decoded * tensor.scale if plan.spec.scaled else decoded.clone()
+                found[name] = placed_like(decoded.to(local(value).device), value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
             elif isinstance(value, torch.Tensor) and value.is_floating_point() and not is_extra_state(name):
@@ -317,7 +317,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
             raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
-        places = self._parameter_positions()
+        places = {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
         if not any(id(tensor) in places for tensor in own.values()):
             raise ValueError(
                 f"the optimizer holds none of the parameters of this {type(model).__name__}, and nothing of their low "
@@ -342,35 +342,6 @@ class CheckpointMixin(torch.optim.Optimizer):
                 if name in extra:
                     module.set_extra_state(extra[name])
 
-    def _find_plans_of_copies(self, held: Mapping[str, tuple]) -> dict[str, ParameterPlan | None]:
-        """Return the plans of the parameters that those of another model are copies of, by name."""
-        found: dict[str, ParameterPlan | None] = {}
-        named = [(name, group, k) for group in self.param_groups for k, name in enumerate(group.get("param_names", ()))]
-        theirs = dict(zip(plain_names(held), held))
-        for (name, group, position), plain in zip(named, plain_names(name for name, _, _ in named), strict=True):
-            their_name = name if name in held else theirs.get(plain)
-            if their_name is None:
-                continue
-            tensor, mine = held[their_name][0], group["params"][position]
-            if isinstance(tensor, torch.nn.Parameter) and _could_be_copy(tensor, mine):
-                found[their_name] = self._find_valid_plan(group, position) if self.state.get(mine) else None
-        if not found and any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in held.values()):
-            raise ValueError(
-                "no parameter of this model is stepped by this optimizer: give the model that it was made for, or, to "
-                "read a copy of that model, make the optimizer from model.named_parameters(), which tells them by name"
-            )
-        tied = {id(held[name][0]): plan for name, plan in found.items()}
-        return {name: tied[id(tensor)] for name, (tensor, _) in held.items() if id(tensor) in tied}
-
-    def _parameter_positions(self) -> dict[int, tuple[dict, int]]:
-        """Return group and position of every parameter, by its id."""
-        return {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
-
-    def _find_read_plan(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
-        """Return the plan of a parameter that has states, else None: the weight is then the parameter itself."""
-        has_state = isinstance(tensor, MCTensor) or (isinstance(tensor, torch.Tensor) and self.state.get(tensor))
-        return self._find_valid_plan(*places[id(tensor)]) if has_state and id(tensor) in places else None
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle, without the caches."""
         self._follow_group_edits()
@@ -389,11 +360,6 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._create_caches()
         for number, group in enumerate(self.param_groups):
             refuse_other_random_stream(f"the pickled param group {number}", "that group before it is pickled", group)
-
-
-def _could_be_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
-    same = type(a) is type(b) and not isinstance(a, MCTensor) and a.dtype == b.dtype
-    return same and memory(a).shape == memory(b).shape
 
 
 def _reset_states(plan: ParameterPlan, group: Mapping) -> None:

@@ -110,14 +110,9 @@ def _find_known_payload(plan: ParameterPlan) -> torch.Tensor | None:
     return held.payload if held.is_under(plan.scale) else None
 
 
-def fit_auxiliary_tensors(
-    plan: ParameterPlan,
-    payload: torch.Tensor,
-    known: torch.Tensor | None,
-    beside_known: Sequence[torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
+def fit_auxiliary_tensors(plan: ParameterPlan, payload: torch.Tensor, known: torch.Tensor | None) -> list[torch.Tensor]:
     """Return auxiliary tensors for a payload: the stored ones where it equals a known payload, else neutral ones."""
-    auxiliary = [tensor.clone() for tensor in beside_known or plan.auxiliary_tensors]
+    auxiliary = [tensor.clone() for tensor in plan.auxiliary_tensors]
     _reset_auxiliary_tensors(plan, auxiliary, payload, known)
     return auxiliary
 
