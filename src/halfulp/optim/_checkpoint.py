@@ -278,13 +278,13 @@ class CheckpointMixin(torch.optim.Optimizer):
             raise ValueError(
                 "no parameter of this model is stepped by this optimizer: give the model that it was made for, no copy"
             )
-        found = {}
+        found: dict[str, Any] = {}
         for name, tensor in held.items():
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
-            group, position = places.get(id(tensor), (None, 0))
-            mine = None if group is None else group["params"][position]
-            if isinstance(mine, MCTensor) or (mine is not None and self.state.get(mine)):
-                plan = self._find_valid_plan(group, position)
+            place = places.get(id(tensor))
+            mine = None if place is None else place[0]["params"][place[1]]
+            if place is not None and (isinstance(mine, MCTensor) or self.state.get(mine)):
+                plan = self._find_valid_plan(*place)
                 parts = [*(part.contiguous() for part in plan.payloads), *read_auxiliary_tensors(plan)]
                 decoded = plan.spec.update.read(plan.spec.store, parts)
                 decoded = decoded * tensor.scale if plan.spec.scaled else decoded.clone()

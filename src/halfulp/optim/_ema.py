@@ -154,8 +154,8 @@ class EMA:
         with torch.no_grad():
             for weights in self._read_live_weights(live):
                 for name, weight in weights.items():
-                    plan, is_expansion = plans[self._averages[name]], isinstance(weight, MCTensor)
-                    value = weight.decode(torch.float32) if is_expansion else local(weight).float()
+                    plan = plans[self._averages[name]]
+                    value = weight.decode(torch.float32) if isinstance(weight, MCTensor) else local(weight).float()
                     plan.spec.update.fill(plan.spec.store, plan.parts, value.contiguous())
                     record_payload(plan)
 

@@ -397,7 +397,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
                 label = read_parameter_name(group, k)
                 state, shadow = inner.get(number, {}), self._shadows[parameter]
-                held, copied = self.base.state.get(shadow, {}), {}
+                held, copied = self.base.state.get(shadow, {}), dict[str, Any]()
                 for name, value in state.items():
                     known, device = held.get(name), None if name == "step" else parameter.device
                     if (
