@@ -72,7 +72,7 @@ class EMAModel:
 
     @property
     def optimization_step(self) -> int:
-        """How many updates there have been."""
+        """The number of updates so far."""
         return self.ema.updates
 
     def get_decay(self, optimization_step: int) -> float:

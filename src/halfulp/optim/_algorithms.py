@@ -383,7 +383,7 @@ class Adafactor(Optimizer):
 
 
 def _warn_of_shared_rate(lr: float) -> None:
-    """Warn of a rate for orthogonal steps, at which AdamW would step too."""
+    """Warn of a learning rate that suits orthogonal steps but is large for the AdamW groups that share it."""
     if lr >= 0.01:
         warnings.warn(
             f"Muon's lr={lr:g} is that of its AdamW groups too, for which it is large: give adamw_lr=3e-4 or so, "

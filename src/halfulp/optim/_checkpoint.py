@@ -120,7 +120,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         return saved
 
     def _auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
-        """Return the valid auxiliary tensors of a parameter written from outside, and its payload's identity."""
+        """Return auxiliary tensors, valid also after writes from outside, and what identifies their payload."""
         try:
             plan = self._find_valid_plan(group, position)
         except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
@@ -150,7 +150,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             after(self)
 
     def _check_random_bits(self, saved_groups: list[Mapping]) -> None:
-        """Refuse another stream of random bits for groups that draw some, and warn of other numbers that key them."""
+        """Refuse a file of another stream version for groups that draw bits; warn where the keys of bits differ."""
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
             plans = (self._plans.get(parameter) for parameter in group["params"])
             if not any(plan is not None and plan.spec.draws for plan in plans):

@@ -53,7 +53,7 @@ AVERAGING = UpdateRule("average", move_average, (), lambda group, step: (1 - rea
 
 
 class AverageOptimizer(ExplicitGradientOptimizer):
-    """The optimizer of the averages, which step by the live tensors."""
+    """The optimizer that moves averages towards the live weights, which stand for its gradients."""
 
     narrowing_option = "dtype=torch.bfloat16"
 
@@ -332,7 +332,7 @@ def _read_float32_weight(plan: ParameterPlan) -> torch.Tensor:
 
 
 def _find_auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, ParameterPlan]:
-    """Return the plans of the tensors beside which an optimizer keeps auxiliary tensors, by name."""
+    """Return, by name, the plans of the weights that an optimizer keeps auxiliary tensors for."""
     if optimizer is None:
         return {}
     found = {}

@@ -448,7 +448,7 @@ def release_gradients(
 
 
 def _refuse_wrappers_and_scalers(model: torch.nn.Module, with_wrappers: bool) -> None:
-    """Refuse what touches gradients after backward."""
+    """Refuse DistributedDataParallel and gradient scalers, which change gradients after backward."""
     held = {id(parameter) for parameter in model.parameters()} if with_wrappers else set()
     for module in data_parallel_modules() if with_wrappers else ():
         if any(id(parameter) in held for parameter in module.parameters()):

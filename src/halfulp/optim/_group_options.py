@@ -125,7 +125,7 @@ def read_own_version() -> str:
 
 
 def _describe_training(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return in words what all ranks must agree on."""
+    """Return versions and options, in words, that all ranks must agree on."""
     found = {
         "halfulp": read_own_version(),
         "torch": torch.__version__,

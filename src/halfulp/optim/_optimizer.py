@@ -148,7 +148,7 @@ class Optimizer(CheckpointMixin):
         self._is_built = True
 
     def _create_caches(self) -> None:
-        """Create what is kept by parameter beside torch's groups and states, empty; also after a copy or a load."""
+        """Create the empty caches by parameter: plans, states outside of groups, identities; also in a copy."""
         watch_checkpoints()
         self._plans = PlanCache()
         self._states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
@@ -239,7 +239,7 @@ class Optimizer(CheckpointMixin):
                     self.state[parameter] = self._states_outside_groups.pop(parameter)
 
     def _carry_low_bits_to_shards(self, members: set[int]) -> None:
-        """Give shards that stand in the places of whole parameters, before any step, the low bits of these.
+        """Give shards that replaced whole parameters before the first step the low bits of these parameters.
 
         accelerate shards a model after its optimizer was made, and then puts the shards into the groups.
         """

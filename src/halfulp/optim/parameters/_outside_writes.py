@@ -11,7 +11,7 @@ After such a write a copy of the payload is kept for some steps, so that a clamp
 bit of the elements that it does not change. Files and copies of an optimizer hold that copy, and go on with it. A write
 through `.data`, which no counter shows, is detected element by element in the kernel (`fitting` of Kahan). Files and
 copies hold checksums of the payload that their auxiliary tensors belong to, because version counters are not saved
-(`_checksum`).
+(`compute_checksums`).
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class StepSpec:
 
     @functools.cached_property
     def metered_twin(self) -> StepSpec:
-        """The same specification, metered."""
+        """This specification with lost updates counted."""
         return dataclasses.replace(self, metered=True)
 
     @functools.cached_property

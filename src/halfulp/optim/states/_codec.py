@@ -51,12 +51,12 @@ class TensorCodec:
 
     @property
     def scale_block(self) -> int | None:
-        """The elements of a block, where elements share a scale."""
+        """The number of elements that share a scale; None where none do."""
         return None
 
     @property
     def to_nearest(self) -> TensorCodec:
-        """The same codec without draws."""
+        """This codec with rounding to nearest."""
         return self
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
@@ -113,7 +113,7 @@ class PlainCodec(TensorCodec):
 
     @property
     def to_nearest(self) -> PlainCodec:
-        """The same codec without draws."""
+        """This codec with rounding to nearest."""
         return dataclasses.replace(self, stochastic=False)
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:

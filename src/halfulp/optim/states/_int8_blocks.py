@@ -72,7 +72,7 @@ class Int8Blocks(TensorCodec):
 
     @property
     def scale_block(self) -> int:
-        """The elements of a block."""
+        """The number of elements in a block."""
         return self.block
 
     def load_root(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:

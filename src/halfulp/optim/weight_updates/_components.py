@@ -40,7 +40,7 @@ def fit_residual_wide(p, c):
 
 
 def fit_residual_any(p, c):
-    """Device function: the same for any store and bound."""
+    """Device function: `fit_residual_wide` for any store and bound."""
     w = p + c
     fits = (abs(c) <= real(find_binade_word(word(p))) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
     return select(fits, c, ZERO)
@@ -121,7 +121,7 @@ class Kahan(WeightUpdate):
 
 
 def read_kahan(a0, a1, a2, a3, i):
-    """Device function: p + c, and both."""
+    """Device function: the weight p + c, then p, c and c again."""
     p = weight_real(weight_load(a0, i))
     c = fitting(p, weight_real(weight_load(a1, i)))
     return p + c, p, c, c

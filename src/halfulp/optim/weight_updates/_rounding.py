@@ -78,7 +78,7 @@ class Master(WeightUpdate):
         return pieces | store_bindings(store, False)
 
     def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's value."""
+        """Return the parameter's float32 value, for the copy."""
         return store.decode(payload.contiguous())
 
 
