@@ -35,7 +35,7 @@ from ._state_dict_validation import (
 )
 from ._storage import Store
 from .parameters._local_tensors import is_dtensor, local, placed_like
-from .parameters._narrow_groups import read_parameter_name
+from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
     PAYLOAD_KEYS,
@@ -270,8 +270,6 @@ class CheckpointMixin(torch.optim.Optimizer):
         Raises:
             ValueError: a model none of whose parameters are known here.
         """
-        from ._gradient_release import walk_model_parameters  # a module that imports this one
-
         places = {id(parameter): (group, k) for group, k, parameter in walk_model_parameters(self)}
         held = model.state_dict(keep_vars=True)
         if not any(id(t) in places for t in held.values()) and any(isinstance(t, Parameter) for t in held.values()):

@@ -15,7 +15,6 @@ from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
 from ._float32 import MOST_DEVICE_ELEMENTS, MOST_RUN_ELEMENTS, read_weights, split_into_runs
-from ._gradient_release import walk_model_parameters
 from ._group_options import check_number
 from ._inner_optimizer import find_own_optimizer
 from ._lost_updates import LostUpdateReport
@@ -23,6 +22,7 @@ from ._optimizer import Optimizer
 from ._state_dict_validation import refuse_other_random_stream
 from ._wrap import ExplicitGradientOptimizer
 from .parameters._local_tensors import local, memory, placed_like
+from .parameters._narrow_groups import walk_model_parameters
 from .parameters._outside_writes import note_restored_version, record_payload
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import plain_names

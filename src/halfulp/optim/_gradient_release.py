@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
@@ -331,23 +330,6 @@ class HostParameters:
             return held, stream.record_event().synchronize
 
 
-_host_parameters: weakref.WeakKeyDictionary[Optimizer, HostParameters] = weakref.WeakKeyDictionary()
-
-
-def walk_model_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
-    """Yield group, position and parameter of all that an optimizer steps; a copy in host memory stands for the model's.
-
-    The copies then have the values of the model's parameters, whoever has written them.
-    """
-    host = _host_parameters.get(optimizer) if isinstance(optimizer, Optimizer) else None
-    if host is not None:
-        host.update_copies()
-    for group in optimizer.param_groups:
-        for position, parameter in enumerate(group["params"]):
-            original = None if host is None else host.originals.get(parameter)
-            yield group, position, parameter if original is None else original
-
-
 def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
     """Yield the observers of all optimizers, then those of this one; other step hooks would see no gradients."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
@@ -443,7 +425,7 @@ def release_gradients(
     own._check_can_step_one()
     if host is not None:
         host.check(own)
-        _host_parameters[own] = host
+        own._host = host
     return GradientRelease(model, own, clip, clip_by, host)
 
 

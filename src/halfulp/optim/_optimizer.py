@@ -110,6 +110,8 @@ class Optimizer(CheckpointMixin):
     _rule: ClassVar[UpdateRule | None] = None
     # Whether a step of one parameter depends on no other.
     _can_step_one_parameter: ClassVar[bool] = True
+    # The copies in host memory that stand for a model's parameters (`release_gradients`).
+    _host: Any = None
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
 

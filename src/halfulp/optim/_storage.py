@@ -276,7 +276,6 @@ def make_format_store(given: Format | str | None) -> Store | None:
     if not (fmt.signed and fmt.zero and fmt.subnormals and fmt.signed_zero) or fmt.mantissa_bits == 0:
         raise ValueError(f"format={fmt.name} cannot hold weights: a sign, both zeros and subnormals are needed")
     pieces: tuple[Callable, Callable]
-    largest = int(np.float32(fmt.max).view(np.uint32))
     if fmt.exponent_bits == 8 and fmt.emin == -126:
         if fmt.mantissa_bits >= 23:
             raise ValueError(f"format={fmt.name} has more bits than the float32 parameters that are to hold it")
@@ -292,14 +291,14 @@ def make_format_store(given: Format | str | None) -> Store | None:
             raise ValueError(
                 f"format={fmt.name} does not fit into float32 parameters: its range or precision is too large"
             )
-        pieces = round_spacing_to_nearest, round_spacing_stochastically
+        pieces, largest = (round_spacing_to_nearest, round_spacing_stochastically), np.float32(fmt.max).view(np.uint32)
         constants = {
             "LEAST_BINADE": fmt.emin + 127 << 23,
             "RAISE": 23 - fmt.mantissa_bits << 23,
             "UNIT_SHIFT": fmt.mantissa_bits << 23,
             "INVERSE_TOP": 254 + fmt.mantissa_bits << 23,
-            "LARGEST": largest,
-            "BEYOND": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, largest),
+            "LARGEST": int(largest),
+            "BEYOND": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, int(largest)),
         }
     words = tuple((name, np.uint32(value)) for name, value in constants.items())
     numbers = 32, fmt.mantissa_bits, fmt.emin

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from .._messages import a_kind, listed
 from ..mctensor import MCTensor
 from ..optim import Optimizer
-from ..optim._gradient_release import walk_model_parameters
 from ..optim._inner_optimizer import inner_optimizer
-from ..optim.parameters._narrow_groups import read_parameter_name
+from ..optim.parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from ..optim.parameters._random_identity import plain_names
 from ..scaled import ScaledTensor
 

@@ -21,8 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA, Optimizer
-from ...optim._gradient_release import StepWatcher, walk_model_parameters
+from ...optim._gradient_release import StepWatcher
 from ...optim.parameters._local_tensors import local, memory
+from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...optim.parameters._random_identity import plain_names
 from ...sinks import Sink
 from .._finding import Finding, listing, plain_causes

@@ -25,7 +25,7 @@ from torch.optim.swa_utils import AveragedModel
 from ...gradients import AdaptiveGradScaler
 from ...kernels import in_float64
 from ...optim import EMA
-from ...optim._gradient_release import walk_model_parameters
+from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...sinks import Outlet, Row
 from .._finding import Finding, plain_causes
 from .._record import Record, plain_record

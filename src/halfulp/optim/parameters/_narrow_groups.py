@@ -100,6 +100,20 @@ def read_parameter_name(group: dict, position: int) -> str:
     return names[position] if names and position < len(names) else f"#{position}"
 
 
+def walk_model_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
+    """Yield group, position and parameter of all that an optimizer steps; a copy in host memory stands for the model's.
+
+    The copies then have the values of the model's parameters, whoever has written them.
+    """
+    host = getattr(optimizer, "_host", None)
+    if host is not None:
+        host.update_copies()
+    for group in optimizer.param_groups:
+        for position, parameter in enumerate(group["params"]):
+            original = None if host is None else host.originals.get(parameter)
+            yield group, position, parameter if original is None else original
+
+
 def check_sharded_ranks(optimizer: Any) -> None:
     """Check that all processes with parts of the same parameters train in the same way; all of them must call this."""
     sharded = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
