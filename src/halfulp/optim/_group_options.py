@@ -165,13 +165,6 @@ def check_parameters(params: object) -> None:
         )
 
 
-def check_fixed_options(group: dict, defaults: Mapping[str, Any], fixed: Iterable[str]) -> None:
-    """Refuse another value for an option that an optimizer does not let its user choose."""
-    for name in fixed:
-        if group[name] != defaults[name]:
-            raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {defaults[name]}; leave it out")
-
-
 def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     """Check a new group's options; keys that resemble no option are the user's own, and stay."""
     _check_group_keys(group, list(options))

@@ -18,7 +18,6 @@ from ._group_options import (
     TORCH_SWITCHES,
     ParamGroups,
     check_betas,
-    check_fixed_options,
     check_group_options,
     check_hyperparameters,
     check_parameters,
@@ -59,7 +58,7 @@ from .parameters._random_identity import (
 from .parameters._state_tensors import add_missing_tensors, refuse_other_update
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
-from .rules._update_rule import UpdateRule, check_initial_states
+from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
 from .step._batch import Batch, PlanCache, Roster, Setting, check_parameter, gradient_memory, gradient_store
 from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
@@ -202,7 +201,10 @@ class Optimizer(CheckpointMixin):
             group.update(read_options(options, self.defaults))
             self._check_hyperparameters(group)
             check_group_options(group, self.defaults)
-            check_fixed_options(group, self.defaults, self._fixed_options)
+            for name in self._fixed_options:
+                if group[name] != self.defaults[name]:
+                    known = self.defaults[name]
+                    raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {known}; leave it out")
             self._check_torch_switches(group)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
@@ -421,7 +423,13 @@ class Optimizer(CheckpointMixin):
         self._check_wrappers(bool(batches))
         for batch in batches:
             compile_kernels(batch)
-        self._prepare_constants(batches)
+        # What rules need before their updates: prepared tensors, sums, and the constants that follow.
+        for batch in batches:
+            prepare_batch(batch)
+        if any(batch.spec.rule.late_values is not None for batch in batches):
+            sums = reduce_batches(batches)
+            self._note_reduction_sums(sums)
+            finish_constants(batches, sums)
         for batch in batches:
             run_step(batch)
             batch.finish()
@@ -430,15 +438,6 @@ class Optimizer(CheckpointMixin):
         # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
         for batch in batches if len(batches) > 1 else ():
             batch.follow_versions()
-
-    def _prepare_constants(self, batches: list[Batch]) -> None:
-        """Compute what rules need before their updates: sums, prepared tensors, and the constants that follow."""
-        for batch in batches:
-            prepare_batch(batch)
-        if any(batch.spec.rule.late_values is not None for batch in batches):
-            sums = reduce_batches(batches)
-            self._note_reduction_sums(sums)
-            finish_constants(batches, sums)
 
     def _note_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
         """Take the sums of each parameter of each batch; an optimizer may keep what follows from them."""
@@ -463,7 +462,9 @@ class Optimizer(CheckpointMixin):
         check_hyperparameters(group, self._not_negative_options)
         rule = self.rule(group)
         check_betas(group, rule.betas)
-        check_initial_states(rule, group)
+        for state in rule.states:
+            if state.initial != 0.0:
+                state.initial_value(group)
 
     def _check_torch_switches(self, group: dict[str, Any]) -> None:
         """Refuse or ignore the options that choose another implementation in torch.optim."""

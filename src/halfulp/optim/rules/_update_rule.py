@@ -62,13 +62,6 @@ def descent_sign(group: Mapping[str, Any]) -> float:
     return -1.0 if group["maximize"] else 1.0
 
 
-def check_initial_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
-    """Raise for a state that cannot begin with what a group's options say."""
-    for state in rule.states:
-        if state.initial != 0.0:
-            state.initial_value(group)
-
-
 @dataclass(frozen=True)
 class Reduction:
     """A sum over elements that a step needs before it changes any.
