@@ -280,7 +280,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         for name, tensor in held.items():
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
             place = places.get(id(tensor))
-            mine = None if place is None else place[0]["params"][place[1]]
+            mine: Any = None if place is None else place[0]["params"][place[1]]
             if place is not None and (isinstance(mine, MCTensor) or self.state.get(mine)):
                 plan = self._find_valid_plan(*place)
                 parts = [*(part.contiguous() for part in plan.payloads), *read_auxiliary_tensors(plan)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -409,7 +410,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                             f"state {name!r} of parameter {label} has shape {tuple(value.shape)}, "
                             f"{tuple(known.shape)} is needed"
                         )
-                    copied[name] = tree_map_only(torch.Tensor, lambda t, to=device: t.to(to, copy=True), value)
+                    move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
+                    copied[name] = tree_map_only(torch.Tensor, move, value)
                 if held and not state and own["state"].get(number, {}).get("step"):
                     raise ValueError(
                         f"the file holds no states of {type(self.base).__name__} for parameter {label}, "

@@ -92,7 +92,7 @@ class WeightAverages:
     def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.book.key(name)
         if isinstance(self.average, EMA):
-            plan = self.average._inner._plans.get(tensor)
+            plan = self.average._average_optimizer._plans.get(tensor)
             if plan is not None and is_represented(plan):
                 return take_sample(read_weights([plan])[0], key)
         found = read_numbers(tensor)
@@ -109,7 +109,7 @@ def read_averages(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
 def _retention(average: EMA | nn.Module | None) -> float | None:
     """Return the share of an average that its next update keeps, where it can be told."""
     if isinstance(average, EMA):
-        return read_decay(average._inner.param_groups[0], average.updates + 1)
+        return read_decay(average._average_optimizer.param_groups[0], average.updates + 1)
     if not isinstance(average, AveragedModel):
         return None
     count = int(average.n_averaged)

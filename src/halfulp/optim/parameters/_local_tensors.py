@@ -15,7 +15,7 @@ from ...scaled import ScaledTensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-TensorOrOther = TypeVar("Held")
+TensorOrOther = TypeVar("TensorOrOther")
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
