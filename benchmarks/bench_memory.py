@@ -58,13 +58,13 @@ def uncounted(host) -> None:
     """Let gradients that lie in host memory go uncounted, which no device tells from its own here."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    copied = host._stage
+    copied = host._copy_to_host
 
     def copy(gradient):
         with _disable_current_modes():
             return copied(gradient)
 
-    host._stage = copy
+    host._copy_to_host = copy
 
 
 def peak(options: dict, release: dict | None) -> tuple[float, float]:

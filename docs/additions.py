@@ -25,7 +25,7 @@ class Signum(hu.optim.Optimizer):
     def rule(self, group):
         values = lambda group, step: (1 - group["beta"], group["lr"], group["lr"] * group["weight_decay"])
         mean = hu.optim.StateSlot("mean", degree=1)
-        return hu.optim.UpdateRule("signum", signum, (mean,), ("take", "step", "decay"), values)
+        return hu.optim.UpdateRule("signum", signum, (mean,), values)
 
 
 # %% update-rule-with-sums
@@ -38,7 +38,7 @@ def trust(group, step, sums):
 
 
 NORMS = (hu.optim.Reduction(weight, squares=True), hu.optim.Reduction(gradient, squares=True))
-RULE = hu.optim.UpdateRule("lars", step_by, (), ("rate",), lambda *_: (), reductions=NORMS, late_values=trust)
+RULE = hu.optim.UpdateRule("lars", step_by, (), lambda *_: (), reductions=NORMS, late_values=trust)
 
 
 @hu.optim.register_optimizer

@@ -6,8 +6,6 @@ import halfulp as hu
 from halfulp.kernels import divide, sqrt
 from halfulp.optim import StateSlot, UpdateRule
 
-CONSTANTS = ("decay", "keep_s", "take_m", "take_s", "unbias", "eps", "step")
-
 
 def adabelief(w, g, m, s, decay, keep_s, take_m, take_s, unbias, eps, step):
     """u = -lr wd w - lr/(1-b1^t) m / (sqrt(s/(1-b2^t)) + eps), s the mean of (g - m)^2, plus eps."""
@@ -24,7 +22,7 @@ def constants(group, step):
 
 
 STATES = (StateSlot("exp_avg", 1), StateSlot("exp_avg_var", 2))
-RULE = UpdateRule("adabelief", adabelief, STATES, CONSTANTS, constants, betas=2)
+RULE = UpdateRule("adabelief", adabelief, STATES, constants, betas=2)
 
 
 @hu.optim.register_optimizer

@@ -4,8 +4,6 @@ import halfulp as hu
 from halfulp.kernels import divide, maximum, sqrt
 from halfulp.optim import StateSlot, UpdateRule
 
-CONSTANTS = ("decay", "take_m", "keep_v", "take_v", "eps", "bound", "lr", "moves")
-
 
 def adopt(w, g, m, v, decay, take_m, keep_v, take_v, eps, bound, lr, moves):
     """m = m + (1-b1) (c - m), c = g / max(sqrt(v), eps) within t^(1/4); u = -lr m - lr wd w; then v as in Adam."""
@@ -27,7 +25,7 @@ STATES = (
     StateSlot("exp_avg", 1),
     StateSlot("exp_avg_sq", 2),
 )
-RULE = UpdateRule("adopt", adopt, STATES, CONSTANTS, constants, betas=2)
+RULE = UpdateRule("adopt", adopt, STATES, constants, betas=2)
 
 
 @hu.optim.register_optimizer

@@ -4,8 +4,6 @@ import halfulp as hu
 from halfulp.kernels import divide, sign_of, sqrt
 from halfulp.optim import StateSlot, UpdateRule
 
-CONSTANTS = ("decay", "take_m", "take_v", "eps", "lr")
-
 
 def yogi(w, g, m, v, decay, take_m, take_v, eps, lr):
     """v = v - (1-b2) sign(v - g^2) g^2; u = -lr (m / (sqrt(v) + eps) + wd w), m the mean of g."""
@@ -24,7 +22,7 @@ STATES = (
     StateSlot("exp_avg", 1),
     StateSlot("exp_avg_sq", 2, initial=lambda group: group["initial_accumulator_value"]),
 )
-RULE = UpdateRule("yogi", yogi, STATES, CONSTANTS, constants, homogeneous=("eps",), betas=2)
+RULE = UpdateRule("yogi", yogi, STATES, constants, homogeneous=("eps",), betas=2)
 
 
 @hu.optim.register_optimizer

@@ -8,7 +8,7 @@ import pytest
 from halfulp import formats, optim, recipes
 from halfulp.cli import main
 from halfulp.cli._warm_jobs import list_jobs
-from halfulp.optim.weight_updates._weight_update import REGISTRY
+from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATES
 
 WARM = """
 import sys
@@ -40,7 +40,7 @@ def listed(*chosen: list[str] | None) -> list[str]:
 def test_everything_that_is_registered_is_run(cache) -> None:
     jobs = listed(None, None)
     assert len(jobs) == len(set(jobs))
-    for words in (optim.OPTIMIZERS, REGISTRY.keys() - {"exact"}, formats.names(), formats.block_names()):
+    for words in (optim.OPTIMIZERS, WEIGHT_UPDATES.keys() - {"exact"}, formats.names(), formats.block_names()):
         assert [word for word in words if not any(word in job for job in jobs)] == []
     assert not cache.exists(), "nothing was compiled"
     chosen = listed(recipes.names(), ["Lion"])

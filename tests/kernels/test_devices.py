@@ -138,7 +138,7 @@ class _Batch:
     def __init__(self, device: str) -> None:
         parameter = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16))
         optimizer = hu.optim.AdamW([parameter], weight_update="kahan")
-        self.spec = optimizer._new_plan(optimizer.param_groups[0], 0, _store("bf16")).spec
+        self.spec = optimizer._make_plan(optimizer.param_groups[0], 0, _store("bf16")).spec
         self.device = torch.device(device)
 
 

@@ -142,25 +142,6 @@ def test_a_closure_is_evaluated_with_gradients_and_its_loss_returned(name):
     assert optimizer.step(lambda: None) is None
 
 
-def test_a_closure_of_a_line_search_is_evaluated_as_often_as_it_asks():
-    found = []
-    for make in (lambda *a, **b: torch.optim.LBFGS(*a, **b), lambda *a, **b: hu.optim.wrap(torch.optim.LBFGS, *a, **b)):
-        parameter, calls = torch.nn.Parameter(torch.tensor([3.0, -1.0])), []
-        optimizer = make([parameter], lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
-
-        def closure(optimizer=optimizer, parameter=parameter, calls=calls):
-            optimizer.zero_grad()
-            loss = (parameter[0] ** 2 + 10 * (parameter[1] - parameter[0] ** 2) ** 2).sum()
-            loss.backward()
-            calls.append(loss.item())
-            return loss
-
-        losses = [optimizer.step(closure).item() for _ in range(3)]
-        found.append((losses, calls, parameter.tolist()))
-    assert found[0] == found[1]
-    assert len(found[0][1]) > 6
-
-
 SWITCHES = {
     "foreach": {True: "is ignored: one fused kernel", False: None, None: None},
     "capturable": {True: "outside CUDA graphs", False: None, None: None},

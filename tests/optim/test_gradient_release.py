@@ -405,16 +405,3 @@ def test_averages_have_the_bits_of_those_of_a_step_after_backward(release, write
     assert all(same_bits(a, b) for a, b in weights)
     averages = zip(before.float32_state_dict().values(), after.float32_state_dict().values(), strict=True)
     assert all(same_bits(a, b) for a, b in averages)
-
-
-def test_a_step_parameter_of_ones_own_is_refused():
-    class Doubled(hu.optim.SGD):
-        """Steps by twice the gradient."""
-
-        def step_parameter(self, parameter, group, position):
-            parameter.grad.mul_(2)
-            super().step_parameter(parameter, group, position)
-
-    model = torch.nn.Linear(4, 4)
-    with pytest.raises(NotImplementedError, match="has a step_parameter of its own"):
-        hu.optim.release_gradients(model, Doubled(model.named_parameters(), lr=1.0))

@@ -18,11 +18,12 @@ SCALING = [name for name, update in UPDATES.items() if update.scales]
 
 
 def _goes(update, dtype):
+    store = PAYLOADS[dtype]
     try:
-        UPDATES[update].check(PAYLOADS[dtype])
+        UPDATES[update].check(store)
     except ValueError:
         return False
-    return True
+    return dtype != torch.float32 or not UPDATES[update].auxiliary_tensors(store)
 
 
 def _accompanied(update, store):

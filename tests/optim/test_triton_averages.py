@@ -10,9 +10,9 @@ import halfulp as hu
 from halfulp.kernels._device_function import Table
 from halfulp.kernels.triton._launch import TableKernel
 from halfulp.kernels.triton._writer import OPTIONS
-from halfulp.optim._float32 import _record_read
+from halfulp.optim._float32 import _record_read_trace
 from halfulp.optim._storage import STORES
-from halfulp.optim.weight_updates._weight_update import weight_update
+from halfulp.optim.weight_updates._weight_update import find_weight_update
 
 from ..kernels.triton.compiled import inexact
 from ..kernels.triton.interpreted import interpreted
@@ -90,7 +90,7 @@ def test_reading_is_written_in_what_triton_can_compile(update):
 
 
 def _kernel(update):
-    return TableKernel(Table(_record_read(weight_update(update), STORES[torch.bfloat16]), 5))
+    return TableKernel(Table(_record_read_trace(find_weight_update(update), STORES[torch.bfloat16]), 5))
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -61,7 +61,7 @@ def _rate_that_jumps():
 
 def _updates_that_are_lost():
     optimizer = _optimizer(_model(), weight_update="nearest", report_interval=1)
-    for _ in range(_lost_updates.MANY_SAMPLES):
+    for _ in range(_lost_updates.SAMPLES_BEFORE_WARNING):
         _step(optimizer)
 
 

@@ -479,7 +479,7 @@ class _Optimizer(hu.optim.Optimizer):
         assert_type(momentum.initial_value(group), float)
         norm = hu.optim.Reduction(lambda w, g: g, squares=True)
         assert_type(norm.over_all, bool)
-        return hu.optim.UpdateRule("descent", update, (), ("lr",), values, reductions=())
+        return hu.optim.UpdateRule("descent", update, (), values, reductions=())
 
 
 def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from .. import formats, mctensor, optim, recipes, rounding
 from .._names import unknown
-from ..optim.weight_updates._weight_update import REGISTRY
+from ..optim.weight_updates._weight_update import WEIGHT_UPDATES
 from ..recipes._optimizer import backpropagate_and_step
 from ..rounding._modes import MODES
 
@@ -65,7 +65,7 @@ def _format_call(name: str, options: dict[str, Any]) -> str:
 def _list_step_jobs(name: str) -> Iterator[WarmUpJob]:
     """Yield a job for every weight update, dtype and storage of states that an optimizer accepts together."""
     for options, dtype, update, state in itertools.product(
-        _OPTIONS_BY_OPTIMIZER.get(name, ({},)), (*_NARROW_DTYPES, torch.float32), (None, *REGISTRY), _STATE_DTYPES
+        _OPTIONS_BY_OPTIMIZER.get(name, ({},)), (*_NARROW_DTYPES, torch.float32), (None, *WEIGHT_UPDATES), _STATE_DTYPES
     ):
         if (dtype == torch.float32) != (update is None):
             continue

@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 
 from ..gradients import AdaptiveGradScaler
 
-_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_SCALING_ENGINES = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def use_scaler(accelerator: Accelerator, model: torch.nn.Module, **options: Any) -> AdaptiveGradScaler:
@@ -45,7 +45,7 @@ def use_scaler(accelerator: Accelerator, model: torch.nn.Module, **options: Any)
     >>> scaler.last_step.applied
     True
     """
-    if accelerator.distributed_type in _ENGINES:
+    if accelerator.distributed_type in _SCALING_ENGINES:
         raise NotImplementedError(
             f"{accelerator.distributed_type.value} scales losses in its own engine, which takes no other scaler: "
             "configure its loss scale, or train without it"

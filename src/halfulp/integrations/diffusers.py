@@ -19,7 +19,7 @@ import torch
 
 from ..optim import EMA
 
-Parameters = Iterable[torch.nn.Parameter] | torch.nn.Module
+ParametersOrModule = Iterable[torch.nn.Parameter] | torch.nn.Module
 
 
 class EMAModel:
@@ -72,7 +72,7 @@ class EMAModel:
 
     @property
     def optimization_step(self) -> int:
-        """How many updates there have been."""
+        """The number of updates so far."""
         return self.ema.updates
 
     def get_decay(self, optimization_step: int) -> float:
@@ -83,23 +83,22 @@ class EMAModel:
         value = 1 - (1 + step / self.inv_gamma) ** -self.power if self.use_ema_warmup else (1 + step) / (10 + step)
         return max(min(value, self.decay), self.min_decay)
 
-    def step(self, parameters: Parameters) -> None:
+    def step(self, parameters: ParametersOrModule) -> None:
         """Move the averages towards the model's weights."""
-        self._check(parameters)
+        self._check_own_parameters(parameters)
         self.ema.update()
 
-    def store(self, parameters: Parameters) -> None:
+    def store(self, parameters: ParametersOrModule) -> None:
         """Keep the present weights to be restored; `copy_to` saves them."""
-        self._check(parameters)
+        self._check_own_parameters(parameters)
         self._is_stored = True
 
-    def copy_to(self, parameters: Parameters) -> None:
+    def copy_to(self, parameters: ParametersOrModule) -> None:
         """Write the averages into the model's weights: until `restore` after `store`, else for good.
 
         Other parameters than the model's get the averages as float32, rounded to their dtypes.
         """
-        own = list(self.model.parameters())
-        given = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
+        given, own = _list_parameters(parameters), list(self.model.parameters())
         if len(given) != len(own) or any(a.shape != b.shape for a, b in zip(given, own)):
             raise ValueError(f"copy_to got {len(given)} parameters, the model has {len(own)}: give those of its class")
         if self._is_stored and all(a is b for a, b in zip(given, own)):
@@ -108,18 +107,17 @@ class EMAModel:
                 self._applied.__enter__()
             return
         averages = self.ema.float32_state_dict()
-        names = [name for name, _ in self.model.named_parameters()]
         with torch.no_grad():
-            for name, target in zip(names, given, strict=True):
+            for (name, _), target in zip(self.model.named_parameters(), given, strict=True):
                 target.copy_(averages[name])
 
-    def restore(self, parameters: Parameters) -> None:
+    def restore(self, parameters: ParametersOrModule) -> None:
         """Put the stored weights back, as they were.
 
         Raises:
             RuntimeError: nothing was stored.
         """
-        self._check(parameters)
+        self._check_own_parameters(parameters)
         if not self._is_stored:
             raise RuntimeError("no weights are stored: call store() before copy_to() and restore()")
         self._is_stored, applied, self._applied = False, self._applied, None
@@ -135,7 +133,7 @@ class EMAModel:
         if self.model_cls is None or self.model_config is None:
             raise ValueError("save_pretrained needs EMAModel(model_cls=..., model_config=...)")
         model = self.model_cls.from_config(self.model_config)
-        model.register_to_config(**self._decays(), optimization_step=self.optimization_step)
+        model.register_to_config(**self._read_decay_options(), optimization_step=self.optimization_step)
         self.copy_to(model.parameters())
         model.save_pretrained(path)
 
@@ -144,7 +142,7 @@ class EMAModel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the decays and the averages as plain data."""
-        return {**self._decays(), "ema": self.ema.state_dict()}
+        return {**self._read_decay_options(), "ema": self.ema.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
@@ -158,15 +156,17 @@ class EMAModel:
                 "the EMA is made"
             )
         self.ema.load_state_dict(state_dict["ema"])
-        for name in self._decays().keys() & state_dict.keys():
+        for name in self._read_decay_options().keys() & state_dict.keys():
             setattr(self, name, state_dict[name])
 
-    def _decays(self) -> dict[str, Any]:
+    def _read_decay_options(self) -> dict[str, Any]:
         names = ("decay", "min_decay", "update_after_step", "use_ema_warmup", "inv_gamma", "power")
         return {name: getattr(self, name) for name in names}
 
-    def _check(self, parameters: Parameters) -> None:
-        given = list(parameters.parameters() if isinstance(parameters, torch.nn.Module) else parameters)
-        own = list(self.model.parameters())
-        if len(given) != len(own) or any(a is not b for a, b in zip(given, own)):
+    def _check_own_parameters(self, parameters: ParametersOrModule) -> None:
+        if [*map(id, _list_parameters(parameters))] != [*map(id, self.model.parameters())]:
             raise ValueError("these are not the parameters of the model that EMAModel was made of")
+
+
+def _list_parameters(given: ParametersOrModule) -> list[torch.nn.Parameter]:
+    return list(given.parameters() if isinstance(given, torch.nn.Module) else given)

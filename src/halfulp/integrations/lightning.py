@@ -26,16 +26,18 @@ from ..recipes import contract, convert, get
 from ..recipes._contract import Contract
 from ..recipes._convert import find_recipe
 
-_NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
-_lightning: Any = importlib.import_module(_NAME)
-_plugins: Any = importlib.import_module(f"{_NAME}.plugins.precision")
+_PACKAGE_NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
+_lightning_package: Any = importlib.import_module(_PACKAGE_NAME)
+_precision_plugins: Any = importlib.import_module(f"{_PACKAGE_NAME}.plugins.precision")
 
 
 # The scalers that plugins have made, by module; a scaler holds its module, which lived for ever otherwise.
-_scalers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[AdaptiveGradScaler]] = weakref.WeakKeyDictionary()
+_scalers_by_module: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[AdaptiveGradScaler]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-class Recipe(_plugins.Precision):
+class Recipe(_precision_plugins.Precision):
     """Converts the module by a recipe (`hu.convert`) when the training begins; the user's module stays as written.
 
     Norms, losses and whatever else the recipe says stay in float32. Make the optimizer in `configure_optimizers`:
@@ -71,7 +73,7 @@ class Recipe(_plugins.Precision):
         return module if known == self.recipe else convert(module, self.recipe, **self.options)
 
 
-class AdaptiveMixed(_plugins.MixedPrecision):
+class AdaptiveMixed(_precision_plugins.MixedPrecision):
     """Lightning's 16-mixed precision with an AdaptiveGradScaler in place of torch's scaler.
 
     Accumulation, clipping and checkpoints go on as they are; a resumed training has the exponents of an uninterrupted
@@ -88,29 +90,29 @@ class AdaptiveMixed(_plugins.MixedPrecision):
     """
 
     def __init__(self, device: str = "cuda", **options: Any) -> None:
-        super().__init__("16-mixed", device, scaler=_Unmade())
+        super().__init__("16-mixed", device, scaler=_PlaceholderScaler())
         self.scaler: Any
         self.options = options
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Make the scaler of the module, once; its parameters stay as they are."""
-        held = _scalers.get(module, lambda: None)()
+        held = _scalers_by_module.get(module, lambda: None)()
         if held is not None and held is not self.scaler:
             held.detach()  # of a plugin before
         if held is None or held is not self.scaler:
             self.scaler = AdaptiveGradScaler(module, **self.options)
-            _scalers[module] = weakref.ref(self.scaler)
+            _scalers_by_module[module] = weakref.ref(self.scaler)
         return module
 
 
-class _Unmade:
+class _PlaceholderScaler:
     """A stand-in for the scaler until there is a module."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
 
-class Precision(_lightning.Callback):
+class Precision(_lightning_package.Callback):
     """Saves the precision contract of module and optimizers in checkpoints, checks it on resume; logs lost updates.
 
     Args:
@@ -125,8 +127,8 @@ class Precision(_lightning.Callback):
     def __init__(self, ema_decay: float | None = None, *, lost_updates: bool = True) -> None:
         self.ema_decay, self.lost_updates = ema_decay, lost_updates
         self.ema: optim.EMA | None = None
-        self._saved: dict[str, Any] = {}
-        self._swap: Any = None
+        self._checkpoint_entries: dict[str, Any] = {}
+        self._average_context: Any = None
         self._seen_step = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -138,12 +140,12 @@ class Precision(_lightning.Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Check and load what the checkpoint held."""
-        if "contract" in self._saved:
-            Contract.from_dict(self._saved["contract"]).check(pl_module, self._optimizers(trainer))
-        if self.ema is not None and "ema" in self._saved:
-            self.ema.load_state_dict(self._saved["ema"])
-        self._saved, self._seen_step = {}, trainer.global_step
-        self._switch(trainer, "train")
+        if "contract" in self._checkpoint_entries:
+            Contract.from_dict(self._checkpoint_entries["contract"]).check(pl_module, self._list_optimizers(trainer))
+        if self.ema is not None and "ema" in self._checkpoint_entries:
+            self.ema.load_state_dict(self._checkpoint_entries["ema"])
+        self._checkpoint_entries, self._seen_step = {}, trainer.global_step
+        self._switch_optimizers(trainer, "train")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Update the averages after each step."""
@@ -153,24 +155,24 @@ class Precision(_lightning.Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the share of lost updates."""
-        for one in self._optimizers(trainer):
+        for one in self._list_optimizers(trainer):
             lost = one.report().cancelled if isinstance(one, optim.Optimizer) else None
             if self.lost_updates and lost is not None:
                 pl_module.log("lost_updates", float(lost), rank_zero_only=True)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Show the averages in the module, also those of schedule-free optimizers."""
-        self._switch(trainer, "eval")
-        if self.ema is not None and self._swap is None:
-            self._swap = self.ema.apply()
-            self._swap.__enter__()
+        self._switch_optimizers(trainer, "eval")
+        if self.ema is not None and self._average_context is None:
+            self._average_context = self.ema.apply()
+            self._average_context.__enter__()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Put the trained weights back."""
-        if self._swap is not None:
-            self._swap, swap = None, self._swap
+        if self._average_context is not None:
+            self._average_context, swap = None, self._average_context
             swap.__exit__(None, None, None)
-        self._switch(trainer, "train")
+        self._switch_optimizers(trainer, "train")
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
@@ -184,21 +186,21 @@ class Precision(_lightning.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the averages until there is an EMA to load them."""
-        self._saved |= state_dict
+        self._checkpoint_entries |= state_dict
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Add the contract."""
-        checkpoint["precision_contract"] = contract(pl_module, self._optimizers(trainer)).to_dict()
+        checkpoint["precision_contract"] = contract(pl_module, self._list_optimizers(trainer)).to_dict()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keep the contract until the optimizers are there."""
         if "precision_contract" in checkpoint:
-            self._saved["contract"] = checkpoint["precision_contract"]
+            self._checkpoint_entries["contract"] = checkpoint["precision_contract"]
 
-    def _switch(self, trainer: Any, mode: str) -> None:
-        for one in self._optimizers(trainer):
+    def _switch_optimizers(self, trainer: Any, mode: str) -> None:
+        for one in self._list_optimizers(trainer):
             if isinstance(one, optim.Optimizer):
                 getattr(one, mode)()
 
-    def _optimizers(self, trainer: Any) -> list[torch.optim.Optimizer]:
+    def _list_optimizers(self, trainer: Any) -> list[torch.optim.Optimizer]:
         return [inner_optimizer(one) for one in trainer.optimizers]

@@ -15,7 +15,7 @@ from timm.optim._optim_factory import default_registry
 from ..optim import OPTIMIZERS
 from ..optim._group_options import read_defaults
 
-PREFIX = "hu"
+NAME_PREFIX = "hu"
 
 
 def register() -> list[str]:
@@ -31,7 +31,7 @@ def register() -> list[str]:
         if name == "Muon":
             continue
         options = read_defaults(kind)
-        names.append(f"{PREFIX}{name}".lower().replace("_", ""))
+        names.append(f"{NAME_PREFIX}{name}".lower().replace("_", ""))
         default_registry.register(
             OptimInfo(
                 name=names[-1],

@@ -21,8 +21,10 @@ from torchtitan.components.optimizer import OptimizersContainer
 from .._names import unknown
 from ..optim import OPTIMIZERS
 
-PREFIX = "halfulp."
-_theirs: Callable[[str], Callable[..., torch.optim.Optimizer]] = OptimizersContainer._resolve_optimizer_factory
+NAME_PREFIX = "halfulp."
+_find_torchtitan_optimizer: Callable[[str], Callable[..., torch.optim.Optimizer]] = (
+    OptimizersContainer._resolve_optimizer_factory
+)
 
 
 def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -35,11 +37,11 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     >>> find_optimizer("halfulp.AdamW").__name__
     'AdamW'
     """
-    if not name.startswith(PREFIX):
-        return _theirs(name)
-    if name.removeprefix(PREFIX) not in OPTIMIZERS:
-        raise ValueError(unknown("optimizer", name, [f"{PREFIX}{known}" for known in OPTIMIZERS]))
-    return OPTIMIZERS[name.removeprefix(PREFIX)]
+    if not name.startswith(NAME_PREFIX):
+        return _find_torchtitan_optimizer(name)
+    if name.removeprefix(NAME_PREFIX) not in OPTIMIZERS:
+        raise ValueError(unknown("optimizer", name, [f"{NAME_PREFIX}{known}" for known in OPTIMIZERS]))
+    return OPTIMIZERS[name.removeprefix(NAME_PREFIX)]
 
 
 def register() -> None:
@@ -57,8 +59,8 @@ class Optimizers(OptimizersContainer):
 
     @staticmethod
     def _build_impl_kwargs(config: Any) -> dict[str, Any]:
-        return {} if _is_ours(config) else OptimizersContainer._build_impl_kwargs(config)
+        return {} if _has_halfulp_names(config) else OptimizersContainer._build_impl_kwargs(config)
 
 
-def _is_ours(config: Any) -> bool:
-    return all(group.optimizer_name.startswith(PREFIX) for group in config.param_groups)
+def _has_halfulp_names(config: Any) -> bool:
+    return all(group.optimizer_name.startswith(NAME_PREFIX) for group in config.param_groups)

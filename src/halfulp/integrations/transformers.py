@@ -65,7 +65,7 @@ class OptimizerFactory:
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not trained:
             raise ValueError("no parameter of the model requires a gradient: nothing is to be trained")
-        decaying = set(Trainer.get_decay_parameter_names(_NoTrainer(), model))
+        decaying = set(Trainer.get_decay_parameter_names(_TrainerForDecayNames(), model))
         groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (self.weight_decay, 0.0)]
         for (name, parameter), plain in zip(trained, plain_names(name for name, _ in trained), strict=True):
             groups[name not in decaying]["params"].append((plain, parameter))
@@ -77,7 +77,7 @@ class OptimizerFactory:
         return optim.wrap(self.rule, groups, **options)
 
 
-class _NoTrainer(Trainer):
+class _TrainerForDecayNames(Trainer):
     """A stand-in for a Trainer that tells the names of decaying parameters, which depend on the model alone."""
 
     def __init__(self) -> None:
@@ -157,14 +157,14 @@ class PrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Check the contract of the checkpoint that the run goes on from, where it lies in the output folder."""
-        saved = os.path.join(_folder(args, state), CONTRACT_FILE)
+        saved = os.path.join(_checkpoint_folder(args, state), CONTRACT_FILE)
         if self.contract and state.global_step and os.path.exists(saved):
             with open(saved, encoding="utf-8") as file:
                 Contract.from_dict(json.load(file)).check(more["model"], inner_optimizer(more["optimizer"]))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Write both files into the checkpoint's folder."""
-        folder = _folder(args, state)
+        folder = _checkpoint_folder(args, state)
         if not (args.should_save and os.path.isdir(folder)):
             return
         model, stepped = more["model"], inner_optimizer(more["optimizer"])
@@ -195,5 +195,5 @@ class PrecisionCallback(TrainerCallback):
                     state.log_history[-1][name] = logs[name]
 
 
-def _folder(args: TrainingArguments, state: TrainerState) -> str:
+def _checkpoint_folder(args: TrainingArguments, state: TrainerState) -> str:
     return os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

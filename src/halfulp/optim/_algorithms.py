@@ -1,4 +1,4 @@
-"""Optimizers with the signatures of torch.optim's, and beside them the options of Optimizer."""
+"""Optimizers with the signatures of torch.optim's; `params`, `**options` and what is refused are Optimizer's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from typing import Any, Unpack
 import torch
 
 from .._messages import find_users_level
-from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, read_options, split_arguments
+from ._group_options import (
+    NOT_NEGATIVE_OPTIONS,
+    OptimizerOptions,
+    ParamGroups,
+    check_number,
+    read_options,
+    split_init_arguments,
+)
 from ._optimizer import Optimizer, register_optimizer
 from ._storage import Store
 from .parameters._step_spec import StepSpec
@@ -30,17 +37,17 @@ from .rules._second_moments import (
 from .rules._update_rule import UpdateRule
 
 # tok_embeddings.weight, transformer.wpe.weight, lm_head.weight, heads.0.weight; no multihead_attn.out_proj, no member.
-_EMBEDDING_OR_HEAD = re.compile(
+_EMBEDDING_OR_HEAD_NAME = re.compile(
     r"(^|[._])(emb\w*|[^._]*emb(s|ed|eds|edding|eddings)?|wte|wpe)([._]|$)|(^|\.)(head|(?!multi_?head)\w*heads?(\.|$))"
 )
 
 
 # Which parameters are Muon's: by globs over names, or by name and parameter; None to tell them by shape and name.
-Choice = str | Sequence[str] | Callable[[str, torch.Tensor], bool] | None
+MuonChoice = str | Sequence[str] | Callable[[str, torch.Tensor], bool] | None
 
 
 def _is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
-    return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD.search(name)
+    return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD_NAME.search(name)
 
 
 @register_optimizer
@@ -48,13 +55,7 @@ class SGD(Optimizer):
     """Stochastic gradient descent: g + wd w -> momentum b + (1 - dampening) g -> w - lr b, as torch.optim.SGD.
 
     Args:
-        params: parameters, named parameters or groups.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD.
-        foreach, differentiable, fused: see Optimizer.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD; all else: see Optimizer.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -69,7 +70,7 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         momentum: float = 0,
         dampening: float = 0,
@@ -82,10 +83,10 @@ class SGD(Optimizer):
         fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        super()._check_numbers(group)
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        super()._check_hyperparameters(group)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError("SGD(nesterov=True) needs a momentum above 0 and no dampening")
 
@@ -101,18 +102,12 @@ class Adam(Optimizer):
     """Adam with the decay added to the gradient, as torch.optim.Adam.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as torch.optim.Adam.
-        foreach, capturable, differentiable, fused: see Optimizer.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
     """
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -127,7 +122,7 @@ class Adam(Optimizer):
         decoupled_weight_decay: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Adam, with AMSGrad or without, decay coupled or decoupled."""
@@ -140,13 +135,7 @@ class AdamW(Adam):
     """Adam with decoupled weight decay, as torch.optim.AdamW; the decay is part of what the weight update rounds.
 
     Args:
-        params: parameters, named parameters or groups.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW.
-        foreach, capturable, differentiable, fused: see Optimizer.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW; all else: see Optimizer.
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(64, 64)
@@ -159,7 +148,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -173,7 +162,7 @@ class AdamW(Adam):
         fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        Optimizer.__init__(self, **split_arguments(locals(), decoupled_weight_decay=True))
+        Optimizer.__init__(self, **split_init_arguments(locals(), decoupled_weight_decay=True))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return AdamW, with AMSGrad or without, whatever a loaded group says of the decay."""
@@ -185,13 +174,7 @@ class Adagrad(Optimizer):
     """Adagrad: s + g^2 -> s, w - lr/(1 + (t-1) lr_decay) g / (sqrt(s) + eps), as torch.optim.Adagrad.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad.
-        foreach, differentiable, fused: accepted unless they ask for another implementation.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -202,12 +185,12 @@ class Adagrad(Optimizer):
     True
     """
 
-    _not_negative = (*NOT_NEGATIVE, "lr_decay")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "lr_decay")
     _rule = ADAGRAD
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-2,
         lr_decay: float = 0,
         weight_decay: float = 0,
@@ -220,7 +203,7 @@ class Adagrad(Optimizer):
         fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
 
 @register_optimizer
@@ -228,14 +211,8 @@ class RMSprop(Optimizer):
     """RMSprop: v the mean of g^2, w - lr g / (sqrt(v) + eps), centered or with momentum, as torch.optim.RMSprop.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, alpha, eps, weight_decay, momentum, centered, maximize: as torch.optim.RMSprop. A centered one keeps both
             means in float32 unless told otherwise, and takes a variance that rounding makes negative as 0.
-        capturable, foreach, differentiable: accepted unless they ask for another implementation.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -246,11 +223,11 @@ class RMSprop(Optimizer):
     True
     """
 
-    _not_negative = (*NOT_NEGATIVE, "alpha")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "alpha")
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-2,
         alpha: float = 0.99,
         eps: float = 1e-8,
@@ -263,7 +240,7 @@ class RMSprop(Optimizer):
         differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return RMSprop, centered or not, with momentum or without."""
@@ -279,13 +256,7 @@ class NAdam(Optimizer):
     The product of momenta is that of these betas from the first step on, also where a scheduler has changed them.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize: as torch.optim.NAdam.
-        foreach, capturable, differentiable: accepted unless they ask for another implementation.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -296,11 +267,11 @@ class NAdam(Optimizer):
     True
     """
 
-    _not_negative = (*NOT_NEGATIVE, "momentum_decay")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "momentum_decay")
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 2e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -314,7 +285,7 @@ class NAdam(Optimizer):
         differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return NAdam, decay coupled or decoupled."""
@@ -326,13 +297,7 @@ class RAdam(Optimizer):
     """RAdam: Adam whose step grows with what is known of the second moment (arXiv 1908.03265), as torch.optim.RAdam.
 
     Args:
-        params: parameters, named parameters or groups.
-        lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as torch.optim.RAdam.
-        foreach, capturable, differentiable: accepted unless they ask for another implementation.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
+        lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as torch.optim.RAdam; all else: see Optimizer.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -345,7 +310,7 @@ class RAdam(Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -358,7 +323,7 @@ class RAdam(Optimizer):
         differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return RAdam, decay coupled or decoupled."""
@@ -375,13 +340,7 @@ class Adafactor(Optimizer):
     largest tensor while a step runs, and 4 per parameter. `eps[0]`, if None, is float32's also of narrow parameters.
 
     Args:
-        params: parameters, named parameters or groups.
-        lr, beta2_decay, eps, d, weight_decay, maximize: as torch.optim.Adafactor.
-        foreach: accepted unless it asks for another implementation.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
+        lr, beta2_decay, eps, d, weight_decay, maximize: as torch.optim.Adafactor; all else: see Optimizer.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
@@ -392,12 +351,12 @@ class Adafactor(Optimizer):
     (['col_var', 'low_bits', 'row_var', 'step'], 0.9)
     """
 
-    _not_negative = ("lr", "weight_decay")
+    _not_negative_options = ("lr", "weight_decay")
     _rule = ADAFACTOR
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-2,
         beta2_decay: float = -0.8,
         eps: tuple[float | None, float] = (None, 1e-3),
@@ -408,10 +367,10 @@ class Adafactor(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        super()._check_numbers(group)
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        super()._check_hyperparameters(group)
         eps = group["eps"]
         if not isinstance(eps, tuple | list) or len(eps) != 2 or not all(e is None or 0 <= e < math.inf for e in eps):
             raise ValueError(f"eps={eps!r} is not allowed: give two numbers that are not negative, or None and one")
@@ -423,8 +382,8 @@ class Adafactor(Optimizer):
                 raise ValueError(f"{name}={group[name]!r} is not allowed: give a number that is {said}")
 
 
-def _warn_of_muons_rate(lr: float) -> None:
-    """Warn of a rate for orthogonal steps, at which AdamW would step too."""
+def _warn_of_shared_rate(lr: float) -> None:
+    """Warn of a learning rate that suits orthogonal steps but is large for the AdamW groups that share it."""
     if lr >= 0.01:
         warnings.warn(
             f"Muon's lr={lr:g} is that of its AdamW groups too, for which it is large: give adamw_lr=3e-4 or so, "
@@ -446,13 +405,11 @@ class Muon(Optimizer):
     `use_fallback=True`), which AdamW steps, or another optimizer; `Muon.split_groups` makes such groups.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of groups with `use_muon=False`, which may say `lr`,
             `betas`, `eps`, `weight_decay`, `amsgrad` and `maximize` themselves. None for `lr` and `weight_decay`. One
             rate for both is meant for `adjust_lr_fn="match_rms_adamw"`; the published code has 0.02 for matrices beside
             3e-4 for AdamW, so that from 0.01 on a shared rate is warned of.
-        **options: see Optimizer.
 
     Raises:
         ValueError: a parameter that is no matrix, a hyper-parameter out of range.
@@ -469,11 +426,11 @@ class Muon(Optimizer):
     (['low_bits', 'momentum_buffer', 'step'], ['exp_avg', 'exp_avg_sq', 'low_bits', 'step'])
     """
 
-    _adamws = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
+    _adamw_options = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -489,17 +446,16 @@ class Muon(Optimizer):
         adamw_weight_decay: float | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
     @classmethod
-    def split_groups(cls, params: Parameters, use_muon: Choice = None) -> list[dict[str, Any]]:
+    def split_groups(cls, params: ParamGroups, use_muon: MuonChoice = None) -> list[dict[str, Any]]:
         """Return groups of matrices, and apart, with `use_muon=False`, of other shapes, embeddings and heads.
 
         Embeddings and heads are told by their names. A group that says `use_muon` stays as it is.
 
         Args:
-            params: parameters, named parameters or groups.
-            use_muon: which parameters are Muon's instead: a glob over names or several, or a function of name and
+                use_muon: which parameters are Muon's instead: a glob over names or several, or a function of name and
                 parameter.
 
         Raises:
@@ -546,7 +502,7 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, or with `use_muon=False` one that AdamW steps."""
-        adamws = {name: self.defaults[name] for name in self._adamws}
+        adamws = {name: self.defaults[name] for name in self._adamw_options}
         own = {name.removeprefix("adamw_"): value for name, value in adamws.items() if value is not None}
         own |= {"amsgrad": False, "maximize": False}
         known = {"use_muon": True, "use_fallback": False, **own, **adamws}
@@ -554,7 +510,7 @@ class Muon(Optimizer):
         if "use_fallback" in param_group:
             param_group.setdefault("use_muon", not param_group.pop("use_fallback"))
         is_adamws = not param_group.get("use_muon", True)
-        given = {name: param_group[name] for name in self._adamws if param_group.get(name) is not None}
+        given = {name: param_group[name] for name in self._adamw_options if param_group.get(name) is not None}
         if given and not is_adamws:
             raise ValueError(f"a group of Muon's has {', '.join(given)}: give use_muon=False, or leave them out")
         own |= {name.removeprefix("adamw_"): value for name, value in given.items()}
@@ -565,20 +521,22 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         adjusted = {group.get("adjust_lr_fn") for group in (self.defaults, *self.param_groups)}
         if has_muons_rate and "match_rms_adamw" not in adjusted:
-            _warn_of_muons_rate(float(self.defaults["lr"]))
-        for name in self._adamws:
+            _warn_of_shared_rate(float(self.defaults["lr"]))
+        for name in self._adamw_options:
             self.param_groups[-1].pop(name, None)
 
-    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+    def _choose_step_spec(
+        self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
+    ) -> StepSpec:
         if group.get("use_muon", True) and parameter.dim() != 2:
             raise ValueError(
                 f"parameter {name} of shape {tuple(parameter.shape)} is no matrix, which Muon makes orthogonal: give "
                 "such parameters, and embeddings, a param group with use_muon=False, which AdamW steps"
             )
-        return super()._step_spec(group, parameter, gradient, name)
+        return super()._choose_step_spec(group, parameter, gradient, name)
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        super()._check_numbers(group)
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        super()._check_hyperparameters(group)
         if not group.get("use_muon", True):
             return
         steps, coefficients, adjusts = group["ns_steps"], group["ns_coefficients"], group["adjust_lr_fn"]

@@ -14,30 +14,30 @@ from ..formats import Format
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
-from ._float32 import MOST_ELEMENTS, MOST_ON_DEVICE, read_weights, split_into_runs
-from ._gradient_release import model_parameters
+from ._float32 import MOST_DEVICE_ELEMENTS, MOST_RUN_ELEMENTS, read_weights, split_into_runs
 from ._group_options import check_number
 from ._inner_optimizer import find_own_optimizer
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
-from ._state_dict_validation import refuse_other_stream
+from ._state_dict_validation import refuse_other_random_stream
 from ._wrap import ExplicitGradientOptimizer
 from .parameters._local_tensors import local, memory, placed_like
-from .parameters._outside_writes import mark_current, note_restored
+from .parameters._narrow_groups import walk_model_parameters
+from .parameters._outside_writes import note_restored_version, record_payload
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import plain_names
 from .rules._update_rule import UpdateRule
-from .weight_updates._weight_update import WeightUpdate, weight_update
+from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
-Decay = float | Callable[[int], float]
+DecayChoice = float | Callable[[int], float]
 
 
-def average(w: Any, g: Any, take: Any) -> tuple[Any]:
+def move_average(w: Any, g: Any, take: Any) -> tuple[Any]:
     """Return u = (1 - decay) (g - w), with the live weight in the gradient's place."""
     return (take * (g - w),)
 
 
-def decay_at(group: Mapping[str, Any], step: int) -> float:
+def read_decay(group: Mapping[str, Any], step: int) -> float:
     """Return the decay of an update; updates count from 1."""
     given = group["decay"]
     decay = given(step) if callable(given) else given
@@ -49,15 +49,15 @@ def decay_at(group: Mapping[str, Any], step: int) -> float:
     return min(decay, (1 + step) / (10 + step)) if group["warmup"] else decay
 
 
-AVERAGE = UpdateRule("average", average, (), ("take",), lambda group, step: (1 - decay_at(group, step),), decays=False)
+AVERAGING = UpdateRule("average", move_average, (), lambda group, step: (1 - read_decay(group, step),), decays=False)
 
 
-class Averages(ExplicitGradientOptimizer):
-    """The optimizer of the averages, which step by the live tensors."""
+class AverageOptimizer(ExplicitGradientOptimizer):
+    """The optimizer that moves averages towards the live weights, which stand for its gradients."""
 
-    narrowed_by = "dtype=torch.bfloat16"
+    narrowing_option = "dtype=torch.bfloat16"
 
-    _rule = AVERAGE
+    _rule = AVERAGING
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Do nothing: no wrapper holds averages."""
@@ -65,7 +65,7 @@ class Averages(ExplicitGradientOptimizer):
     def plans(self) -> dict[torch.Tensor, ParameterPlan]:
         """Return the plan of every average."""
         group = self.param_groups[0]
-        return {average: self._plan(group, k) for k, average in enumerate(group["params"])}
+        return {average: self._find_valid_plan(group, k) for k, average in enumerate(group["params"])}
 
 
 class EMA:
@@ -110,7 +110,7 @@ class EMA:
     def __init__(
         self,
         model: torch.nn.Module,
-        decay: Decay = 0.999,
+        decay: DecayChoice = 0.999,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         weight_update: WeightUpdate | str | None = None,
@@ -125,16 +125,16 @@ class EMA:
         stepping = None if optimizer is None else find_own_optimizer(optimizer, "optimizer=", "leave it out")
         if buffers not in ("copy", "average"):
             raise ValueError(f"buffers={buffers!r}: allowed are 'copy' and 'average'")
-        decay_at({"decay": decay, "warmup": False}, 1)
+        read_decay({"decay": decay, "warmup": False}, 1)
         self.model: torch.nn.Module = model
         self.optimizer: Optimizer | None = stepping
         self.updates: int = 0
         self._buffers = buffers
-        live, copied = self._tensors()
+        live, copied = self._split_tensors()
         if not live:
             raise ValueError("the model has no parameters to average")
         if stepping is not None:
-            stepped = {id(parameter) for _, _, parameter in model_parameters(stepping)}
+            stepped = {id(parameter) for _, _, parameter in walk_model_parameters(stepping)}
             if not any(id(tensor) in stepped for tensor in live.values()):
                 raise ValueError(
                     "optimizer= steps none of the model's parameters: give the optimizer of this model, or leave it out"
@@ -142,7 +142,7 @@ class EMA:
         self._copied = {name: value.detach().clone() for name, value in copied.items()}
         self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
         named = [(f"average of {name}", average) for name, average in self._averages.items()]
-        self._inner = Averages(
+        self._average_optimizer = AverageOptimizer(
             named,
             {"decay": decay, "warmup": warmup},
             weight_update=weight_update,
@@ -150,16 +150,14 @@ class EMA:
             seed=seed,
             report_interval=report_interval,
         )
-        self._start()
-
-    @torch.no_grad()
-    def _start(self) -> None:
-        plans = self._inner.plans()
-        for weights in self._live_weights(self._tensors()[0]):
-            for name, weight in weights.items():
-                plan = plans[self._averages[name]]
-                plan.spec.update.fill(plan.spec.store, plan.parts, _float32_of(weight))
-                mark_current(plan)
+        plans = self._average_optimizer.plans()
+        with torch.no_grad():
+            for weights in self._read_live_weights(live):
+                for name, weight in weights.items():
+                    plan = plans[self._averages[name]]
+                    value = weight.decode(torch.float32) if isinstance(weight, MCTensor) else local(weight).float()
+                    plan.spec.update.fill(plan.spec.store, plan.parts, value.contiguous())
+                    record_payload(plan)
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -169,15 +167,15 @@ class EMA:
         Raises:
             ValueError: a parameter whose shape, dtype or device no longer fits its average.
         """
-        live, copied = self._tensors()
-        self._check(live)
-        for weights in self._live_weights(live):
-            self._inner._step_by({self._averages[name]: weight for name, weight in weights.items()})
+        live, copied = self._split_tensors()
+        self._check_same_tensors(live)
+        for weights in self._read_live_weights(live):
+            self._average_optimizer._step_by({self._averages[name]: weight for name, weight in weights.items()})
         for name, value in copied.items():
             self._copied[name] = value.detach().clone()
         self.updates += 1
 
-    def _tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def _split_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Return the averaged and the copied tensors of the model, by name, each once."""
         averaged: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         copied: dict[str, torch.Tensor] = {}
@@ -185,7 +183,7 @@ class EMA:
             (averaged if self._buffers == "average" and tensor.is_floating_point() else copied)[name] = tensor
         return averaged, copied
 
-    def _check(self, live: Mapping[str, torch.Tensor]) -> None:
+    def _check_same_tensors(self, live: Mapping[str, torch.Tensor]) -> None:
         changed = sorted(live.keys() ^ self._averages.keys())
         for name, mine in self._averages.items():
             if not changed and (live[name].shape != mine.shape or live[name].device != mine.device):
@@ -195,15 +193,15 @@ class EMA:
                 f"{listed(changed)} are other tensors than those averaged: make a new EMA after changing the model"
             )
 
-    def _live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    def _read_live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the weights, in float32 if the optimizer has auxiliary tensors for them."""
-        held = _auxiliary_plans(self.optimizer, live)
+        held = _find_auxiliary_plans(self.optimizer, live)
         shown = {name: weight.detach() for name, weight in live.items() if name not in held}
         if shown:
             yield shown
         names = {id(plan): name for name, plan in held.items()}
         on_cpu = all(memory(plan.parameter).is_cpu for plan in held.values())
-        for plans in split_into_runs(held.values(), MOST_ELEMENTS if on_cpu else MOST_ON_DEVICE):
+        for plans in split_into_runs(held.values(), MOST_RUN_ELEMENTS if on_cpu else MOST_DEVICE_ELEMENTS):
             values = read_weights(plans)
             found = {names[id(plan)]: placed_like(value, plan.parameter) for plan, value in zip(plans, values)}
             yield {name: value.to(live[name].device) for name, value in found.items()}
@@ -215,7 +213,7 @@ class EMA:
         The weights wait in a copy, so the block needs their memory once more. Do not step an optimizer inside. An
         optimizer's float32_state_dict is there that of the averages as the model shows them.
         """
-        shown = self._shown()
+        shown = self._pair_with_replacements()
         kept = []
         try:
             with torch.no_grad():
@@ -227,25 +225,25 @@ class EMA:
             with torch.no_grad():
                 for tensor, value, version in kept:
                     tensor.copy_(value)
-                    note_restored(tensor, version, tensor._version)
+                    note_restored_version(tensor, version, tensor._version)
 
-    def _shown(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pair_with_replacements(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return every averaged or copied tensor of the model with its replacement."""
-        live, copied = self._tensors()
-        self._check(live)
-        plans, pairs = self._inner.plans(), []
+        live, copied = self._split_tensors()
+        self._check_same_tensors(live)
+        plans, pairs = self._average_optimizer.plans(), []
         for name, tensor in live.items():
             mine = self._averages[name]
-            pairs.append((tensor, mine if mine.dtype == tensor.dtype else _float32(plans[mine])))
+            pairs.append((tensor, mine if mine.dtype == tensor.dtype else _read_float32_weight(plans[mine])))
         return pairs + [(tensor, self._copied[name]) for name, tensor in copied.items() if name in self._copied]
 
     def float32_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state_dict in float32, with the averages in place of the weights."""
-        mine = {id(tensor): self._averages[name] for name, tensor in self._tensors()[0].items()}
-        plans, found = self._inner.plans(), {}
+        mine = {id(tensor): self._averages[name] for name, tensor in self._split_tensors()[0].items()}
+        plans, found = self._average_optimizer.plans(), {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in mine:
-                found[name] = _float32(plans[mine[id(tensor)]])
+                found[name] = _read_float32_weight(plans[mine[id(tensor)]])
                 continue
             value = self._copied.get(name, tensor)
             if isinstance(value, torch.Tensor):
@@ -260,7 +258,7 @@ class EMA:
         activation checkpointing put into names, beside it each auxiliary tensor as "<name>.<tensor>", and the copied
         buffers.
         """
-        tensors, plans = dict(self._copied), self._inner.plans()
+        tensors, plans = dict(self._copied), self._average_optimizer.plans()
         for name, mine in self._averages.items():
             tensors[name] = mine
             tensors |= {f"{name}.{key}": placed_like(value, mine) for key, value in plans[mine].tensors.items()}
@@ -269,7 +267,7 @@ class EMA:
             "updates": self.updates,
             "weight_update": list(updates.values()),
             "random_stream": STREAM_VERSION,
-            "tensors": _plain(tensors, False),
+            "tensors": _rename_to_plain_model(tensors, False),
         }
 
     @torch.no_grad()
@@ -283,13 +281,13 @@ class EMA:
         if not isinstance(state_dict, Mapping) or not {"updates", "weight_update", "tensors"} <= state_dict.keys():
             raise ValueError("this is no state_dict of an EMA: it needs 'updates', 'weight_update' and 'tensors'")
         own = self.state_dict()
-        tensors, given = _plain(own["tensors"]), _plain(state_dict["tensors"])
-        saved = [weight_update(entry) for entry in state_dict["weight_update"]]
-        if saved != [weight_update(entry) for entry in own["weight_update"]]:
+        tensors, given = _rename_to_plain_model(own["tensors"]), _rename_to_plain_model(state_dict["tensors"])
+        saved = [find_weight_update(entry) for entry in state_dict["weight_update"]]
+        if saved != [find_weight_update(entry) for entry in own["weight_update"]]:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
-        plans = self._inner.plans()
+        plans = self._average_optimizer.plans()
         if any(plan.spec.draws for plan in plans.values()):
-            refuse_other_stream("the EMA", "the state_dict", state_dict)
+            refuse_other_random_stream("the EMA", "the state_dict", state_dict)
         missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())
         if missing or foreign:
             raise ValueError(f"the state_dict {name_differences(missing, foreign)}: give one of an EMA of this model")
@@ -303,51 +301,46 @@ class EMA:
         for name, tensor in tensors.items():
             tensor.copy_(given[name])
         for mine, plan in plans.items():
-            self._inner.state[mine]["step"] = updates
-            mark_current(plan)
+            self._average_optimizer.state[mine]["step"] = updates
+            record_payload(plan)
         self.updates = updates
 
     def report(self) -> LostUpdateReport:
         """Return which updates of the averages rounding cancelled, as Optimizer.report does."""
-        return self._inner.report()
+        return self._average_optimizer.report()
 
     def bytes_per_parameter(self) -> float:
         """Return the bytes of averages and auxiliary tensors per element."""
-        held = [[mine, *plan.tensors.values()] for mine, plan in self._inner.plans().items()]
+        held = [[mine, *plan.tensors.values()] for mine, plan in self._average_optimizer.plans().items()]
         total = sum(local(t).numel() * t.element_size() for tensors in held for t in tensors)
         return total / sum(local(tensors[0]).numel() for tensors in held)
 
     def __repr__(self) -> str:
         """Return the decay, the updates so far, and the lost updates."""
-        group = self._inner.param_groups[0]
+        group = self._average_optimizer.param_groups[0]
         return f"EMA(decay={group['decay']}, warmup={group['warmup']}, updates={self.updates})\n{self.report()}"
 
 
-def _plain(tensors: Mapping[str, torch.Tensor], parallel: bool = True) -> dict[str, torch.Tensor]:
+def _rename_to_plain_model(tensors: Mapping[str, torch.Tensor], parallel: bool = True) -> dict[str, torch.Tensor]:
     """Return tensors under their names in the plain model, or as they are where two would have one name."""
     names = plain_names(tensors, parallel)
     return dict(zip(names if len(set(names)) == len(names) else tensors, tensors.values()))
 
 
-def _float32(plan: ParameterPlan) -> torch.Tensor:
+def _read_float32_weight(plan: ParameterPlan) -> torch.Tensor:
     return placed_like(read_weights([plan])[0], plan.parameter)
 
 
-def _auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, ParameterPlan]:
-    """Return the plans of the tensors beside which an optimizer keeps auxiliary tensors, by name."""
+def _find_auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, ParameterPlan]:
+    """Return, by name, the plans of the weights that an optimizer keeps auxiliary tensors for."""
     if optimizer is None:
         return {}
     found = {}
     names = {tensor: name for name, tensor in live.items()}
-    for group, position, parameter in model_parameters(optimizer):
+    for group, position, parameter in walk_model_parameters(optimizer):
         held = group["params"][position]
         if parameter in names and (optimizer.state.get(held) or isinstance(held, MCTensor)):
-            plan = optimizer._plan_to_read(group, position)
+            plan = optimizer._find_valid_plan(group, position)
             if plan.spec.update.auxiliary_tensors(plan.spec.store):
                 found[names[parameter]] = plan
     return found
-
-
-def _float32_of(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight's local float32 values without gaps."""
-    return (weight.decode(torch.float32) if isinstance(weight, MCTensor) else local(weight).float()).contiguous()

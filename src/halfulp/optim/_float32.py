@@ -21,10 +21,10 @@ from ..subclass.models._conversion import check_module
 from ._storage import Store
 from .parameters._outside_writes import read_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
+from .parameters._step_spec import NARROW_DTYPES
 from .weight_updates._weight_update import WeightUpdate
 
 Model = TypeVar("Model", bound=torch.nn.Module)
-_NARROW = (torch.bfloat16, torch.float16)
 
 
 def float32_gradients(model: Model, enabled: bool = True) -> Model:
@@ -64,7 +64,7 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
             "gradients wider than their parameter need Tensor.grad_dtype", "train float32 parameters under autocast"
         )
     for parameter in model.parameters():
-        if parameter.dtype in _NARROW:
+        if parameter.dtype in NARROW_DTYPES:
             dtype = torch.float32 if enabled else parameter.dtype
             gradient, parameter.grad = parameter.grad, None
             parameter.grad_dtype = dtype
@@ -72,9 +72,10 @@ def float32_gradients(model: Model, enabled: bool = True) -> Model:
     return model
 
 
-MOST_ELEMENTS = 1 << 21
-MOST_ON_DEVICE = 1 << 28  # where a launch costs more than its memory, for which the processor's caches are nothing
-ALIGNMENT = 16
+MOST_RUN_ELEMENTS = 1 << 21
+# Where a launch costs more than its memory, for which the processor's caches are nothing.
+MOST_DEVICE_ELEMENTS = 1 << 28
+ALIGNMENT_ELEMENTS = 16
 
 
 class Float32Buffer:
@@ -98,7 +99,7 @@ class Float32Buffer:
         begin, end = self._used, self._used + like.numel()
         if end > len(self._memory):
             return torch.empty(like.shape, dtype=torch.float32, device="cpu")
-        self._used = -(-end // ALIGNMENT) * ALIGNMENT
+        self._used = -(-end // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
         return self._memory[begin:end].view(like.shape)
 
 
@@ -113,7 +114,7 @@ def read_weights(plans: Sequence[ParameterPlan], buffer: Float32Buffer | None = 
     for update, store in {(plan.spec.update, plan.spec.store) for plan in plans}:
         mine = [k for k, plan in enumerate(plans) if (plan.spec.update, plan.spec.store) == (update, store)]
         parts = [[*(part.contiguous() for part in payloads[k]), *read_auxiliary_tensors(plans[k])] for k in mine]
-        _read(update, store, parts, [out[k] for k in mine])
+        _read_weights(update, store, parts, [out[k] for k in mine])
     return out
 
 
@@ -135,41 +136,43 @@ def split_into_runs(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[
 def make_buffer(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
     """Return a buffer for the weights and the gradients of the largest of some runs."""
     sizes = ([math.prod(plan.shape) for plan in plans] for plans in runs)
-    return Float32Buffer(max((2 * sum(size + ALIGNMENT for size in run) for run in sizes), default=0))
+    return Float32Buffer(max((2 * sum(size + ALIGNMENT_ELEMENTS for size in run) for run in sizes), default=0))
 
 
-def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
+def _read_weights(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
     if select_engine(parts[0][0].device.type) == "llvm":
-        _run(make_read_kernel(update, store), parts, out)
+        _run_kernel(make_read_kernel(update, store), parts, out)
         return
     is_on_one_device = len({part.device for own in parts for part in own}) == 1
     if select_engine(out[0].device.type) == "triton" and is_on_one_device:
-        kernel = _read_kernel_on(update, store, out[0].device)
+        kernel = _make_device_read_kernel(update, store, out[0].device)
         if kernel is not None:
-            kernel(*_tables(parts, out), out[0].device)
+            kernel(*_make_tables(parts, out), out[0].device)
             return
     for own, new in zip(parts, out):
         new.copy_(update.read(store, own))
 
 
-def _run(kernel: Callable[..., None], parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> list[torch.Tensor]:
-    table, pointers = _tables(parts, out)
+def _run_kernel(
+    kernel: Callable[..., None], parts: list[list[torch.Tensor]], out: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    table, pointers = _make_tables(parts, out)
     run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 5)
     return out
 
 
-def _tables(parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+def _make_tables(parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
     """Return the chunk and pointer tables of the kernel."""
     rows = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
-    return _table(tuple(new.numel() for new in out)), np.array(rows, np.int64)
+    return _make_chunk_table(tuple(new.numel() for new in out)), np.array(rows, np.int64)
 
 
 @functools.lru_cache(256)
-def _table(counts: tuple[int, ...]) -> np.ndarray:
+def _make_chunk_table(counts: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([chunks(IndexMap.whole((count,)), row) for row, count in enumerate(counts)])
 
 
-def _record_read(update: WeightUpdate, store: Store) -> Trace:
+def _record_read_trace(update: WeightUpdate, store: Store) -> Trace:
     """Return the weight of an element as a device function: columns are the parameter, three tensors, the result."""
     element, names = Recording(5), update.bindings(store)
     *arrays, out = element.arrays
@@ -183,38 +186,38 @@ def _record_read(update: WeightUpdate, store: Store) -> Trace:
 def make_read_kernel(update: WeightUpdate, store: Store) -> Callable[..., None]:
     """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
-    kernel = compile_table(name, Table(_record_read(update, store), 5))
-    parts = _fixed_parts(update, store)
+    kernel = compile_table(name, Table(_record_read_trace(update, store), 5))
+    parts = _make_trial_parts(update, store)
     out = torch.empty(64, dtype=torch.float32, device="cpu")
-    check_bits(name, lambda: _run(kernel, [parts], [out]), lambda: [update.read(store, parts)])
+    check_bits(name, lambda: _run_kernel(kernel, [parts], [out]), lambda: [update.read(store, parts)])
     return kernel
 
 
-def _read_kernel_on(update: WeightUpdate, store: Store, device: torch.device) -> TableKernel | None:
+def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.device) -> TableKernel | None:
     """Return the kernel of `make_read_kernel` on an accelerator; None, counted, where there is none."""
 
     def run(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
-        parts = [part.to(device) for part in _fixed_parts(update, store)]
+        parts = [part.to(device) for part in _make_trial_parts(update, store)]
         out = [torch.empty(count, dtype=torch.float32, device=device) for count in (64, 61)]
-        kernel(*_tables([parts, parts], out), device)
+        kernel(*_make_tables([parts, parts], out), device)
         return [made.cpu() for made in out]
 
     def reference() -> list[torch.Tensor]:
-        wanted = update.read(store, _fixed_parts(update, store))
+        wanted = update.read(store, _make_trial_parts(update, store))
         return [wanted, wanted[:61]]
 
     kernel: TableKernel | None = ready(
         ("read", update, store),
         f"read {update.name} {store.name}",
         device,
-        lambda: TableKernel(Table(_record_read(update, store), 5)),
+        lambda: TableKernel(Table(_record_read_trace(update, store), 5)),
         run,
         reference,
     )
     return kernel
 
 
-def _fixed_parts(update: WeightUpdate, store: Store) -> list[torch.Tensor]:
+def _make_trial_parts(update: WeightUpdate, store: Store) -> list[torch.Tensor]:
     ramp = torch.linspace(-1, 1, 64, dtype=torch.float32, device="cpu")
     dtypes = (store.dtype, *(dtype for _, dtype in update.auxiliary_tensors(store)))
     parts = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from ._inner_optimizer import find_own_optimizer
 from ._optimizer import Optimizer
 from .parameters._tensor_map import TensorMap
 
-ClipBy = Literal["this", "previous"]
+ClipNormStep = Literal["this", "previous"]
 
 
 class StepWatcher:
@@ -55,19 +54,19 @@ class GradientRelease:
         model: torch.nn.Module,
         optimizer: Optimizer,
         clip: float | None,
-        clip_by: ClipBy,
+        clip_by: ClipNormStep,
         host: HostParameters | None = None,
     ) -> None:
         self.optimizer, self._host = optimizer, host
         self.norm: torch.Tensor | None = None
         self._model, self._clip, self._clip_by = model, clip, clip_by
-        self._hook: Callable[[torch.Tensor, dict[str, Any], int], None] = self._refuse
+        self._hook: Callable[[torch.Tensor, dict[str, Any], int], None] = self._refuse_plain_backward
         self._handles: TensorMap[RemovableHandle] = TensorMap()
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
-        self._coefficient: torch.Tensor | None = None
+        self._clip_coefficient: torch.Tensor | None = None
         self._is_accumulating = self._has_begun = False
         self._watchers: list[StepWatcher] = []
-        self._attach()
+        self._attach_hooks()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate and step.
@@ -79,9 +78,9 @@ class GradientRelease:
             NotImplementedError: a gradient scaler of halfulp, or DistributedDataParallel, that came since, or hooks of
                 the optimizer's `step` other than `hu.observe`'s.
         """
-        _refuse_others(self._model, not self._has_begun)
+        _refuse_wrappers_and_scalers(self._model, not self._has_begun)
         self._has_begun = True
-        self._attach()
+        self._attach_hooks()
         if self._is_accumulating:
             loss.backward()
             return
@@ -89,26 +88,26 @@ class GradientRelease:
         for watcher in _find_watchers(self.optimizer):
             watcher.begin_step(self.optimizer)
             self._watchers.append(watcher)
-        with contextlib.nullcontext() if self._host is None else self._host.stepping():
-            self._backward(loss)
+        with contextlib.nullcontext() if self._host is None else self._host.run_steps_in_thread():
+            self._backward_and_step(loss)
         for watcher in self._watchers:
             watcher.end_step(self.optimizer)
 
-    def _backward(self, loss: torch.Tensor) -> None:
+    def _backward_and_step(self, loss: torch.Tensor) -> None:
         if self._clip is None or self._clip_by == "previous":
-            with self._run_hooked(self._step):
+            with self._context_with_hook(self._step):
                 loss.backward()
-            self._step_rest()  # of micro-batches before, which this one has not reached
-            self._set_coefficient()
-        elif any(parameter.grad is not None for _, _, parameter in self._places()):
-            self._step_after(loss)
+            self._step_remaining()  # of micro-batches before, which this one has not reached
+            self._set_clip_coefficient()
+        elif any(parameter.grad is not None for _, _, parameter in self._list_places()):
+            self._step_after_backward(loss)
         else:
-            with contextlib.ExitStack() as paused, self._run_hooked(self._measure):
+            with contextlib.ExitStack() as paused, self._context_with_hook(self._measure_norm):
                 for watcher in self._watchers:
                     paused.enter_context(watcher.pause())
                 loss.backward(retain_graph=True)
-            self._set_coefficient()
-            with self._run_hooked(self._step):
+            self._set_clip_coefficient()
+            with self._context_with_hook(self._step):
                 loss.backward()
 
     @contextlib.contextmanager
@@ -120,7 +119,7 @@ class GradientRelease:
         """
         self._is_accumulating, before = True, self._is_accumulating
         try:
-            with self._run_hooked(lambda *_: None):
+            with self._context_with_hook(lambda *_: None):
                 yield
         finally:
             self._is_accumulating = before
@@ -131,20 +130,20 @@ class GradientRelease:
             handle.remove()
         self._handles = TensorMap()
 
-    def _places(self) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
+    def _list_places(self) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
         for group in self.optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
                 yield group, position, parameter if self._host is None else self._host.originals[parameter]
 
-    def _attach(self) -> None:
+    def _attach_hooks(self) -> None:
         """Hook the parameters that require a gradient, also those that were frozen or in no group before."""
-        for group, position, parameter in self._places():
+        for group, position, parameter in self._list_places():
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(
                     lambda parameter, group=group, position=position: self._hook(parameter, group, position)
                 )
         # During a pass fully_shard shows other parameters than its shards.
-        is_sharded = any(hasattr(parameter, "_local_tensor") for _, _, parameter in self._places())
+        is_sharded = any(hasattr(parameter, "_local_tensor") for _, _, parameter in self._list_places())
         if not is_sharded and not any(parameter in self._handles for parameter in self._model.parameters()):
             raise ValueError(
                 f"the optimizer holds none of the parameters of this {type(self._model).__name__} that require a "
@@ -152,7 +151,7 @@ class GradientRelease:
             )
 
     @contextlib.contextmanager
-    def _run_hooked(self, hook: Callable[..., None]) -> Iterator[None]:
+    def _context_with_hook(self, hook: Callable[..., None]) -> Iterator[None]:
         before, self._hook = self._hook, hook
         try:
             yield
@@ -163,53 +162,53 @@ class GradientRelease:
         gradient = parameter.grad
         assert gradient is not None
         if self._clip is not None and self._clip_by == "previous":
-            self._norms[parameter] = _norm(gradient)
-        if self._coefficient is not None:
-            gradient.mul_(self._coefficient.to(gradient.device))
+            self._norms[parameter] = _compute_norm(gradient)
+        if self._clip_coefficient is not None:
+            gradient.mul_(self._clip_coefficient.to(gradient.device))
         if self._host is None:
-            self._step_alone(parameter, group, position)
+            self._step_one_parameter(parameter, group, position)
         else:
-            step = functools.partial(self._step_alone, group=group, position=position)
+            step = functools.partial(self._step_one_parameter, group=group, position=position)
             self._host.step(parameter, gradient, step, waits=bool(self._watchers))
         parameter.grad = None
 
-    def _step_alone(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+    def _step_one_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         with contextlib.ExitStack() as watched:
             for watcher in self._watchers:
                 watched.enter_context(watcher.watch_parameter(self.optimizer, parameter))
-            self.optimizer._step_alone(parameter, group, position)
+            self.optimizer._step_one_parameter(parameter, group, position)
 
-    def _step_rest(self) -> None:
-        for group, position, parameter in self._places():
+    def _step_remaining(self) -> None:
+        for group, position, parameter in self._list_places():
             if parameter.grad is not None:
                 self._step(parameter, group, position)
 
-    def _measure(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+    def _measure_norm(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         assert parameter.grad is not None
-        self._norms[parameter], parameter.grad = _norm(parameter.grad), None
+        self._norms[parameter], parameter.grad = _compute_norm(parameter.grad), None
 
-    def _refuse(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+    def _refuse_plain_backward(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         raise RuntimeError(
             "the gradients of this model are released as they come: call released.backward(loss) in place of "
             "loss.backward(), a scaled loss's too, or released.remove() before"
         )
 
-    def _set_coefficient(self) -> None:
+    def _set_clip_coefficient(self) -> None:
         """Turn the measured norms into the factor of `torch.nn.utils.clip_grad_norm_`."""
-        norms, self._norms = [self._norms[p] for _, _, p in self._places() if p in self._norms], {}
+        norms, self._norms = [self._norms[p] for _, _, p in self._list_places() if p in self._norms], {}
         if norms:
             assert self._clip is not None
             norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-            self.norm, self._coefficient = norm, torch.clamp(self._clip / (norm + 1e-6), max=1.0)
+            self.norm, self._clip_coefficient = norm, torch.clamp(self._clip / (norm + 1e-6), max=1.0)
 
-    def _step_after(self, loss: torch.Tensor) -> None:
+    def _step_after_backward(self, loss: torch.Tensor) -> None:
         """Step after backward, as the gradients of several passes are summed up already."""
         with self.accumulate():
             loss.backward()
         assert self._clip is not None
-        self.norm = torch.nn.utils.clip_grad_norm_((parameter for _, _, parameter in self._places()), self._clip)
-        self._coefficient = None
-        self._step_rest()
+        self.norm = torch.nn.utils.clip_grad_norm_((parameter for _, _, parameter in self._list_places()), self._clip)
+        self._clip_coefficient = None
+        self._step_remaining()
 
 
 class HostParameters:
@@ -245,7 +244,7 @@ class HostParameters:
             copy = torch.nn.Parameter(held.copy_(parameter.detach()), requires_grad=parameter.requires_grad)
             self.named.append((name, copy))
             self.originals[copy], self._copies[parameter] = parameter, copy
-            self._written[parameter] = _version(parameter), int(_sum_of_bits(copy))
+            self._written[parameter] = _read_version_and_address(parameter), int(_sum_of_bits(copy))
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError for an optimizer that was not made from the copies, or has given them another dtype."""
@@ -258,7 +257,7 @@ class HostParameters:
                 )
 
     @contextlib.contextmanager
-    def stepping(self) -> Iterator[None]:
+    def run_steps_in_thread(self) -> Iterator[None]:
         """Return a context in which `step` may be called; at its end every step has been made and copied back."""
         with ThreadPoolExecutor(1, "halfulp-offload") as self._thread:
             self._steps = []
@@ -273,22 +272,22 @@ class HostParameters:
         self, parameter: torch.Tensor, gradient: torch.Tensor, step: Callable[[torch.Tensor], None], waits: bool = False
     ) -> None:
         """Step a parameter by a gradient, which may be freed afterwards."""
-        assert self._thread is not None, "steps are made inside of `stepping`"
+        assert self._thread is not None, "steps are made inside of `run_steps_in_thread`"
         copy = self._copies[parameter]
-        found, _ = self._stage(_sum_of_bits(parameter))
-        staged, wait = self._stage(gradient.detach())
+        found, _ = self._copy_to_host(_sum_of_bits(parameter))
+        staged, wait = self._copy_to_host(gradient.detach())
         self._steps.append(self._thread.submit(self._step, parameter, copy, found, staged, wait, step))
         if waits:
             self._steps[-1].result()
 
-    def follow(self) -> None:
+    def update_copies(self) -> None:
         """Bring every copy in line with its parameter, which others may have written."""
         for copy in self._copies.values():
-            self._follow(self.originals[copy], copy, _sum_of_bits(self.originals[copy]))
+            self._update_copy(self.originals[copy], copy, _sum_of_bits(self.originals[copy]))
 
-    def _follow(self, parameter: torch.Tensor, copy: torch.Tensor, found: torch.Tensor) -> None:
+    def _update_copy(self, parameter: torch.Tensor, copy: torch.Tensor, found: torch.Tensor) -> None:
         version, bits = self._written[parameter]
-        now = _version(parameter), int(found)
+        now = _read_version_and_address(parameter), int(found)
         if now == (version, bits):
             return
         held = parameter.detach().to(copy.device)
@@ -307,7 +306,7 @@ class HostParameters:
         step: Callable[[torch.Tensor], None],
     ) -> None:
         wait()
-        self._follow(parameter, copy, found)
+        self._update_copy(parameter, copy, found)
         if gradient.dtype != copy.dtype:  # `float32_gradients`
             copy.grad_dtype = gradient.dtype
         copy.grad = gradient
@@ -316,9 +315,9 @@ class HostParameters:
         stream = self._streams.get(parameter.device)
         with torch.no_grad(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             parameter.copy_(copy, non_blocking=True)
-        self._written[parameter] = _version(parameter), int(_sum_of_bits(copy))
+        self._written[parameter] = _read_version_and_address(parameter), int(_sum_of_bits(copy))
 
-    def _stage(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _copy_to_host(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return a copy of a gradient in host memory, and what waits until it is there."""
         if not gradient.is_cuda:
             return gradient.to("cpu", copy=True), lambda: None
@@ -329,22 +328,6 @@ class HostParameters:
             held.copy_(gradient, non_blocking=True)
             gradient.record_stream(stream)
             return held, stream.record_event().synchronize
-
-
-_hosts: weakref.WeakKeyDictionary[Optimizer, HostParameters] = weakref.WeakKeyDictionary()
-
-
-def model_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
-    """Yield group, position and parameter of all that an optimizer steps; a copy in host memory stands for the model's.
-
-    The copies then have the values of the model's parameters, whoever has written them.
-    """
-    host = _hosts.get(optimizer) if isinstance(optimizer, Optimizer) else None
-    if host is not None:
-        host.follow()
-    for group in optimizer.param_groups:
-        for position, parameter in enumerate(group["params"]):
-            yield group, position, parameter if host is None else host.originals.get(parameter, parameter)
 
 
 def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
@@ -362,7 +345,7 @@ def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
                 yield watcher
 
 
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
+def _read_version_and_address(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor._version, tensor.data_ptr()
 
 
@@ -372,7 +355,7 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(words).sum(dtype=torch.int64)
 
 
-def _norm(gradient: torch.Tensor) -> torch.Tensor:
+def _compute_norm(gradient: torch.Tensor) -> torch.Tensor:
     # As clip_grad_norm_ computes it, to the bit.
     return torch._foreach_norm([gradient.detach()], 2.0)[0]
 
@@ -382,7 +365,7 @@ def release_gradients(
     optimizer: Optimizer | Callable[..., Optimizer],
     *,
     clip: float | None = None,
-    clip_by: ClipBy = "this",
+    clip_by: ClipNormStep = "this",
     offload: Literal["cpu"] | None = None,
 ) -> GradientRelease:
     """Step each parameter as soon as backward has its gradient, and free the gradient: no two layers' live at a time.
@@ -431,7 +414,7 @@ def release_gradients(
         raise ValueError(f"clip_by={clip_by!r}: allowed are 'this' and 'previous'")
     if offload not in (None, "cpu"):
         raise ValueError(f"offload={offload!r}: allowed are 'cpu' and None")
-    _refuse_others(model, True)
+    _refuse_wrappers_and_scalers(model, True)
     is_maker = callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
     if offload and not is_maker:
         raise TypeError("offload='cpu' makes the optimizer from copies: give a function, such as lambda p: hu.AdamW(p)")
@@ -439,20 +422,15 @@ def release_gradients(
     if callable(optimizer) and is_maker:
         optimizer = optimizer(model.named_parameters() if host is None else iter(host.named))
     own = find_own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
-    own._check_steps_alone()
-    if type(own).step_parameter is not Optimizer.step_parameter:
-        raise NotImplementedError(
-            f"{type(own).__name__} has a step_parameter of its own, which a step inside of backward does not call: "
-            "write the update as a rule, or call step_parameter after backward"
-        )
+    own._check_can_step_one()
     if host is not None:
         host.check(own)
-        _hosts[own] = host
+        own._host = host
     return GradientRelease(model, own, clip, clip_by, host)
 
 
-def _refuse_others(model: torch.nn.Module, with_wrappers: bool) -> None:
-    """Refuse what touches gradients after backward."""
+def _refuse_wrappers_and_scalers(model: torch.nn.Module, with_wrappers: bool) -> None:
+    """Refuse DistributedDataParallel and gradient scalers, which change gradients after backward."""
     held = {id(parameter) for parameter in model.parameters()} if with_wrappers else set()
     for module in data_parallel_modules() if with_wrappers else ():
         if any(id(parameter) in held for parameter in module.parameters()):

@@ -19,17 +19,18 @@ from .._messages import a_kind, find_users_level
 from .._names import unknown
 from ..formats import Format
 from ..subclass.models._parameter_holders import EMULATED
-from .states._state import State, StateChoice, as_state
-from .weight_updates._weight_update import WeightUpdate, weight_update
+from .states._state import State, StateChoice, make_state
+from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
-DTYPES = {
+DTYPES_BY_WORD = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
     **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
     **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
 }
-_SWITCHES = {"true": True, "false": False}
+# Words for values that Python writes in another way.
+_VALUES_BY_WORD = {"true": True, "false": False, "inf": math.inf, "-inf": -math.inf}
 # Options whose words are names, and stay.
-_NAMES = frozenset(("weight_update", "format", "name"))
+_NAME_OPTIONS = frozenset(("weight_update", "format", "name"))
 
 
 def read_dtype(given: Any) -> Any:
@@ -38,7 +39,7 @@ def read_dtype(given: Any) -> Any:
     >>> read_dtype("torch.bfloat16"), read_dtype("fp16"), read_dtype("8bit")
     (torch.bfloat16, torch.float16, '8bit')
     """
-    return DTYPES.get(given.strip().lower().removeprefix("torch."), given) if isinstance(given, str) else given
+    return DTYPES_BY_WORD.get(given.strip().lower().removeprefix("torch."), given) if isinstance(given, str) else given
 
 
 def read_defaults(make: Callable[..., Any]) -> dict[str, Any]:
@@ -62,14 +63,14 @@ def read_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[
     >>> read_options({"lr": "1e-3", "betas": "0.9,0.95", "param_dtype": "bf16"}, {"lr": 0.1, "betas": (0.9, 0.999)})
     {'lr': 0.001, 'betas': (0.9, 0.95), 'param_dtype': torch.bfloat16}
     """
-    return {name: _read(name, value, defaults.get(name)) for name, value in given.items()}
+    return {name: _read_option(name, value, defaults.get(name)) for name, value in given.items()}
 
 
-def _read(name: str, given: Any, default: Any) -> Any:
+def _read_option(name: str, given: Any, default: Any) -> Any:
     if name == "state_dtype" and isinstance(given, Mapping):
         return {slot: read_dtype(choice) for slot, choice in given.items()}
     if isinstance(given, list | tuple) and isinstance(default, tuple | list):
-        return tuple(_read_item(name, one) if isinstance(one, str) else one for one in given)
+        return tuple(_read_option(name, one, 0.0) for one in given)
     if not isinstance(given, str):
         return given
     word = given.strip()
@@ -80,50 +81,32 @@ def _read(name: str, given: Any, default: Any) -> Any:
         if name == "param_dtype" and isinstance(found, str):
             raise ValueError(unknown("param_dtype", word, ["bf16", "bfloat16", "fp16", "float16", "None"]))
         return found
-    if name in _NAMES:
+    if name in _NAME_OPTIONS:
         return word
-    if isinstance(default, bool):
-        if word.lower() not in _SWITCHES:
-            raise ValueError(f"{name}={given!r}: write True or False")
-        return _SWITCHES[word.lower()]
     if isinstance(default, tuple | list):
-        return tuple(_read_item(name, one) for one in word.strip("()[] ").split(",") if one.strip())
-    if default is None:
-        return _SWITCHES.get(word.lower(), given) if _number(word) is None else _number(word)
-    return _read_item(name, word) if isinstance(default, int | float) else given
-
-
-def _read_item(name: str, word: str) -> float | None:
-    if word.strip() == "None":
-        return None
-    value = _number(word)
-    if value is None:
+        return tuple(_read_option(name, one, 0.0) for one in word.strip("()[] ").split(",") if one.strip())
+    value = _VALUES_BY_WORD.get(word.lower(), given)
+    with contextlib.suppress(SyntaxError, ValueError):
+        value = ast.literal_eval(word)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={given!r}: write True or False")
+    elif isinstance(default, int | float) and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ValueError(f"{name}={word!r} is no number: write it as 0.001 or 1e-3")
-    return value
-
-
-def _number(word: str) -> float | None:
-    """Return the number that a word writes, as Python does, or infinity; None for any other word."""
-    if word.strip() in ("inf", "-inf"):
-        return float(word)
-    try:
-        value = ast.literal_eval(word.strip())
-    except (SyntaxError, ValueError):
-        return None
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return value if default is None or isinstance(default, int | float) else given
 
 
 # What optimizers are made from, as in torch.optim.
-Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
+ParamGroups = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 # What groups hold beside options: torch's own, ours, and what schedulers write.
-_OTHER_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
+_BOOKKEEPING_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
 
 
 def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
     """Check that all processes of a group train in the same way; all of them must call this."""
     ranks: list[dict[str, str]] = [{} for _ in range(process_group.size())]
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        torch.distributed.all_gather_object(ranks, _describe(optimizer), group=process_group)
+        torch.distributed.all_gather_object(ranks, _describe_training(optimizer), group=process_group)
     first, *others = zip(torch.distributed.get_process_group_ranks(process_group), ranks)
     for rank, there in others:
         for name in {**first[1], **there}:
@@ -141,8 +124,8 @@ def read_own_version() -> str:
     return version
 
 
-def _describe(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return in words what all ranks must agree on."""
+def _describe_training(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return versions and options, in words, that all ranks must agree on."""
     found = {
         "halfulp": read_own_version(),
         "torch": torch.__version__,
@@ -150,7 +133,7 @@ def _describe(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     }
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if name in _OTHER_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
+            if name in _BOOKKEEPING_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
                 continue
             if name == "weight_update" or isinstance(value, bool | int | float | str | tuple | torch.dtype | State):
                 found[f"{name} of group {number}"] = str(getattr(value, "name", value))
@@ -182,19 +165,12 @@ def check_parameters(params: object) -> None:
         )
 
 
-def check_fixed_options(group: dict, defaults: Mapping[str, Any], fixed: Iterable[str]) -> None:
-    """Refuse another value for an option that an optimizer does not let its user choose."""
-    for name in fixed:
-        if group[name] != defaults[name]:
-            raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {defaults[name]}; leave it out")
-
-
-def check_group(group: dict, options: Iterable[str] = ()) -> None:
+def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     """Check a new group's options; keys that resemble no option are the user's own, and stay."""
-    _check_keys(group, list(options))
-    _check_emulated(group)
+    _check_group_keys(group, list(options))
+    _check_emulated_format(group)
     if group["weight_update"] is not None:
-        group["weight_update"] = weight_update(group["weight_update"])
+        group["weight_update"] = find_weight_update(group["weight_update"])
     if group["param_dtype"] not in (None, torch.bfloat16, torch.float16):
         raise ValueError(f"param_dtype={group['param_dtype']!r}: allowed are torch.bfloat16, torch.float16 and None")
     if group["param_dtype"] is not None and group["format"] is not None:
@@ -202,17 +178,17 @@ def check_group(group: dict, options: Iterable[str] = ()) -> None:
     given = group["state_dtype"]
     for choice in given.values() if isinstance(given, dict) else (given,):
         if choice is not None and not isinstance(choice, State):
-            as_state(choice, torch.float32)
+            make_state(choice, torch.float32)
     for name, least in (("seed", 0), ("report_interval", 0)):
         value = group[name]
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
             raise ValueError(f"{name}={value!r}: a whole number from {least} on is needed")
 
 
-def _check_keys(group: dict, options: list[str]) -> None:
+def _check_group_keys(group: dict, options: list[str]) -> None:
     """Raise for a key that is a misspelt option; keys such as max_momentum are other things."""
     for key in group:
-        if key in options or key in _OTHER_KEYS or not isinstance(key, str):
+        if key in options or key in _BOOKKEEPING_KEYS or not isinstance(key, str):
             continue
         for near in difflib.get_close_matches(key, options, 1, 0.8):
             if not key.endswith(f"_{near}") and not key.startswith(f"{near}_"):
@@ -222,7 +198,7 @@ def _check_keys(group: dict, options: list[str]) -> None:
                 )
 
 
-def _check_emulated(group: dict) -> None:
+def _check_emulated_format(group: dict) -> None:
     """Raise for format= beside a model that `halfulp.emulate` keeps in another format."""
     chosen = getattr(group["format"], "name", group["format"])
     for parameter in group.get("params", ()) if chosen is not None else ():
@@ -251,16 +227,16 @@ def check_number(name: str, value: object) -> None:
         )
 
 
-NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
+NOT_NEGATIVE_OPTIONS = ("lr", "eps", "weight_decay", "momentum")
 
 
-def check_numbers(group: dict, not_negative: Iterable[str] = NOT_NEGATIVE) -> None:
+def check_hyperparameters(group: dict, not_negative: Iterable[str] = NOT_NEGATIVE_OPTIONS) -> None:
     """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises.
 
     Options that are not negative are finite; those of them that are not common ones may be None.
     """
     for name in not_negative:
-        if name in group and (name in NOT_NEGATIVE or group[name] is not None):
+        if name in group and (name in NOT_NEGATIVE_OPTIONS or group[name] is not None):
             check_number(name, group[name])
             value = float(group[name])
             if not 0 <= value < math.inf:
@@ -285,7 +261,7 @@ def check_betas(group: dict, count: int | None) -> None:
         raise ValueError(f"betas={given!r} are not allowed: give {wanted.get(count, f'{count} numbers')} in [0, 1)")
 
 
-SWITCHES = ("foreach", "differentiable", "capturable", "fused")
+TORCH_SWITCHES = ("foreach", "differentiable", "capturable", "fused")
 
 
 def check_torch_switches(name: str, **switches: bool | None) -> None:
@@ -310,24 +286,24 @@ def check_torch_switches(name: str, **switches: bool | None) -> None:
         )
 
 
-def split_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]:
+def split_init_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]:
     """Return the arguments of Optimizer's `__init__` from those of the `__init__` of an optimizer.
 
     Args:
         given: the latter by name, `locals()` there; torch's switches are checked (`check_torch_switches`) and left out.
         counts: what groups hold beside the hyper-parameters.
     """
-    switches = read_options({name: given[name] for name in SWITCHES if name in given}, dict.fromkeys(SWITCHES))
-    check_torch_switches(type(given["self"]).__name__, **switches)
-    left_out = ("self", "params", "options", "__class__", *SWITCHES)
+    left_out = ("self", "params", "options", "__class__", *TORCH_SWITCHES)
     defaults = {name: value for name, value in given.items() if name not in left_out}
+    switches = {name: given[name] for name in TORCH_SWITCHES if name in given}
+    check_torch_switches(type(given["self"]).__name__, **read_options(switches, dict.fromkeys(TORCH_SWITCHES)))
     return {"params": given["params"], "defaults": {**defaults, **counts}, **given["options"]}
 
 
 def warn_of_rate_jump(group: dict[str, Any]) -> None:
     """Warn if a group's learning rate jumps: pending rounding errors are stored in units of it."""
     chosen = group["weight_update"]
-    if chosen is None or not weight_update(chosen).feeds_back:
+    if chosen is None or not find_weight_update(chosen).feeds_back:
         return
     lr, before = float(group["lr"]), group.get("last_lr")
     group["last_lr"] = lr

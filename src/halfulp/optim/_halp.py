@@ -11,14 +11,14 @@ import torch
 
 from .._messages import a_kind, find_users_level
 from ..rounding import mix64, random_words
-from ._group_options import Parameters, check_parameters
+from ._group_options import ParamGroups, check_parameters
 
-_GROWN = 10.0
-_FIRST_STEPS = 32.0
-_MARGIN = 1.5
-_FASTEST = 4.0
+_GROWTH_WARNED_OF = 10.0
+_FIRST_RANGE_IN_STEPS = 32.0
+_RANGE_MARGIN = 1.5
+_MOST_RANGE_CHANGE = 4.0
 # What all parameters share, beside their groups and states.
-_SHARED = ("_steps", "_norms", "_written", "_clipped")
+_SHARED_ATTRIBUTES = ("_steps", "_norms", "_written", "_clipped")
 
 
 class HALP(torch.optim.Optimizer):
@@ -67,7 +67,7 @@ class HALP(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float = 1e-3,
         *,
         bits: int | None = 8,
@@ -85,7 +85,7 @@ class HALP(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_group(group)
+            _check_group_options(group)
         except Exception:
             self.param_groups.pop()
             raise
@@ -108,29 +108,29 @@ class HALP(torch.optim.Optimizer):
         Raises:
             ValueError: a gradient that is not finite; the center stays where it was.
         """
-        result, gradients = self._gradients(closure)
+        result, gradients = self._compute_gradients(closure)
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         if not math.isfinite(norm):
             raise ValueError("the full gradient is not finite, so no center can be there: take a smaller lr or mu")
         last, least = self._norms
-        if norm > _GROWN * least:
+        if norm > _GROWTH_WARNED_OF * least:
             warnings.warn(
                 f"the full gradient has grown from {least:.3g} to {norm:.3g}: the steps diverge, or the grid of offsets"
                 " is coarser than they are; take a smaller lr, a larger mu (None chooses it), or more bits",
                 RuntimeWarning,
                 stacklevel=find_users_level(),
             )
-        for group, parameter, _ in self._members():
+        for group, parameter, _ in self._walk_parameters():
             state = self.state[parameter]
             if parameter not in gradients:
                 state.clear()  # frozen until the next center
                 continue
             if group["bits"] is not None and ("spacing" not in state or group["bit_centering"]):
-                mu = group["mu"] or _next_mu(state, group, last, norm)
+                mu = group["mu"] or _choose_next_mu(state, group, last, norm)
                 state |= {"mu": mu, "spacing": norm / (mu * (2 ** (group["bits"] - 1) - 1)), "farthest": 0}
             state |= {"center": parameter.detach().clone(), "gradient": gradients[parameter]}
             if group["bits"] is not None:
-                state["offset"] = torch.zeros_like(parameter, dtype=_code_dtype(group["bits"]))
+                state["offset"] = torch.zeros_like(parameter, dtype=_offset_dtype(group["bits"]))
         self._norms = norm, min(norm, least)
         self._written = self._clipped = 0
         return result
@@ -149,26 +149,26 @@ class HALP(torch.optim.Optimizer):
         if not any("center" in state for state in self.state.values()):
             raise RuntimeError("HALP has no center yet: call opt.center(closure over all data) before the first step")
         before = torch.get_rng_state()
-        result, here = self._gradients(closure)
+        result, here = self._compute_gradients(closure)
         weights = {p: p.detach().clone() for p, state in self.state.items() if "center" in state}
         try:
             torch.set_rng_state(before)
-            self._write({parameter: self.state[parameter]["center"] for parameter in weights})
-            _, at_center = self._gradients(closure)
+            self._write_parameters({parameter: self.state[parameter]["center"] for parameter in weights})
+            _, at_center = self._compute_gradients(closure)
         finally:
-            self._write(weights)
+            self._write_parameters(weights)
         if not all(bool(g.isfinite().all()) for made in (here, at_center) for g in made.values()):
             raise ValueError("a gradient of this step is not finite: weights and offsets stay; take a smaller lr")
         moved = {}
-        for group, parameter, position in self._members():
+        for group, parameter, position in self._walk_parameters():
             if parameter in weights and parameter in here and parameter in at_center:
                 gradient = here[parameter] - at_center[parameter] + self.state[parameter]["gradient"]
-                moved[parameter] = self._move(group, parameter, gradient, position)
-        self._write(moved)
+                moved[parameter] = self._move_offset(group, parameter, gradient, position)
+        self._write_parameters(moved)
         self._steps += 1
         return result
 
-    def _move(
+    def _move_offset(
         self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, position: int
     ) -> torch.Tensor:
         """Move one parameter's offset by the equation, and return the weight that it stands for."""
@@ -191,17 +191,17 @@ class HALP(torch.optim.Optimizer):
         stands_for: torch.Tensor = (state["center"].double() + codes * spacing).to(parameter.dtype)
         return stands_for
 
-    def _gradients(self, closure: Callable[[], Any]) -> tuple[Any, dict[torch.Tensor, torch.Tensor]]:
+    def _compute_gradients(self, closure: Callable[[], Any]) -> tuple[Any, dict[torch.Tensor, torch.Tensor]]:
         """Call a closure, and return its result and the gradients that it made."""
         self.zero_grad(set_to_none=True)
         with torch.enable_grad():
             result = closure()
-        made = {p: p.grad.detach().clone() for _, p, _ in self._members() if p.grad is not None}
+        made = {p: p.grad.detach().clone() for _, p, _ in self._walk_parameters() if p.grad is not None}
         if not made:
             raise ValueError("the closure made no gradient of these parameters: call backward() on the loss in it")
         return result, made
 
-    def _members(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, int]]:
+    def _walk_parameters(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, int]]:
         """Yield each parameter with its group and its position among all."""
         position = 0
         for group in self.param_groups:
@@ -210,17 +210,17 @@ class HALP(torch.optim.Optimizer):
                 position += 1
 
     @torch.no_grad()
-    def _write(self, values: dict[torch.Tensor, torch.Tensor]) -> None:
+    def _write_parameters(self, values: dict[torch.Tensor, torch.Tensor]) -> None:
         for parameter, value in values.items():
             parameter.copy_(value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle, of which torch's leaves out what all parameters share."""
-        return super().__getstate__() | {name: getattr(self, name) for name in _SHARED}
+        return super().__getstate__() | {name: getattr(self, name) for name in _SHARED_ATTRIBUTES}
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, and beside it under "halp" what all parameters share."""
-        return super().state_dict() | {"halp": tuple(getattr(self, name) for name in _SHARED)}
+        return super().state_dict() | {"halp": tuple(getattr(self, name) for name in _SHARED_ATTRIBUTES)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned: a run goes on with the same bits.
@@ -231,29 +231,29 @@ class HALP(torch.optim.Optimizer):
         if "halp" not in state_dict:
             raise ValueError("this is no state dict of hu.optim.HALP: it has no entry 'halp'")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "halp"})
-        vars(self).update(zip(_SHARED, state_dict["halp"], strict=True))
-        for group, parameter, _ in self._members():
+        vars(self).update(zip(_SHARED_ATTRIBUTES, state_dict["halp"], strict=True))
+        for group, parameter, _ in self._walk_parameters():
             state = self.state[parameter]
             if "offset" in state:  # torch has made them the parameter's dtype
-                state["offset"] = state["offset"].to(_code_dtype(group["bits"]))
+                state["offset"] = state["offset"].to(_offset_dtype(group["bits"]))
 
 
-def _next_mu(state: dict[str, Any], group: dict[str, Any], last: float, norm: float) -> float:
+def _choose_next_mu(state: dict[str, Any], group: dict[str, Any], last: float, norm: float) -> float:
     """Return the mu whose range is 1.5 times as far as the offset went since the last center."""
     if "mu" not in state:
-        return 1.0 / (_FIRST_STEPS * float(group["lr"]))
+        return 1.0 / (_FIRST_RANGE_IN_STEPS * float(group["lr"]))
     most: int = 2 ** (int(group["bits"]) - 1) - 1
     grown = 2.0 if norm > last else 1.0
     mu: float = state["mu"]
-    change: float = grown * most / (_MARGIN * max(1, int(state["farthest"])))
-    return mu * min(max(change, 1 / _FASTEST), _FASTEST)
+    change: float = grown * most / (_RANGE_MARGIN * max(1, int(state["farthest"])))
+    return mu * min(max(change, 1 / _MOST_RANGE_CHANGE), _MOST_RANGE_CHANGE)
 
 
-def _code_dtype(bits: int) -> torch.dtype:
+def _offset_dtype(bits: int) -> torch.dtype:
     return torch.int8 if bits <= 8 else torch.int16
 
 
-def _check_group(group: dict[str, Any]) -> None:
+def _check_group_options(group: dict[str, Any]) -> None:
     for name in ("lr", "mu"):
         value = group[name]
         if value is None and name == "mu":

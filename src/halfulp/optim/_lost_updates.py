@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from .._messages import find_users_level
 from .parameters._parameter_plan import ParameterPlan
 
-MANY_SAMPLES = 100
-_CURE = "use weight_update='split8' (one more byte), 'kahan' (two), or 'stochastic' (none, some noise)"
+SAMPLES_BEFORE_WARNING = 100
+_CURE_TEXT = "use weight_update='split8' (one more byte), 'kahan' (two), or 'stochastic' (none, some noise)"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LostUpdateReport:
         if len(self.rows) > 5:
             lines.append(f"  ... and {len(self.rows) - 5} more (report().rows)")
         if bad:
-            lines.append(f"  {len(bad)} tensors lose over half of their updates: {_CURE}")
+            lines.append(f"  {len(bad)} tensors lose over half of their updates: {_CURE_TEXT}")
         return "\n".join(lines)
 
 
@@ -72,8 +72,8 @@ def summarize_lost_updates(plans: Iterable[ParameterPlan]) -> LostUpdateReport:
             plan.name,
             plan.spec.update.name,
             lost.samples,
-            _share(lost.cancelled, lost.seen),
-            _share(lost.kept, lost.wanted),
+            _divide_or_zero(lost.cancelled, lost.seen),
+            _divide_or_zero(lost.kept, lost.wanted),
             lost.seen,
         )
         for plan, lost in counted
@@ -84,22 +84,22 @@ def summarize_lost_updates(plans: Iterable[ParameterPlan]) -> LostUpdateReport:
     seen, cancelled, wanted, kept = (
         sum(getattr(lost, name) for _, lost in counted) for name in ("seen", "cancelled", "wanted", "kept")
     )
-    return LostUpdateReport(tuple(rows), _share(cancelled, seen), _share(kept, wanted))
+    return LostUpdateReport(tuple(rows), _divide_or_zero(cancelled, seen), _divide_or_zero(kept, wanted))
 
 
 def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:
     """Warn once per parameter whose nearest rounding cancelled over half of its updates on 100 metered steps."""
     for plan in plans:
         lost = plan.record.lost
-        if lost is not None and lost.mostly_lost == MANY_SAMPLES and plan.spec.update.name == "nearest":
+        if lost is not None and lost.mostly_lost == SAMPLES_BEFORE_WARNING and plan.spec.update.name == "nearest":
             lost.mostly_lost += 1
             warnings.warn(
-                f"nearest rounding cancelled {_share(lost.cancelled, lost.seen):.0%} of the updates of "
-                f"parameter {plan.name} on {MANY_SAMPLES} sampled steps: it is hardly training; {_CURE}",
+                f"nearest rounding cancelled {_divide_or_zero(lost.cancelled, lost.seen):.0%} of the updates of "
+                f"parameter {plan.name} on {SAMPLES_BEFORE_WARNING} sampled steps: it is hardly training; {_CURE_TEXT}",
                 RuntimeWarning,
                 stacklevel=find_users_level(),
             )
 
 
-def _share(part: float, whole: float) -> float:
+def _divide_or_zero(part: float, whole: float) -> float:
     return part / whole if whole else 0.0

@@ -14,13 +14,12 @@ from ..subclass.models._averages import warn_of_living_averages
 from ..subclass.models._parameter_holders import watch_checkpoints
 from ._checkpoint import CheckpointMixin
 from ._group_options import (
-    NOT_NEGATIVE,
-    SWITCHES,
-    Parameters,
+    NOT_NEGATIVE_OPTIONS,
+    TORCH_SWITCHES,
+    ParamGroups,
     check_betas,
-    check_fixed_options,
-    check_group,
-    check_numbers,
+    check_group_options,
+    check_hyperparameters,
     check_parameters,
     check_torch_switches,
     read_defaults,
@@ -34,37 +33,32 @@ from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
     check_sharded_ranks,
-    name_of,
-    narrow,
+    narrow_groups,
+    read_parameter_name,
     refuse_overlaps,
     refuse_replaced_parameters,
     refuse_unused_update,
     warn_of_idle_update,
 )
 from .parameters._outside_writes import (
+    CHECKSUMS_KEY,
     PAYLOAD_KEYS,
-    UPDATE,
     follow_version,
-    is_current,
-    mark_loaded,
-    under,
-    weight_to_carry,
-    write_carried,
+    is_version_current,
+    record_loaded_payload,
 )
-from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
+from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
 from .parameters._random_identity import (
     Identity,
     assign_identities,
     follow_parameters,
     has_identities,
     note_identities,
-    part_in_backward,
-    warn_of_shared_keys,
 )
-from .parameters._state_tensors import complete_state
+from .parameters._state_tensors import add_missing_tensors, refuse_other_update
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
-from .rules._update_rule import UpdateRule, check_states
+from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
 from .step._batch import Batch, PlanCache, Roster, Setting, check_parameter, gradient_memory, gradient_store
 from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
@@ -93,9 +87,12 @@ class Optimizer(CheckpointMixin):
             into auxiliary tensors beside them.
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
         seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
-            over unnamed parameters, or of equal names, share them unless they begin in one backward: seed the second.
-            Two of one training that step in turn over unnamed parameters are warned of.
+            over unnamed parameters, or of equal names, share them: seed the second.
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+        TypeError: an unknown option, or `params` that are no parameters.
 
     Options may be words, as a command line or a YAML file gives them: "1e-3", "bf16", "torch.bfloat16", "true",
     "0.9,0.95", "None". torch.optim's `foreach` and `fused` are ignored, with a warning where they ask for another
@@ -103,21 +100,23 @@ class Optimizer(CheckpointMixin):
     """
 
     # The option that makes parameters narrow.
-    narrowed_by = "param_dtype=torch.bfloat16"
+    narrowing_option = "param_dtype=torch.bfloat16"
     # The names of options that are finite numbers and not negative; those not among these may be None.
-    _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
+    _not_negative_options: ClassVar[tuple[str, ...]] = NOT_NEGATIVE_OPTIONS
     # Options of a class above that this one decides, and no user.
     _fixed_options: ClassVar[tuple[str, ...]] = ()
     # The update rule, where it is the same for all groups.
     _rule: ClassVar[UpdateRule | None] = None
     # Whether a step of one parameter depends on no other.
-    _steps_one_alone: ClassVar[bool] = True
+    _can_step_one_parameter: ClassVar[bool] = True
+    # The copies in host memory that stand for a model's parameters (`release_gradients`).
+    _host: Any = None
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         defaults: dict[str, Any],
         *,
         weight_update: WeightUpdate | str | None = None,
@@ -133,7 +132,7 @@ class Optimizer(CheckpointMixin):
             allowed = [option for option in known if option not in self._fixed_options]
             raise TypeError(unknown(f"option of {type(self).__name__}", name, allowed))
         check_parameters(params)
-        self._start_caches()
+        self._create_caches()
         self._is_built = False
         own: dict[str, Any] = {
             "weight_update": weight_update,
@@ -146,14 +145,14 @@ class Optimizer(CheckpointMixin):
         super().__init__(params, read_options({**defaults, **own}, known))
         refuse_unused_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
-        narrow(self, self.param_groups, check_narrowing(self.param_groups))
+        narrow_groups(self, self.param_groups, check_narrowing(self.param_groups))
         self._is_built = True
 
-    def _start_caches(self) -> None:
-        """Create what is kept by parameter beside torch's groups and states, empty; also after a copy or a load."""
+    def _create_caches(self) -> None:
+        """Create the empty caches by parameter: plans, states outside of groups, identities; also in a copy."""
         watch_checkpoints()
         self._plans = PlanCache()
-        self._outside_states: TensorMap[dict[str, Any]] = TensorMap()
+        self._states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
         self._note_identities()
 
@@ -163,7 +162,7 @@ class Optimizer(CheckpointMixin):
             note_identities(group, self._identities)
 
     @classmethod
-    def split_groups(cls, params: Parameters, use_muon: Any = None) -> Parameters:
+    def split_groups(cls, params: ParamGroups, use_muon: Any = None) -> ParamGroups:
         """Return parameters in groups that this optimizer steps; a rule that steps some shapes alone splits others off.
 
         Args:
@@ -200,13 +199,16 @@ class Optimizer(CheckpointMixin):
         try:
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             group.update(read_options(options, self.defaults))
-            self._check_numbers(group)
-            check_group(group, self.defaults)
-            check_fixed_options(group, self.defaults, self._fixed_options)
-            self._check_switches(group)
+            self._check_hyperparameters(group)
+            check_group_options(group, self.defaults)
+            for name in self._fixed_options:
+                if group[name] != self.defaults[name]:
+                    known = self.defaults[name]
+                    raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {known}; leave it out")
+            self._check_torch_switches(group)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
-                self._step_spec(group, parameter, None, name_of(group, position))
+                self._choose_step_spec(group, parameter, None, read_parameter_name(group, position))
             refuse_overlaps(self.param_groups)
             refuse_unused_update(self, [group] if is_chosen else ())
             wrappers = check_narrowing([group]) if self._is_built else None
@@ -215,14 +217,16 @@ class Optimizer(CheckpointMixin):
             raise
         note_identities(group, self._identities)
         if wrappers is not None:
-            narrow(self, [group], wrappers)
+            narrow_groups(self, [group], wrappers)
 
-    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+    def _choose_step_spec(
+        self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
+    ) -> StepSpec:
         """Return a parameter's step specification; without `gradient`, as it will be after narrowing."""
         check_parameter(parameter, memory(parameter), name)
         return self._plans.step_spec(self.rule(group), group, parameter, gradient, name)
 
-    def _follow_groups(self) -> None:
+    def _follow_group_edits(self) -> None:
         """Bring names, identities and states in line with the groups' lists of parameters, which users may edit.
 
         The states of parameters that are in no group are kept aside as long as these parameters live.
@@ -230,16 +234,16 @@ class Optimizer(CheckpointMixin):
         for group in self.param_groups:
             follow_parameters(group, self.param_groups, self._identities)
         members = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        self._follow_shards(members)
+        self._carry_low_bits_to_shards(members)
         for parameter in [key for key in self.state if isinstance(key, torch.Tensor) and id(key) not in members]:
-            self._outside_states[parameter] = self.state.pop(parameter)
-        for group in self.param_groups if len(self._outside_states) else ():
+            self._states_outside_groups[parameter] = self.state.pop(parameter)
+        for group in self.param_groups if len(self._states_outside_groups) else ():
             for parameter in group["params"]:
-                if parameter in self._outside_states:
-                    self.state[parameter] = self._outside_states.pop(parameter)
+                if parameter in self._states_outside_groups:
+                    self.state[parameter] = self._states_outside_groups.pop(parameter)
 
-    def _follow_shards(self, members: set[int]) -> None:
-        """Give shards that stand in the places of whole parameters, before any step, the low bits of these.
+    def _carry_low_bits_to_shards(self, members: set[int]) -> None:
+        """Give shards that replaced whole parameters before the first step the low bits of these parameters.
 
         accelerate shards a model after its optimizer was made, and then puts the shards into the groups.
         """
@@ -250,73 +254,52 @@ class Optimizer(CheckpointMixin):
                 before = whole.get(self._identities.get(parameter))
                 if before is None or not is_dtensor(parameter) or before.shape != parameter.shape:
                     continue
-                spec, state = self._step_spec(group, parameter, None, name_of(group, position)), self.state.pop(before)
+                name, state = read_parameter_name(group, position), self.state.pop(before)
+                spec = self._choose_step_spec(group, parameter, None, name)
                 for name, _ in spec.update.auxiliary_tensors(spec.store):
                     self.state[parameter][name] = shard_of(state[name], index_map_of(parameter)).clone()
-                self._plan(group, position)
+                self._find_valid_plan(group, position)
 
-    def _new_plan(
+    def _make_plan(
         self,
         group: dict[str, Any],
         position: int,
         gradient: Store,
         options: PlanOptions | None = None,
-        carried: list[tuple[ParameterPlan, torch.Tensor]] | None = None,
         beside: torch.Tensor | None = None,
     ) -> ParameterPlan:
-        """Make a parameter's plan, and the state tensors that it lacks.
-
-        Args:
-            carried: takes the plan and its weight if the group was given another weight update since: for
-                `write_carried`, once all plans are made. None if the weight stays behind.
-            beside: the gradient of a step, which checks the memory of all tensors.
-        """
+        """Make a parameter's plan, and the state tensors that it lacks; the gradient of a step stands `beside` it."""
         parameter = group["params"][position]
-        if parameter not in self._identities or parameter in self._outside_states:
-            self._follow_groups()
-        (_, identity), name = self._identities[parameter], name_of(group, position)
-        spec = self._step_spec(group, parameter, gradient, name)
-        refuse_other_dtype(parameter, spec, name)
+        if parameter not in self._identities or parameter in self._states_outside_groups:
+            self._follow_group_edits()
+        (_, identity), name = self._identities[parameter], read_parameter_name(group, position)
+        spec = self._choose_step_spec(group, parameter, gradient, name)
+        if memory(parameter).dtype != spec.store.dtype:
+            raise ValueError(
+                f"parameter {name} is {memory(parameter).dtype}, but its group holds {spec.store.dtype}: add "
+                "parameters by add_param_group, which narrows them, and convert a model before its optimizer is made"
+            )
         state = self.state[parameter]
-        if state.get(UPDATE) not in (None, spec.update):
-            # A copy whose group was given another weight update before its first step.
-            with under(group, state[UPDATE]):
-                self._new_plan(group, position, gradient)
-        weight = None if carried is None else weight_to_carry(self._plans.get(parameter), spec, state)
-        complete_state(state, spec, group, parameter, name, self._plans.get(parameter))
+        known = self._plans.get(parameter)
+        refuse_other_update(state, None if known is None else known.spec, spec, name)
+        add_missing_tensors(state, spec, group, parameter, name)
         options = options or self._plans.options_of(group)
         plan = self._plans.renew(parameter, spec, state, options, name, identity, beside)
-        if UPDATE in state:  # a copy, which says what a file does
-            mark_loaded(plan, state)
-            for key in (UPDATE, *PAYLOAD_KEYS):
+        if CHECKSUMS_KEY in state:  # a copy, which says what a file does
+            record_loaded_payload(plan, state)
+            for key in PAYLOAD_KEYS:
                 state.pop(key, None)
-        if carried is not None and weight is not None:
-            carried.append((plan, weight))
         return plan
 
-    def _plan(
-        self, group: dict[str, Any], position: int, gradient: Store | None = None, *, carry: bool = True
-    ) -> ParameterPlan:
-        """Return a parameter's valid plan, for gradients of some store if one is given.
-
-        Unless `carry` is False, a weight update that the group was given since takes the weight over.
-        """
+    def _find_valid_plan(self, group: dict[str, Any], position: int, gradient: Store | None = None) -> ParameterPlan:
+        """Return a parameter's valid plan, for gradients of some store if one is given."""
         parameter = group["params"][position]
         plan, options = self._plans.get(parameter), self._plans.options_of(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
             likely = PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32])
-            carried: list[tuple[ParameterPlan, torch.Tensor]] | None = [] if carry else None
-            plan = self._new_plan(group, position, gradient or likely, options, carried)
-            write_carried(carried or [], [])
+            plan = self._make_plan(group, position, gradient or likely, options)
         return plan
-
-    def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan:
-        """Return a parameter's valid plan under the weight update that wrote it, without changing the plan."""
-        parameter = group["params"][position]
-        known, copied = self._plans.get(parameter), self.state.get(parameter, {}).get(UPDATE, group["weight_update"])
-        with under(group, copied if known is None else known.options.weight_update):
-            return self._plan(group, position)
 
     def _clear_plans(self) -> None:
         """Make every plan anew before it is used again, under the identities that the groups say."""
@@ -348,7 +331,7 @@ class Optimizer(CheckpointMixin):
             self._take_step()
         return loss
 
-    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int | None = None) -> None:
         """Step one parameter alone, as trainers do inside of backward to free its gradient at once.
 
         The bits are those of `step`, as a parameter's step depends on no other parameter.
@@ -356,7 +339,7 @@ class Optimizer(CheckpointMixin):
         Args:
             parameter: one with a gradient; nothing happens without.
             group: its param group, one of `param_groups`.
-            position: its place in the group.
+            position: its place in the group, if it is known.
 
         Raises:
             ValueError: it is not there, or what `step` raises.
@@ -371,19 +354,24 @@ class Optimizer(CheckpointMixin):
         >>> w.tolist()
         [0.5, 0.5]
         """
-        self._check_steps_alone()
-        is_own = any(group is own for own in self.param_groups)
-        if not is_own or not 0 <= position < len(group["params"]) or group["params"][position] is not parameter:
-            raise ValueError(f"this parameter is not number {position} of a group of this optimizer: give its group")
+        self._check_can_step_one()
+        places = range(len(group["params"])) if position is None else (position,)
+        found = [k for k in places if 0 <= k < len(group["params"]) and group["params"][k] is parameter]
+        if not found or not any(group is own for own in self.param_groups):
+            raise ValueError(
+                "this parameter is not there in a group of this optimizer: give its own group and position"
+            )
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             raise NotImplementedError(
                 "a step of one parameter runs none of the hooks of step(): remove them, or call step() after backward"
             )
         if parameter.grad is not None:
-            self._step_alone(parameter, group, position)
+            self._step_one_parameter(parameter, group, found[0])
 
-    def _check_steps_alone(self) -> None:
-        if not self._steps_one_alone:
+    step_param = step_parameter  # kohya's name
+
+    def _check_can_step_one(self) -> None:
+        if not self._can_step_one_parameter:
             raise NotImplementedError(
                 f"{type(self).__name__} steps all parameters together: call step() after backward, or take an "
                 "optimizer of hu.optim that steps one alone, such as AdamW"
@@ -392,27 +380,20 @@ class Optimizer(CheckpointMixin):
     @torch._disable_dynamo
     @torch.no_grad()
     @keeping_subnormals()
-    def _step_alone(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+    def _step_one_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         """Step one parameter alone, without the checks of `step_parameter`."""
         self._begin_step()
-        self._check_group_now(group)
-        alone = {**group, "params": [parameter], "param_names": [name_of(group, position)]}
-        settings = [self._setting(alone)]
-        plans, gradients = [self._plans.get(parameter)], self._gradients([parameter])
+        self._check_group_before_step(group)
+        alone = {**group, "params": [parameter], "param_names": [read_parameter_name(group, position)]}
+        settings = [self._read_group_setting(alone)]
+        plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
         places = self._renew_plans([alone], settings, plans, gradients, scales)
         batches = Roster.of(settings, plans, [], places, {}, None).batches([alone], [parameter], gradients, scales)
         assert batches is not None, "one parameter is metered or not"
-        self._run(batches)
+        self._run_batches(batches)
         # Schedulers ask whether there was a step.
         self._opt_called = True
-
-    def step_param(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """Step one parameter alone, wherever it stands in its group: see `step_parameter`."""
-        position = next((k for k, own in enumerate(group["params"]) if own is parameter), None)
-        if position is None:
-            raise ValueError("this parameter is not in the group that was given with it: give its own group")
-        self.step_parameter(parameter, group, position)
 
     def train(self, mode: bool = True) -> None:
         """Do nothing: the parameters are the weights to train and to evaluate; some optimizers have two."""
@@ -427,8 +408,8 @@ class Optimizer(CheckpointMixin):
         self._begin_step()
         if not self._stepped:  # before anything raises on one rank alone
             check_sharded_ranks(self)
-        batches, waiting = self._collect()
-        self._run(batches)
+        batches, waiting = self._collect_batches()
+        self._run_batches(batches)
         for plan in waiting:
             follow_version(plan)
 
@@ -436,17 +417,19 @@ class Optimizer(CheckpointMixin):
         """Follow what users have done to the groups since the last step."""
         count = sum(len(group["params"]) for group in self.param_groups)
         if len(self.state) > count or not all(map(has_identities, self.param_groups)):
-            self._follow_groups()
-        if not self._stepped and part_in_backward(self.param_groups, self.state):
-            self._clear_plans()
+            self._follow_group_edits()
 
-    def _run(self, batches: list[Batch]) -> None:
+    def _run_batches(self, batches: list[Batch]) -> None:
         self._check_wrappers(bool(batches))
-        if any(batch.spec.draws for batch in batches):
-            warn_of_shared_keys(self)
         for batch in batches:
             compile_kernels(batch)
-        self._look_ahead(batches)
+        # What rules need before their updates: prepared tensors, sums, and the constants that follow.
+        for batch in batches:
+            prepare_batch(batch)
+        if any(batch.spec.rule.late_values is not None for batch in batches):
+            sums = reduce_batches(batches)
+            self._note_reduction_sums(sums)
+            finish_constants(batches, sums)
         for batch in batches:
             run_step(batch)
             batch.finish()
@@ -456,16 +439,7 @@ class Optimizer(CheckpointMixin):
         for batch in batches if len(batches) > 1 else ():
             batch.follow_versions()
 
-    def _look_ahead(self, batches: list[Batch]) -> None:
-        """Compute what rules need before their updates: sums, prepared tensors, and the constants that follow."""
-        for batch in batches:
-            prepare_batch(batch)
-        if any(batch.spec.rule.late_values is not None for batch in batches):
-            sums = reduce_batches(batches)
-            self._note_sums(sums)
-            finish_constants(batches, sums)
-
-    def _note_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
+    def _note_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
         """Take the sums of each parameter of each batch; an optimizer may keep what follows from them."""
 
     def _check_wrappers(self, has_gradients: bool) -> None:
@@ -479,35 +453,37 @@ class Optimizer(CheckpointMixin):
         if not self._stepped & (self._stepped - 1):  # each time that the steps have doubled
             warn_of_living_averages(parameter for group in self.param_groups for parameter in group["params"])
 
-    def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _list_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """Return the gradients that parameters step by, or None."""
         return [parameter.grad for parameter in parameters]
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
-        check_numbers(group, self._not_negative)
+        check_hyperparameters(group, self._not_negative_options)
         rule = self.rule(group)
         check_betas(group, rule.betas)
-        check_states(rule, group)
+        for state in rule.states:
+            if state.initial != 0.0:
+                state.initial_value(group)
 
-    def _check_switches(self, group: dict[str, Any]) -> None:
+    def _check_torch_switches(self, group: dict[str, Any]) -> None:
         """Refuse or ignore the options that choose another implementation in torch.optim."""
-        check_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
+        check_torch_switches(type(self).__name__, **{name: group.get(name) for name in TORCH_SWITCHES})
 
-    def _collect(self) -> tuple[list[Batch], list[ParameterPlan]]:
+    def _collect_batches(self) -> tuple[list[Batch], list[ParameterPlan]]:
         """Return the parameters with gradients in batches of one step specification, and unwritten others' plans."""
         groups = self.param_groups
         for group in groups:
-            self._check_group_now(group)
-        settings = [self._setting(group) for group in groups]
+            self._check_group_before_step(group)
+        settings = [self._read_group_setting(group) for group in groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
-        gradients = self._gradients(parameters)
+        gradients = self._list_gradients(parameters)
         plans = [*map(self._plans.by_id.get, map(id, parameters))]
         resting = [place for place, gradient in enumerate(gradients) if gradient is None]
         waiting = []
         for place in resting:
             plan = plans[place]
-            if plan is not None and is_current(plan):
+            if plan is not None and is_version_current(plan):
                 waiting.append(plan)
         roster, batches = self._plans.roster, None
         if roster is not None and roster.stands(settings, plans, resting, parameters, gradients, self.state):
@@ -520,12 +496,12 @@ class Optimizer(CheckpointMixin):
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
 
-    def _check_group_now(self, group: dict[str, Any]) -> None:
+    def _check_group_before_step(self, group: dict[str, Any]) -> None:
         """Check what a scheduler or the user may have written into a group since the last step."""
-        self._check_numbers(group)
+        self._check_hyperparameters(group)
         warn_of_rate_jump(group)
 
-    def _setting(self, group: dict[str, Any]) -> Setting:
+    def _read_group_setting(self, group: dict[str, Any]) -> Setting:
         return self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"])
 
     def _renew_plans(
@@ -541,7 +517,7 @@ class Optimizer(CheckpointMixin):
         Gradients are replaced by their plain memory; the scales of scaled ones go into `scales`, by place.
         """
         places: dict[tuple[int, bool], list[int]] = {}
-        place, carried = -1, list[tuple[ParameterPlan, torch.Tensor]]()
+        place = -1
         for group, (rule, options, interval, _) in zip(groups, settings):
             for position, parameter in enumerate(group["params"]):
                 place += 1
@@ -549,7 +525,7 @@ class Optimizer(CheckpointMixin):
                 if gradient is None:
                     continue
                 if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
-                    name = name_of(group, position)
+                    name = read_parameter_name(group, position)
                     gradient, scale = gradient_memory(local(gradient), parameter, name)
                     if isinstance(scale, torch.Tensor):
                         scales[place] = scale
@@ -559,8 +535,8 @@ class Optimizer(CheckpointMixin):
                     or gradient.layout is not torch.strided
                     or not is_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
-                    store = gradient_store(gradient, parameter, name_of(group, position))
-                    plan = plans[place] = self._new_plan(group, position, store, options, carried, gradient)
+                    store = gradient_store(gradient, parameter, read_parameter_name(group, position))
+                    plan = plans[place] = self._make_plan(group, position, store, options, gradient)
                 if gradient.shape != plan.shape:
                     raise ValueError(
                         f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "
@@ -569,7 +545,6 @@ class Optimizer(CheckpointMixin):
                 gradients[place] = gradient if gradient.is_contiguous() else gradient.contiguous()
                 metered = bool(interval) and (plan.state["step"] + 1) % interval == 0
                 places.setdefault((id(plan.spec), metered), []).append(place)
-        write_carried(carried, plans)
         return [*places.values()]
 
     def report(self) -> LostUpdateReport:
@@ -586,7 +561,7 @@ class Optimizer(CheckpointMixin):
             for position, parameter in enumerate(group["params"]):
                 held = [*own_parts(parameter)]
                 if parameter.requires_grad or self.state.get(parameter):
-                    plan = self._plan_to_read(group, position)
+                    plan = self._find_valid_plan(group, position)
                     held += [*plan.tensors.values(), *plan.watched]
                     held += [parameter.scale] if plan.spec.scaled else []
                     total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Optimizers of papers that torch.optim does not have; beside their arguments the options of Optimizer."""
+"""Optimizers of papers that torch.optim does not have; `params`, `**options` and what is refused are Optimizer's."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, Unpack
 import torch
 
 from ._float32 import read_weights
-from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, split_arguments
+from ._group_options import NOT_NEGATIVE_OPTIONS, OptimizerOptions, ParamGroups, check_number, split_init_arguments
 from ._optimizer import Optimizer, register_optimizer
-from .parameters._outside_writes import mark_current, set_weight
+from .parameters._outside_writes import record_payload, set_weight
 from .parameters._tensor_map import TensorMap
-from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate
+from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate_distance
 from .rules._adam_variants import LAMB as LAMB_RULE
-from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, following
+from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, count_next_step
 
 # What a schedule-free optimizer's groups count.
-_AT_THE_START = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
+_SCHEDULE_FREE_COUNTERS = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
 
 
 @register_optimizer
@@ -25,19 +25,14 @@ class Lion(Optimizer):
     """Lion: w - lr (sign(b1 m + (1-b1) g) + wd w), m to b2 m + (1-b2) g (arXiv 2302.06675).
 
     Args:
-        params: parameters, named parameters or groups.
         lr, betas, weight_decay, maximize: step size, the two decay rates, decoupled decay, ascent.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
     """
 
     _rule = LION
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0,
@@ -45,7 +40,7 @@ class Lion(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
 
 @register_optimizer
@@ -53,15 +48,10 @@ class Adan(Optimizer):
     """Adan: Adam with Nesterov's momentum by the change of the gradient (arXiv 2208.06677).
 
     Args:
-        params: parameters, named parameters or groups.
         lr, eps: step size, and what is added to the root of the second moment.
         betas: the shares that the means of gradients, of their changes and of squares keep.
         weight_decay, no_prox: w / (1 + lr weight_decay) after the step, or w (1 - lr weight_decay) before it.
         maximize: ascent.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -76,7 +66,7 @@ class Adan(Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.98, 0.92, 0.99),
         eps: float = 1e-8,
@@ -86,7 +76,7 @@ class Adan(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
 
 @register_optimizer
@@ -94,15 +84,10 @@ class AdEMAMix(Optimizer):
     """AdEMAMix: AdamW with a second, slow momentum beside the fast one (arXiv 2409.03137).
 
     Args:
-        params: parameters, named parameters or groups.
         lr, eps, weight_decay, maximize: step size, addend to the root of the second moment, decoupled decay, ascent.
         betas: the shares that the fast momentum, the mean of squares and the slow momentum keep.
         alpha: the weight of the slow momentum.
         beta3_warmup, alpha_warmup: steps in which the slow beta and its weight grow to these values.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -113,12 +98,12 @@ class AdEMAMix(Optimizer):
     True
     """
 
-    _not_negative = (*NOT_NEGATIVE, "alpha", "beta3_warmup", "alpha_warmup")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "alpha", "beta3_warmup", "alpha_warmup")
     _rule = ADEMAMIX
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
         alpha: float = 2.0,
@@ -130,7 +115,7 @@ class AdEMAMix(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
 
 @register_optimizer
@@ -141,15 +126,10 @@ class LAMB(Optimizer):
     engine and under every sharding. Gradients are clipped by torch.nn.utils.clip_grad_norm_, if they are to be.
 
     Args:
-        params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, maximize: as AdamW.
         bias_correction: whether the moments are divided by 1 - beta^t.
         trust_clip: whether |w|/|r| is at most 1.
         always_adapt: whether it is taken without weight decay too, where the ratio is else 1.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.full((4,), 3.0))
@@ -165,7 +145,7 @@ class LAMB(Optimizer):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
@@ -177,7 +157,7 @@ class LAMB(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals()))
+        super().__init__(**split_init_arguments(locals()))
 
 
 class ScheduleFree(Optimizer):
@@ -187,12 +167,12 @@ class ScheduleFree(Optimizer):
     It begins in training.
     """
 
-    _not_negative = (*NOT_NEGATIVE, "warmup_steps", "weight_lr_power")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "warmup_steps", "weight_lr_power")
     # The weights of the averages count the steps of all parameters.
-    _steps_one_alone = False
+    _can_step_one_parameter = False
 
-    def _start_caches(self) -> None:
-        super()._start_caches()
+    def _create_caches(self) -> None:
+        super()._create_caches()
         # Of each parameter in evaluation: its tensors in training, and its version since.
         self._in_training: TensorMap[tuple[list[torch.Tensor], int]] = TensorMap()
 
@@ -209,25 +189,25 @@ class ScheduleFree(Optimizer):
             group["train_mode"] = mode
             for position, parameter in enumerate(group["params"]):
                 if "z" in self.state.get(parameter, ()):
-                    self._switch(group, position, mode)
+                    self._switch_weight(group, position, mode)
 
-    def _switch(self, group: dict[str, Any], position: int, mode: bool) -> None:
-        parameter, plan = group["params"][position], self._plan_to_read(group, position)
+    def _switch_weight(self, group: dict[str, Any], position: int, mode: bool) -> None:
+        parameter, plan = group["params"][position], self._find_valid_plan(group, position)
         kept = self._in_training.pop(parameter)
         if mode and kept is not None and kept[1] == plan.payloads[0]._version:
             for part, before in zip(plan.parts, kept[0], strict=True):
                 part.copy_(before)
-            mark_current(plan)
+            record_payload(plan)
             return
         weight = read_weights([plan])[0] * plan.scale
         held = [part.clone() for part in plan.parts]
         z = plan.spec.codecs[0].decode(plan.states[0])
-        momentum = self._momentum(group)
+        momentum = self._read_average_share(group)
         set_weight(plan, (weight + (z - weight) * (1 - momentum if mode else 1 - 1 / momentum)) / plan.scale)
         if not mode:
             self._in_training[parameter] = held, plan.payloads[0]._version
 
-    def _momentum(self, group: dict[str, Any]) -> float:
+    def _read_average_share(self, group: dict[str, Any]) -> float:
         """Return the share of the average in the point at which gradients are taken."""
         return float(group["betas"][0] if "betas" in group else group["momentum"])
 
@@ -238,15 +218,15 @@ class ScheduleFree(Optimizer):
             )
         super()._take_step()
         for group in self.param_groups:
-            _, group["lr_max"], group["weight_sum"] = following(group)
+            _, group["lr_max"], group["weight_sum"] = count_next_step(group)
             group["k"] += 1
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        super()._check_numbers(group)
-        if not 0 < self._momentum(group) < 1:
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        super()._check_hyperparameters(group)
+        if not 0 < self._read_average_share(group) < 1:
             raise ValueError(
                 f"{type(self).__name__} takes gradients between an average and a point, at a share of the average in "
-                f"(0, 1), got {self._momentum(group)}: give betas[0] or momentum there"
+                f"(0, 1), got {self._read_average_share(group)}: give betas[0] or momentum there"
             )
 
 
@@ -258,15 +238,10 @@ class SGDScheduleFree(ScheduleFree):
     between `eval()` and `train()`. z is a float32 state (or "bfloat16x2").
 
     Args:
-        params: parameters, named parameters or groups.
         lr, momentum, weight_decay: step size, the share m of the average in y, decay at y.
         warmup_steps: over which the step size grows.
         r, weight_lr_power: the average weighs step t by t^r times this power of the largest step size so far.
         maximize: ascent.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2))
@@ -285,7 +260,7 @@ class SGDScheduleFree(ScheduleFree):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1.0,
         momentum: float = 0.9,
         weight_decay: float = 0,
@@ -296,7 +271,7 @@ class SGDScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals(), **_AT_THE_START))
+        super().__init__(**split_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
 
 
 @register_optimizer
@@ -307,16 +282,11 @@ class AdamWScheduleFree(ScheduleFree):
     is y = (1-b1) z + b1 x, and x between `eval()` and `train()`. z is a float32 state (or "bfloat16x2").
 
     Args:
-        params: parameters, named parameters or groups.
         lr, eps, weight_decay: step size, addend to the root of the second moment, decay at y.
         betas: the share of the average in y, and the share of the second moment that a step keeps.
         warmup_steps: over which the step size grows.
         r, weight_lr_power: the average weighs step t by t^r times this power of the largest step size so far.
         maximize: ascent.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(4, 4).bfloat16()
@@ -331,7 +301,7 @@ class AdamWScheduleFree(ScheduleFree):
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 2.5e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -343,7 +313,7 @@ class AdamWScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals(), **_AT_THE_START))
+        super().__init__(**split_init_arguments(locals(), **_SCHEDULE_FREE_COUNTERS))
 
 
 @register_optimizer
@@ -355,7 +325,6 @@ class Prodigy(Optimizer):
     under every sharding. w0 is a float32 state (or "bfloat16x2").
 
     Args:
-        params: parameters, named parameters or groups.
         lr: a factor of the estimate, for schedules; the same in every group, or 0.
         betas, eps, weight_decay: as AdamW; betas[0] above 0.
         beta3: the share that the sums keep; None for the root of betas[1].
@@ -363,10 +332,6 @@ class Prodigy(Optimizer):
         use_bias_correction, safeguard_warmup: unbiased moments; sums that a warmup of lr does not weigh.
         d0, d_coef, growth_rate: the first estimate, a factor of it, and by how much a step may multiply it.
         maximize: ascent.
-        **options: see Optimizer.
-
-    Raises:
-        ValueError: a hyper-parameter out of range, or options that do not go together.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(4))
@@ -379,14 +344,14 @@ class Prodigy(Optimizer):
     True
     """
 
-    _not_negative = (*NOT_NEGATIVE, "beta3", "d_coef")
+    _not_negative_options = (*NOT_NEGATIVE_OPTIONS, "beta3", "d_coef")
     # The estimate is over all parameters.
-    _steps_one_alone = False
+    _can_step_one_parameter = False
     _rule = PRODIGY
 
     def __init__(
         self,
-        params: Parameters,
+        params: ParamGroups,
         lr: float | torch.Tensor = 1.0,
         betas: tuple[float, float] = (0.9, 0.999),
         beta3: float | None = None,
@@ -402,7 +367,7 @@ class Prodigy(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        super().__init__(**split_arguments(locals(), d=0.0, d_max=0.0, d_numerator=0.0, k=0))
+        super().__init__(**split_init_arguments(locals(), d=0.0, d_max=0.0, d_numerator=0.0, k=0))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as Optimizer does; its estimate starts from its own d0 unless it comes with one."""
@@ -421,16 +386,16 @@ class Prodigy(Optimizer):
         super()._take_step()
         # One estimate for all, from a group that trains.
         leading = next((group for group in self.param_groups if group["lr"] > 0), None)
-        found: dict[str, float] = estimate(leading, self._sums) if leading is not None and self._sums else {}
+        found: dict[str, float] = estimate_distance(leading, self._sums) if leading is not None and self._sums else {}
         for group in self.param_groups:
             group.update(found)
             group["k"] += 1
 
-    def _note_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
+    def _note_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
         self._sums = next((total for batch in sums for total in batch), ())
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
-        super()._check_numbers(group)
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
+        super()._check_hyperparameters(group)
         for name, low, said in (("d0", 0.0, "above 0"), ("growth_rate", 1.0, "of 1 or more")):
             check_number(name, group[name])
             if not (float(group[name]) > low or float(group[name]) == low == 1):

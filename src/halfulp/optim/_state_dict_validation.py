@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
@@ -13,45 +12,46 @@ from .._messages import listed, name_differences
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
-from ._group_options import check_group, read_own_version
-from ._storage import STORES
+from ._group_options import check_group_options, read_own_version
 from .parameters._local_tensors import local
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import identities_of, plain_names
 from .parameters._state_tensors import (
-    ABSENT,
+    ABSENT_STATE,
     BEGUN,
-    check_version,
-    decode_saved,
+    check_codec_version,
+    decode_saved_state,
     find_saved_tensor,
-    set_initial,
+    set_initial_values,
 )
 from .rules._update_rule import StateSlot
 from .states._int8_blocks import scale_shape
 from .states._state import Codec
-from .weight_updates._weight_update import REGISTRY, weight_update
+from .weight_updates._weight_update import find_weight_update
 
 # Options that torch.optim's groups got later than others, and what older files that lack them mean.
-_LATER = {
+_LATER_OPTIONS = {
     **dict.fromkeys(("maximize", "nesterov", "amsgrad", "decoupled_weight_decay"), False),
     **dict.fromkeys(("capturable", "differentiable"), False),
     **dict.fromkeys(("foreach", "fused")),
 }
 # Options by which the file of another rule is known.
-_OF_RULES = {"lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lambd"}
-_OF_RULES |= {"lr_decay", "momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size"}
-_OURS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
+_RULE_OPTIONS = {"lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas"}
+_RULE_OPTIONS |= {"lr_decay", "momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size"}
+_RULE_OPTIONS |= {"lambd"}
+_HALFULP_OPTIONS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
 # In a saved group: the version of this library that saved it.
-VERSION = "halfulp"
-_KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream", VERSION)
+VERSION_KEY = "halfulp"
+_NOT_LOADED = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream", VERSION_KEY)
 # States that an option of a group may switch off in training; they stay, as in torch.optim.
-SWITCHED = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
+SWITCHABLE_STATES = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
 # What torch's schedulers write into groups, and names.
 _SCHEDULER_KEYS = {f"{bound}_{name}" for bound in ("initial", "base", "min", "max") for name in ("lr", "momentum")}
 _SCHEDULER_KEYS |= {"swa_lr", "last_lr", "name", "param_names"}
+_KNOWN_OPTIONS = _HALFULP_OPTIONS | _LATER_OPTIONS.keys() | _RULE_OPTIONS | _SCHEDULER_KEYS | set(_NOT_LOADED)
 
 
-def check_groups(
+def check_saved_groups(
     groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None], defaults: Mapping
 ) -> list[dict]:
     """Return the options that each group takes from a state_dict; raise ValueError if it does not fit these groups.
@@ -72,11 +72,11 @@ def check_groups(
     if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     for number, (mine, theirs) in enumerate(zip(groups, saved)):
-        unknown = theirs.keys() - mine.keys() - _OURS - _LATER.keys() - _OF_RULES - _SCHEDULER_KEYS - set(_KEPT)
+        unknown = theirs.keys() - mine.keys() - _KNOWN_OPTIONS
         refuse_newer_keys("param group", number, sorted(unknown), saved)
-        _check_names(mine, theirs, defaults)
-        _check_updates(mine, theirs)
-    return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
+        _check_group_names(mine, theirs, defaults)
+        _check_weight_update(mine, theirs)
+    return [_read_loaded_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
 
 def refuse_confusing_keys(state: Mapping) -> None:
@@ -89,7 +89,7 @@ def refuse_confusing_keys(state: Mapping) -> None:
             )
 
 
-def is_own_file(groups: list[dict], saved: list[Mapping]) -> bool:
+def is_halfulp_file(groups: list[dict], saved: list[Mapping]) -> bool:
     """Return whether an optimizer of this library saved some groups, for an optimizer with groups of its own.
 
     Without names the file holds identities. A trainer that saves by name leaves the names themselves out of groups.
@@ -108,7 +108,7 @@ def _is_keyed_by_name(saved: Mapping) -> bool:
     return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
 
 
-def has_other_bits(group: Mapping, saved: Mapping) -> bool:
+def has_other_identities(group: Mapping, saved: Mapping) -> bool:
     """Return whether a group that took over a file has other numbers for random bits than the file's."""
     held, names = saved.get("identities"), group.get("param_names")
     if not isinstance(held, list | tuple) or not names or not _is_keyed_by_name(saved):
@@ -116,7 +116,7 @@ def has_other_bits(group: Mapping, saved: Mapping) -> bool:
     return not set(identities_of({"param_names": names})) <= {number for number in held if isinstance(number, int)}
 
 
-def _numbers(version: str) -> list[int]:
+def _split_version(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
@@ -124,9 +124,9 @@ def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups:
     """Raise ValueError for unknown keys in a file of a later version; in other files they are the user's own."""
     if not unknown:
         return
-    versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
+    versions = [str(group[VERSION_KEY]) for group in saved_groups if VERSION_KEY in group]
     own = read_own_version()
-    version = next((one for one in versions if _numbers(own) < _numbers(one)), None)
+    version = next((one for one in versions if _split_version(own) < _split_version(one)), None)
     if version is not None:
         raise ValueError(
             f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {own} does not know: "
@@ -135,7 +135,7 @@ def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups:
         )
 
 
-def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
+def refuse_other_random_stream(what: str, place: str, saved: Mapping) -> None:
     """Raise ValueError for what was saved with random bits of another version of the stream."""
     version = saved.get("random_stream", 1)
     if "weight_update" in saved and version != STREAM_VERSION:
@@ -147,7 +147,7 @@ def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
         )
 
 
-def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
+def find_saved_state(state_dict: Mapping, number: object, name: str) -> Mapping:
     """Return one parameter's saved state, by its number in the file and its name for messages; empty if absent."""
     state = state_dict["state"].get(number, {})
     if not isinstance(state, Mapping):
@@ -155,11 +155,13 @@ def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
     return state
 
 
-def read_step(state: Mapping, name: str) -> int:
-    """Return the saved step number."""
-    given = state.get("step", 0)
+def read_saved_step(state: Mapping, name: str) -> int:
+    """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
+    given = state.get("step", int(isinstance(state.get("momentum_buffer"), torch.Tensor)))
     if given == {}:  # what torch makes of an entry that a flat state lacks
-        raise ValueError(_OTHER_MODEL.format(name))
+        raise ValueError(
+            f"the state holds nothing of parameter {name}: it is of another model, or of other parts of it"
+        )
     try:
         value = float(given)
     except (TypeError, ValueError):
@@ -169,9 +171,10 @@ def read_step(state: Mapping, name: str) -> int:
     return int(value)
 
 
-def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
-    unknown = sorted(_OF_RULES & theirs.keys() - mine.keys())
-    lacking = sorted((defaults.keys() | _OF_RULES) & mine.keys() - theirs.keys() - _OURS - _LATER.keys())
+def _check_group_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
+    unknown = sorted(_RULE_OPTIONS & theirs.keys() - mine.keys())
+    rules = (defaults.keys() | _RULE_OPTIONS) & mine.keys()
+    lacking = sorted(rules - theirs.keys() - _HALFULP_OPTIONS - _LATER_OPTIONS.keys())
     if unknown or lacking:
         raise ValueError(f"the state_dict is another optimizer's: a group of it {name_differences(lacking, unknown)}")
     by_name = _is_keyed_by_name(theirs)
@@ -179,7 +182,9 @@ def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
     if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
         raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
     both = list(zip(plain_names(names), plain_names(other), strict=True)) if names and other else []
-    differing = [f"{b} for {a}" for a, b in both if a != b and not (by_name and _is_one_below(a, b))]
+    if by_name:  # one may be the other behind the path of a part of the model
+        both = [(a, b) for a, b in both if not a.endswith(f".{b}") and not b.endswith(f".{a}")]
+    differing = [f"{b} for {a}" for a, b in both if a != b]
     if differing:
         raise ValueError(
             f"the state_dict names other parameters, or these in another order, such as {', '.join(differing[:3])}: "
@@ -187,15 +192,11 @@ def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
         )
 
 
-def _is_one_below(one: str, other: str) -> bool:
-    """Return whether one name is the other behind the path of a part of the model."""
-    return one.endswith(f".{other}") or other.endswith(f".{one}")
-
-
-def _check_updates(mine: dict, theirs: Mapping) -> None:
+def _check_weight_update(mine: dict, theirs: Mapping) -> None:
     if "weight_update" not in theirs:
         return
-    saved, own = (None if g["weight_update"] is None else weight_update(g["weight_update"]) for g in (theirs, mine))
+    given = (group["weight_update"] for group in (theirs, mine))
+    saved, own = (None if one is None else find_weight_update(one) for one in given)
     if saved != own:
         raise ValueError(
             f"the state_dict was saved with weight_update={saved!r}, this optimizer has {own!r}: make it with the "
@@ -203,10 +204,10 @@ def _check_updates(mine: dict, theirs: Mapping) -> None:
         )
 
 
-def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
+def _read_loaded_options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
     """Return a group's options after loading, checked as those of a new group are."""
-    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _KEPT}
-    taken = {**{key: value for key, value in _LATER.items() if key in mine}, **taken}
+    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _NOT_LOADED}
+    taken = {**{key: value for key, value in _LATER_OPTIONS.items() if key in mine}, **taken}
     if "param_names" in taken:
         taken["param_names"] = mine.get("param_names") or list(
             theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
@@ -216,7 +217,7 @@ def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[
         taken["identities"] = identities_of({"param_names": names})
     trial = {**mine, **taken}
     try:
-        check_group(trial)
+        check_group_options(trial)
         check_numbers(trial)
         identities = trial["identities"]
         if len(identities) != len(mine["params"]) or not all(isinstance(i, int) and 0 <= i < 2**63 for i in identities):
@@ -229,60 +230,18 @@ def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[
     return {key: trial[key] for key in taken}
 
 
-# Of an entry that a flat state lacks: why it does, and the cure.
-_LACKING = {
-    "identities": "it was saved by an optimizer over named parameters, and this one has no names: make it from "
-    "model.named_parameters()",
-    "param_names": "it was saved by an optimizer over unnamed parameters, and this one has names: make it from "
-    "model.parameters(); to go over to names, load it there, and give its state_dict() to the load_state_dict "
-    "of an optimizer made from model.named_parameters()",
-    "random_stream": "it was saved under version 1 of the stream of random bits; to go on with those of version "
-    f"{STREAM_VERSION}, which are others than the saved run's, give each parameter that entry, {STREAM_VERSION}",
-}
-_OTHER_MODEL = (
-    "the flat state holds nothing of parameter {}, which this optimizer steps: it is of another model, or of other "
-    "parts of it; give the state of all parameters that are stepped here"
-)
-
-
-def explain_missing_entry(key: str, flat: Mapping[str, Any]) -> str:
-    """Return why a flat state lacks an entry, "param_groups.<parameter>.<option>" or "state.<parameter>.<state>"."""
-    place = "state." if key.startswith("state.") else "param_groups."
-    parameter, _, entry = key.removeprefix(place).rpartition(".")
-    held = sorted({name.removeprefix(place).rpartition(".")[0] for name in flat if name.startswith(place)})
-    if parameter not in held:
-        return _OTHER_MODEL.format(parameter)
-    why = _LACKING.get(entry, "another optimizer, or one with other options, has saved it; load it into one made alike")
-    without = listed([name for name in held if f"{place}{name}.{entry}" not in flat])
-    return f"the flat state lacks {entry!r} of parameters {without}: {why}"
-
-
-def count_steps(state: Mapping, name: str) -> int:
-    """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
-    if "step" not in state and isinstance(state.get("momentum_buffer"), torch.Tensor):
-        return 1
-    return read_step(state, name)
-
-
-def read_begun(state: Mapping, step: int) -> dict[str, int]:
+def read_states_begun(state: Mapping, step: int) -> dict[str, int]:
     """Return the saved entry that says when the states began, if there is one."""
     held = state.get(BEGUN)
     return {BEGUN: held} if isinstance(held, int) and 0 < held <= step else {}
 
 
-def is_auxiliary(name: str) -> bool:
-    """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
-    stores = [STORES[dtype] for dtype in (torch.bfloat16, torch.float16, torch.float32)]
-    auxiliary = {key for update in REGISTRY.values() for store in stores for key, _ in update.auxiliary_tensors(store)}
-    return name in auxiliary or name.startswith("component_")
-
-
-def fit_state(
+def fit_saved_state(
     plan: ParameterPlan, group: Mapping, codec: Codec, rule_state: StateSlot, names: tuple[str, ...], state: Mapping
 ) -> dict[str, torch.Tensor]:
     """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
     given = find_saved_tensor(state, rule_state.name)
-    if given is ABSENT:
+    if given is ABSENT_STATE:
         raise ValueError(
             f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
         )
@@ -296,28 +255,24 @@ def fit_state(
         state = {**state, rule_state.name: (given := given.decode(torch.float32))}
     if given is None and rule_state.name == "momentum_buffer":
         new = {name: torch.zeros_like(plan.tensors[name]) for name in names}
-        set_initial(plan.spec, group, new)
+        set_initial_values(plan.spec, group, new)
         return new
-    own = [plan.tensors[name] for name in names]
-    if all(_is_same_layout(state.get(name), mine) for name, mine in zip(names, own)):
-        check_version(rule_state.name, state)
+    own, saved = [plan.tensors[name] for name in names], [local(state.get(name)) for name in names]
+    layouts = [(one.dtype, one.shape) if isinstance(one, torch.Tensor) else None for one in saved]
+    if layouts == [(mine.dtype, mine.shape) for mine in own]:
+        check_codec_version(rule_state.name, state)
         return {name: state[name] for name in names}
     is_packed = f"{rule_state.name}_packed" in state
     shape = scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
     like = torch.empty(shape, dtype=torch.float32, device="meta")
-    given = check_shape(plan, rule_state.name, given, like, exact=False)
-    value = decode_saved(local(given), state, rule_state)
+    given = check_saved_shape(plan, rule_state.name, given, like, exact=False)
+    value = decode_saved_state(local(given), state, rule_state)
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
     return dict(zip(names, fresh))
 
 
-def _is_same_layout(given: object, own: torch.Tensor) -> bool:
-    """Return whether a saved tensor can be copied bit for bit."""
-    return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
-
-
-def check_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
+def check_saved_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
     """Return a given state tensor; raise ValueError for another shape, or dtype where that counts."""
     if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
         shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__

@@ -90,61 +90,60 @@ class Store:
 
     def decode(self, x: torch.Tensor) -> torch.Tensor:
         """Return the float32 numbers of a tensor of `dtype`."""
-        piece = _decoder(self)
+        piece = _record_decoder(self)
         return run_on_tensors(piece.trace, [x], results=piece.results)[0][0]
 
-    def records(self) -> tuple[object, ...]:
+    def function_digests(self) -> tuple[object, ...]:
         """Return a digest of what the device functions do, equal for a store that was made twice."""
-        decoder = _decoder(self)
-        coders = (_encoder(self, stochastic).digest() for stochastic in (False, True))
+        decoder = _record_decoder(self)
+        coders = (_record_encoder(self, stochastic).digest() for stochastic in (False, True))
         return self.dtype, self.random_bits, decoder.trace.digest(), decoder.results, *coders
 
     def encode(self, x: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 numbers rounded to a tensor of `dtype`: to nearest, or by a random word per element."""
         out = torch.empty_like(x, dtype=self.dtype)
-        run_on_tensors(
-            _encoder(self, random is not None), [out], {"value": x, "random": random_words_of(random, self.random_bits)}
-        )
+        inputs = {"value": x, "random": cut_random_words(random, self.random_bits)}
+        run_on_tensors(_record_encoder(self, random is not None), [out], inputs)
         return out
 
 
-def bf16_real(code):
+def bf16_to_float32(code):
     """Device function: the float32 of a bfloat16 code."""
     return real(bfloat16_word(code))
 
 
-def bf16_nearest(x, random):
+def round_to_bf16(x, random):
     """Device function: the bfloat16 code nearest to x, ties to even."""
     bits = word(x)
     return shr(add(add(bits, BF16_HALF), bit_and(shr(bits, S16), ONE)), S16)
 
 
-def bf16_stochastic(x, random):
+def round_to_bf16_stochastically(x, random):
     """Device function: one of the two bfloat16 codes around x, the farther with the probability of its nearness."""
     return shr(add(word(x), random), S16)
 
 
-def f32_real(code):
+def word_to_float32(code):
     """Device function: the float32 with these bits, every NaN made canonical."""
     return real(select(bit_and(code, ABS) > EXPONENT, CANONICAL_NAN, code))
 
 
-def f32_exact(x, random):
+def float32_to_word(x, random):
     """Device function: a float32 kept whole."""
     return word(x)
 
 
-def fp16_real(code):
+def fp16_to_float32(code):
     """Device function: the float32 of a float16 code."""
     return real(float16_word(code))
 
 
-def fp16_nearest(x, random):
+def round_to_fp16(x, random):
     """Device function: the float16 code nearest to x, ties to even."""
     return float16_code(word(x))
 
 
-def fp16_stochastic(x, random):
+def round_to_fp16_stochastically(x, random):
     """Device function: one of the two float16 codes around x; beyond the largest finite one the upper is infinity."""
     bits = word(x)
     magnitude = bit_and(bits, ABS)
@@ -159,12 +158,12 @@ def fp16_stochastic(x, random):
     return bit_or(code, bit_and(shr(bits, S16), HALF_SIGN))
 
 
-def canonical(x):
+def make_nan_canonical(x):
     """Device function: a float32 from outside, of whose NaNs the sign alone is kept."""
     return select(x == x, x, real(bit_or(bit_and(word(x), SIGN), CANONICAL_NAN)))
 
 
-def random_words_of(random: torch.Tensor | None, random_bits: int) -> torch.Tensor | float:
+def cut_random_words(random: torch.Tensor | None, random_bits: int) -> torch.Tensor | float:
     """Return int64 random words as a recorded function takes them: as many bits as a rounding uses."""
     if random is None:
         return 0
@@ -172,16 +171,16 @@ def random_words_of(random: torch.Tensor | None, random_bits: int) -> torch.Tens
 
 
 @functools.cache
-def _decoder(store: Store) -> Piece:
+def _record_decoder(store: Store) -> Piece:
     element = Recording(1)
     found = bound(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
     return Piece(element.trace, (found.number,))
 
 
 @functools.cache
-def _encoder(store: Store, stochastic: bool) -> Trace:
+def _record_encoder(store: Store, stochastic: bool) -> Trace:
     element = Recording(1)
-    value, random = canonical(element.given("value")), element.given("random", "w32")
+    value, random = make_nan_canonical(element.given("value")), element.given("random", "w32")
     rounded = bound(store.stochastic if stochastic else store.nearest, dict(store.constants))
     store.save(element.arrays[0], element.index, rounded(value, random))
     return element.trace
@@ -192,9 +191,9 @@ BF16 = Store(
     torch.bfloat16,
     load16,
     store16,
-    bf16_real,
-    bf16_nearest,
-    bf16_stochastic,
+    bf16_to_float32,
+    round_to_bf16,
+    round_to_bf16_stochastically,
     16,
     7,
     -126,
@@ -204,14 +203,14 @@ FP16 = Store(
     torch.float16,
     load16,
     store16,
-    fp16_real,
-    fp16_nearest,
-    fp16_stochastic,
+    fp16_to_float32,
+    round_to_fp16,
+    round_to_fp16_stochastically,
     32,
     10,
     -14,
 )
-F32 = Store("fp32", torch.float32, load32, store32, f32_real, f32_exact, f32_exact, 0, 23, -126)
+F32 = Store("fp32", torch.float32, load32, store32, word_to_float32, float32_to_word, float32_to_word, 0, 23, -126)
 STORES = {store.dtype: store for store in (BF16, FP16, F32)}
 
 
@@ -220,108 +219,90 @@ KEEP = UNDRAWN = HALF = SHIFT = LEAST_BINADE = RAISE = UNIT_SHIFT = LARGEST = BE
 INVERSE_TOP = np.uint32(0)
 
 
-def grid_nearest(x, random):
+def round_bits_to_nearest(x, random):
     """Device function: to nearest where every word loses the same bits (8 exponent bits)."""
     bits = word(x)
     rounded = bit_and(add(add(bits, HALF), bit_and(shr(bits, SHIFT), ONE)), KEEP)
     return select(bit_and(bits, ABS) > EXPONENT, bits, rounded)
 
 
-def grid_stochastic(x, random):
+def round_bits_stochastically(x, random):
     """Device function: stochastic where every word loses the same bits."""
     bits = word(x)
     return select(bit_and(bits, ABS) > EXPONENT, bits, bit_and(add(bits, shr(random, UNDRAWN)), KEEP))
 
 
-def spaced_nearest(x, random):
+def round_spacing_to_nearest(x, random):
     """Device function: to nearest by the float adder, whose spacing at 2^(e - m + 23) is the format's at 2^e."""
     bits = word(x)
     magnitude = bit_and(bits, ABS)
-    large = real(add(binade_of(magnitude), RAISE))
+    large = real(add(find_binade_word(magnitude), RAISE))
     rounded = word((real(magnitude) + large) - large)
-    return bit_or(limited(magnitude, rounded), bit_and(bits, SIGN))
+    return bit_or(limit_to_largest(magnitude, rounded), bit_and(bits, SIGN))
 
 
-def spaced_stochastic(x, random):
+def round_spacing_stochastically(x, random):
     """Device function: stochastic in units of the spacing."""
     bits = word(x)
     magnitude = bit_and(bits, ABS)
     bounded = select(magnitude < EXPONENT, magnitude, LEAST_BINADE)
-    binade = binade_of(bounded)
+    binade = find_binade_word(bounded)
     units = real(bounded) * real(sub(INVERSE_TOP, binade))
     below = to_real(to_word(units))
     above = below + np.float32(1.0)
     taken = select(to_real(shr(random, S8)) * TWO_M24 < units - below, above, below)
     rounded = word(taken * real(sub(binade, UNIT_SHIFT)))
-    return bit_or(limited(magnitude, select(magnitude < EXPONENT, rounded, magnitude)), bit_and(bits, SIGN))
+    return bit_or(limit_to_largest(magnitude, select(magnitude < EXPONENT, rounded, magnitude)), bit_and(bits, SIGN))
 
 
-def binade_of(magnitude):
-    """Device function: the power of two at or below a magnitude, at least the smallest normal one."""
-    binade = bit_and(magnitude, EXPONENT)
+def find_binade_word(bits):
+    """Device function: the word of the power of two at or below the magnitude of a word, at least LEAST_BINADE."""
+    binade = bit_and(bits, EXPONENT)
     return select(binade > LEAST_BINADE, binade, LEAST_BINADE)
 
 
-def limited(magnitude, rounded):
+def limit_to_largest(magnitude, rounded):
     """Device function: what lies beyond the largest number, by the format's policy; NaN stays."""
     inside = select(rounded <= LARGEST, rounded, BEYOND)
     return select(magnitude > EXPONENT, magnitude, inside)
 
 
 @functools.cache
-def format_store(given: Format | str | None) -> Store | None:
+def make_format_store(given: Format | str | None) -> Store | None:
     """Return the store of a format's values in float32; None for no format and for float32 itself."""
     fmt = None if given is None else formats.get(given)
     if fmt is None or fmt.layout == formats.fp32.layout:
         return None
     if not (fmt.signed and fmt.zero and fmt.subnormals and fmt.signed_zero) or fmt.mantissa_bits == 0:
         raise ValueError(f"format={fmt.name} cannot hold weights: a sign, both zeros and subnormals are needed")
+    pieces: tuple[Callable, Callable]
     if fmt.exponent_bits == 8 and fmt.emin == -126:
         if fmt.mantissa_bits >= 23:
             raise ValueError(f"format={fmt.name} has more bits than the float32 parameters that are to hold it")
-        return _float32_range_store(fmt)
-    if fmt.emax - fmt.mantissa_bits + 24 > 127 or fmt.emin - fmt.mantissa_bits < -100 or fmt.mantissa_bits > 20:
-        raise ValueError(f"format={fmt.name} does not fit into float32 parameters: its range or precision is too large")
-    return _narrow_range_store(fmt)
-
-
-def _float32_range_store(fmt: Format) -> Store:
-    lost = 23 - fmt.mantissa_bits
-    constants = {
-        "KEEP": 0xFFFFFFFF << lost & 0xFFFFFFFF,
-        "UNDRAWN": 32 - lost,
-        "HALF": (1 << lost - 1) - 1,
-        "SHIFT": lost,
-    }
-    return _store(fmt, (grid_nearest, grid_stochastic), constants)
-
-
-def _narrow_range_store(fmt: Format) -> Store:
-    constants = {
-        "LEAST_BINADE": fmt.emin + 127 << 23,
-        "RAISE": 23 - fmt.mantissa_bits << 23,
-        "UNIT_SHIFT": fmt.mantissa_bits << 23,
-        "INVERSE_TOP": 254 + fmt.mantissa_bits << 23,
-        "LARGEST": int(np.float32(fmt.max).view(np.uint32)),
-        "BEYOND": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, int(np.float32(fmt.max).view(np.uint32))),
-    }
-    return _store(fmt, (spaced_nearest, spaced_stochastic), constants)
-
-
-def _store(fmt: Format, pieces: tuple[Callable, Callable], constants: dict[str, int]) -> Store:
-    bound = tuple((name, np.uint32(value)) for name, value in constants.items())
-    return Store(
-        fmt.name,
-        torch.float32,
-        load32,
-        store32,
-        f32_real,
-        *pieces,
-        32,
-        fmt.mantissa_bits,
-        fmt.emin,
-        bound,
-    )
+        lost, pieces = 23 - fmt.mantissa_bits, (round_bits_to_nearest, round_bits_stochastically)
+        constants = {
+            "KEEP": 0xFFFFFFFF << lost & 0xFFFFFFFF,
+            "UNDRAWN": 32 - lost,
+            "HALF": (1 << lost - 1) - 1,
+            "SHIFT": lost,
+        }
+    else:
+        if fmt.emax - fmt.mantissa_bits + 24 > 127 or fmt.emin - fmt.mantissa_bits < -100 or fmt.mantissa_bits > 20:
+            raise ValueError(
+                f"format={fmt.name} does not fit into float32 parameters: its range or precision is too large"
+            )
+        pieces, largest = (round_spacing_to_nearest, round_spacing_stochastically), np.float32(fmt.max).view(np.uint32)
+        constants = {
+            "LEAST_BINADE": fmt.emin + 127 << 23,
+            "RAISE": 23 - fmt.mantissa_bits << 23,
+            "UNIT_SHIFT": fmt.mantissa_bits << 23,
+            "INVERSE_TOP": 254 + fmt.mantissa_bits << 23,
+            "LARGEST": int(largest),
+            "BEYOND": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, int(largest)),
+        }
+    words = tuple((name, np.uint32(value)) for name, value in constants.items())
+    numbers = 32, fmt.mantissa_bits, fmt.emin
+    return Store(fmt.name, torch.float32, load32, store32, word_to_float32, *pieces, *numbers, words)
 
 
 E4M3 = Store("e4m3fn", torch.float8_e4m3fn, load8, store8, *E4M3FN, 32, 3, -6)

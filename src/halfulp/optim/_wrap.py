@@ -12,27 +12,25 @@ from typing import Any, Unpack, overload
 
 import torch
 from torch.optim import optimizer as _torch_optimizer
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .._messages import a_kind
 from ..formats import Format
 from ..scaled import ScaledTensor
-from ._float32 import MOST_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
-from ._group_options import NarrowOptions, Parameters, check_number, read_defaults, read_options
+from ._float32 import MOST_RUN_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
+from ._group_options import NarrowOptions, ParamGroups, check_number, read_defaults, read_options
 from ._optimizer import Loss, Optimizer
 from ._state_dict_validation import refuse_confusing_keys
 from ._storage import F32, Store
 from ._wrapped_state import (
-    BASE,
-    check_base_state,
-    check_outside_state,
-    copy_to_device,
-    read_outside_state,
-    restore_outside_state,
+    BASE_PREFIX,
+    read_own_entries,
+    restore_own_entries,
     split_base_states,
 )
-from .parameters._local_tensors import is_dtensor, local, own_parts, placed_like
-from .parameters._outside_writes import drop_stale, mark_current
+from .parameters._local_tensors import is_dtensor, local, placed_like
+from .parameters._narrow_groups import read_parameter_name
+from .parameters._outside_writes import drop_stale
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
@@ -40,22 +38,22 @@ from .rules._update_rule import UpdateRule
 from .step._batch import gradient_memory
 from .weight_updates._weight_update import WeightUpdate
 
-OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
+OUTER_OPTIONS = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 # What the groups of the two optimizers do not share.
-_APART = (*OWN, "params", "param_names")
+_UNSHARED_KEYS = (*OUTER_OPTIONS, "params", "param_names")
 
 
-def assignment(w: Any, g: Any) -> tuple[Any]:
+def assign_weight(w: Any, g: Any) -> tuple[Any]:
     """Return u and no states; the new weight is g, passed in the gradient's place."""
     return (g - w,)
 
 
 def no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
-    """Return the constants of an assignment."""
+    """Return the constants of an assignment, by a function that can be pickled."""
     return ()
 
 
-ASSIGNMENT = UpdateRule("assignment", assignment, (), (), no_constants, assigns=True, decays=False)
+ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), no_constants, assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):
@@ -64,13 +62,15 @@ class ExplicitGradientOptimizer(Optimizer):
     # What parameters step by, during a step.
     _explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
 
-    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+    def _choose_step_spec(
+        self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
+    ) -> StepSpec:
         if isinstance(parameter, ScaledTensor):
             raise ValueError(
                 f"parameter {name} is a ScaledTensor, which wrap and EMA do not take: torch.optim's optimizers run on "
                 "it unwrapped, and hu.optim's AdamW, Adam, SGD and Lion step it"
             )
-        return super()._step_spec(group, parameter, gradient, name)
+        return super()._choose_step_spec(group, parameter, gradient, name)
 
     def _step_by(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Step every parameter that a tensor is given for."""
@@ -80,23 +80,23 @@ class ExplicitGradientOptimizer(Optimizer):
         finally:
             del self._explicit_gradients
 
-    def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+    def _list_gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         return [*map(self._explicit_gradients.get, parameters)]
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
+    def _check_hyperparameters(self, group: dict[str, Any]) -> None:
         lr = group.get("lr")
         if isinstance(lr, torch.Tensor):
             check_number("lr", lr)
         if isinstance(lr, (int, float, torch.Tensor)) and not (math.isfinite(value := float(lr)) and value >= 0):
             raise ValueError(f"lr={value} is not allowed: give a finite number that is not negative")
 
-    def _check_switches(self, group: dict[str, Any]) -> None:
+    def _check_torch_switches(self, group: dict[str, Any]) -> None:
         """Accept all: these options belong to the wrapped optimizer."""
 
 
 def wrap(
     optimizer: Callable[..., torch.optim.Optimizer],
-    params: Parameters,
+    params: ParamGroups,
     *,
     weight_update: WeightUpdate | str | None = None,
     param_dtype: torch.dtype | str | None = None,
@@ -104,7 +104,7 @@ def wrap(
     seed: int = 0,
     report_interval: int = 50,
     **options: Any,
-) -> Wrapped:
+) -> WrappedOptimizer:
     """Wrap any torch optimizer for bfloat16 or float16 parameters (or a format's values in float32 ones).
 
     In a step, float32 copies of the weights (auxiliary tensors included) and float32 gradients go through the
@@ -113,9 +113,9 @@ def wrap(
     parameters are stepped in place, as without wrap.
 
     Shadows and converted gradients live only during the step: 8 bytes for each of at most 2^21 elements at a time for
-    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class and
-    for LBFGS. The optimizer's states are float32 and stay. Where hu.optim has the optimizer itself, that one is faster
-    and keeps narrow states.
+    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class. The
+    optimizer's states are float32 and stay; a file holds what the class itself would save. Where hu.optim has the
+    optimizer itself, that one is faster and keeps narrow states.
 
     Args:
         optimizer: a class, or a function that makes an instance; `load_state_dict` takes the states of one over.
@@ -126,13 +126,13 @@ def wrap(
 
     Returns:
         A torch.optim.Optimizer whose groups hold the options of both; the inner optimizer is `.base`. A closure is
-        called once, but by an optimizer that asks for one (LBFGS) as often as it likes, on parameters that are then
-        its trial points rounded to nearest.
+        called once.
 
     Raises:
         TypeError: nothing that makes an optimizer, such as a living one.
         ValueError: an optimizer of hu.optim, an option that both sides claim, or what Optimizer refuses.
-        NotImplementedError: differentiable=True, a state_dtype, or an optimizer that cannot follow (Lookahead).
+        NotImplementedError: differentiable=True, a state_dtype, an optimizer that cannot follow (Lookahead), or one
+            that evaluates the model at points of its own (LBFGS), which narrow parameters would round.
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -156,8 +156,8 @@ def wrap(
             "params), and load the states of a living optimizer, wrapped.load_state_dict(optimizer.state_dict())"
         )
     options = read_options(options, read_defaults(optimizer))
-    return Wrapped(
-        *make_base(optimizer, params, options),
+    return WrappedOptimizer(
+        *make_base_optimizer(optimizer, params, options),
         weight_update=weight_update,
         param_dtype=param_dtype,
         format=format,
@@ -166,7 +166,7 @@ def wrap(
     )
 
 
-class Wrapped(ExplicitGradientOptimizer):
+class WrappedOptimizer(ExplicitGradientOptimizer):
     """The optimizer that `wrap` returns.
 
     Attributes:
@@ -174,10 +174,10 @@ class Wrapped(ExplicitGradientOptimizer):
     """
 
     base: torch.optim.Optimizer
-    _steps_one_alone = False
-    _rule = ASSIGNMENT
+    _can_step_one_parameter = False
+    _rule = ASSIGNMENT_RULE
     # Groups here and in the wrapped optimizer.
-    _pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
+    _group_pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Wrapped(ExplicitGradientOptimizer):
         shadows: dict[torch.Tensor, torch.Tensor],
         **narrow: Unpack[NarrowOptions],
     ) -> None:
-        claimed = sorted(set(OWN) & base.defaults.keys())
+        claimed = sorted(set(OUTER_OPTIONS) & base.defaults.keys())
         if claimed:
             raise ValueError(
                 f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own"
@@ -195,7 +195,7 @@ class Wrapped(ExplicitGradientOptimizer):
             raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
         self.base = base
         self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
-        self._base_aside: TensorMap[dict[str, Any]] = TensorMap()
+        self._base_states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
         super().__init__(groups, dict(base.defaults), **narrow)
         self._pair_groups()
 
@@ -208,7 +208,7 @@ class Wrapped(ExplicitGradientOptimizer):
         inner, outer = split_group(param_group, shadows)
         self.base.add_param_group(inner)
         try:
-            super().add_param_group(outer | _options_of(self.base.param_groups[-1]))
+            super().add_param_group(outer | _list_group_options(self.base.param_groups[-1]))
         except Exception:
             del self.base.param_groups[-1]
             raise
@@ -217,32 +217,31 @@ class Wrapped(ExplicitGradientOptimizer):
         self._pair_groups()
 
     def _pair_groups(self) -> None:
-        self._pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
+        self._group_pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
 
-    def _follow_groups(self) -> None:
-        super()._follow_groups()
+    def _follow_group_edits(self) -> None:
+        super()._follow_group_edits()
         if self._is_built:
-            self._follow_parameters()
+            self._follow_parameter_edits()
 
-    def _follow_parameters(self) -> None:
+    def _follow_parameter_edits(self) -> None:
         """Put shadows into the wrapped optimizer's groups for the parameters of these, whose lists users may edit."""
-        if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
-            inner_of = {id(own): inner for own, inner in self._pairs}
+        if [id(own) for own, _ in self._group_pairs] != [id(own) for own in self.param_groups]:
+            inner_of = {id(own): inner for own, inner in self._group_pairs}
             self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
             self._pair_groups()
-        for own, inner in self._pairs:
+        for own, inner in self._group_pairs:
             for parameter in own["params"]:
                 if parameter not in self._shadows:
                     self._shadows[parameter] = make_shadow(parameter)
-            # The list itself stays: LBFGS holds it.
             inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
         # The states of parameters that are in no group are kept aside, as long as these live.
-        members = {id(shadow): shadow for _, inner in self._pairs for shadow in inner["params"]}
+        members = {id(shadow): shadow for _, inner in self._group_pairs for shadow in inner["params"]}
         for key in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in members]:
-            self._base_aside[key] = self.base.state.pop(key)
-        for shadow in members.values() if len(self._base_aside) else ():
-            if shadow in self._base_aside:
-                self.base.state[shadow] = self._base_aside.pop(shadow)
+            self._base_states_outside_groups[key] = self.base.state.pop(key)
+        for shadow in members.values() if len(self._base_states_outside_groups) else ():
+            if shadow in self._base_states_outside_groups:
+                self.base.state[shadow] = self._base_states_outside_groups.pop(shadow)
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
@@ -253,17 +252,17 @@ class Wrapped(ExplicitGradientOptimizer):
         change = getattr(self.base, "train" if mode else "eval", None)
         if not callable(change):
             return
-        self._follow_parameters()
+        self._follow_parameter_edits()
         # What was frozen after steps has a state still, and two weights.
-        plans = list(self._all_plans(lambda p: p.requires_grad or bool(self.base.state.get(self._shadows[p]))))
+        plans = list(self._walk_plans(lambda p: p.requires_grad or bool(self.base.state.get(self._shadows[p]))))
         try:
-            self._load(plans, Float32Buffer(0))
+            self._fill_shadows(plans, Float32Buffer(0))
             before = [local(self._shadows[plan.parameter])._version for plan in plans]
-            self._call_with_options(change)
+            self._call_under_outer_options(change)
             now = [local(self._shadows[plan.parameter])._version for plan in plans]
-            self._write([plan for plan, one, other in zip(plans, before, now, strict=True) if one != other])
+            self._write_changes([plan for plan, one, other in zip(plans, before, now, strict=True) if one != other])
         finally:
-            self._release(plans)
+            self._release_shadows(plans)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -284,63 +283,26 @@ class Wrapped(ExplicitGradientOptimizer):
                 be stepped; nothing is written then.
         """
         for group in self.param_groups:
-            self._check_numbers(group)
-        self._follow_parameters()
+            self._check_hyperparameters(group)
+        self._follow_parameter_edits()
         self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
-        wanted = inspect.signature(type(self.base).step).parameters.get("closure")
-        if wanted is not None and wanted.default is inspect.Parameter.empty:
-            return self._step_with_closure(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runs = self._runs(list(self._all_plans(lambda p: p.grad is not None)))
+        runs = self._list_runs(list(self._walk_plans(lambda p: p.grad is not None)))
         buffer = make_buffer(runs)
         for plans in runs:
             try:
-                self._load(plans, buffer)
-                self._step_base()
-                self._write(plans)
+                self._fill_shadows(plans, buffer)
+                with without_global_hooks():
+                    self._call_under_outer_options(self.base.step)
+                self._write_changes(plans)
             finally:
-                self._release(plans)
+                self._release_shadows(plans)
         return loss
 
-    def _step_with_closure(self, closure: Callable[[], Loss] | None) -> Loss:
-        """Step a wrapped optimizer that evaluates the model at points of its choice."""
-        if closure is None:
-            raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
-        plans, nowhere = list(self._all_plans()), Float32Buffer(0)
-        own = [part.detach() for plan in plans if not _needs_no_shadow(plan) for part in own_parts(plan.parameter)]
-        before = [(part, part.clone()) for part in own]
-
-        def evaluate() -> Loss:
-            with torch.no_grad():
-                for plan in plans:
-                    part, shadow = plan.parts[0], local(self._shadows[plan.parameter])
-                    if not _needs_no_shadow(plan):
-                        part.copy_(plan.spec.store.encode(shadow, None))
-                        for other in own_parts(plan.parameter)[1:]:
-                            other.detach().zero_()
-            loss = closure()
-            for plan in plans:
-                self._shadows[plan.parameter].grad = widen_gradient(plan.parameter.grad, nowhere)
-            return loss
-
-        try:
-            self._load(plans, nowhere)
-            try:
-                loss: Loss = self._step_base(evaluate)
-            finally:
-                for part, copy in before:
-                    part.copy_(copy)
-                for plan in plans:
-                    mark_current(plan)
-            self._write(plans)
-        finally:
-            self._release(plans)
-        return loss
-
-    def _runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
+    def _list_runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
         """Return the runs of plans that step together: all, unless the wrapped optimizer steps each parameter alone."""
         if (
             not type(self.base).__module__.startswith("torch.optim.")
@@ -350,17 +312,17 @@ class Wrapped(ExplicitGradientOptimizer):
             return [plans]
         whole = [plan for plan in plans if _needs_no_shadow(plan)]
         apart = [plan for plan in plans if not _needs_no_shadow(plan)]
-        return [*([whole] if whole else []), *split_into_runs(apart, MOST_ELEMENTS)]
+        return [*([whole] if whole else []), *split_into_runs(apart, MOST_RUN_ELEMENTS)]
 
-    def _all_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
+    def _walk_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if wanted(parameter):
-                    plan = self._plan(group, position, F32)
+                    plan = self._find_valid_plan(group, position, F32)
                     drop_stale(plan)
                     yield plan
 
-    def _load(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
+    def _fill_shadows(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Fill the shadows and their gradients."""
         buffer.clear()
         apart = [plan for plan in plans if not _needs_no_shadow(plan)]
@@ -371,39 +333,28 @@ class Wrapped(ExplicitGradientOptimizer):
             point_shadow(shadow, local(parameter).detach() if value is None else value)
             shadow.grad = widen_gradient(parameter.grad, buffer)
 
-    def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the wrapped optimizer."""
-        with global_hooks([{}, {}]) as held:  # which run around the outer step
-
-            def evaluate() -> Any:
-                with global_hooks(held):  # other optimizers may step in a closure
-                    return closure() if closure is not None else None
-
-            step: Any = self.base.step if closure is None else functools.partial(self.base.step, evaluate)
-            return self._call_with_options(step)
-
-    def _call_with_options(self, change: Callable[[], Any]) -> Any:
+    def _call_under_outer_options(self, change: Callable[[], Any]) -> Any:
         """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
-        for own, inner in self._pairs:
-            inner.update({name: own[name] for name in own if name not in _APART})
+        for own, inner in self._group_pairs:
+            inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
         result = change()
-        for own, inner in self._pairs:
-            claimed = sorted(set(OWN) & inner.keys())
+        for own, inner in self._group_pairs:
+            claimed = sorted(set(OUTER_OPTIONS) & inner.keys())
             if claimed:
                 raise ValueError(f"{type(self.base).__name__} writes {claimed} into its groups, which wrap uses itself")
-            own.update({name: inner[name] for name in inner if name not in _APART})
+            own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
         return result
 
-    def _write(self, plans: list[ParameterPlan]) -> None:
+    def _write_changes(self, plans: list[ParameterPlan]) -> None:
         # A float32 parameter's shadow has its memory, but a version counter of its own.
         torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _needs_no_shadow(plan)])
         self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _needs_no_shadow(s)})
 
-    def _release(self, plans: list[ParameterPlan]) -> None:
+    def _release_shadows(self, plans: list[ParameterPlan]) -> None:
         for plan in plans:
             shadow = self._shadows[plan.parameter]
             shadow.grad = None
-            point_shadow(shadow, empty_like(plan.parameter))
+            point_shadow(shadow, make_placeholder(plan.parameter))
 
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
@@ -412,12 +363,12 @@ class Wrapped(ExplicitGradientOptimizer):
         for group, packed in zip(self.param_groups, saved["param_groups"]):
             for parameter, number in zip(group["params"], packed["params"]):
                 if held := inner.get(self._shadows[parameter]):
-                    named = {f"{BASE}{name}": value for name, value in held.items()}
+                    named = {f"{BASE_PREFIX}{name}": value for name, value in held.items()}
                     state[number] = {**state.get(number, {}), **named}
         inner = {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
         refuse_confusing_keys(inner)
-        state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
-        beside = read_outside_state(self.base)
+        state |= {f"{BASE_PREFIX}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
+        beside = read_own_entries(self.base)
         return {**saved, "base": beside} if beside else saved
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
@@ -426,38 +377,55 @@ class Wrapped(ExplicitGradientOptimizer):
         The latter's 16-bit states become float32, and the auxiliary tensors stay as they are.
         """
         own, inner = split_base_states(state_dict, self.param_groups)
-        self._follow_groups()
+        self._follow_group_edits()
         inner = self._fit_base_states(own, inner)
-        beside = check_outside_state(self.base, state_dict.get("base", {}))
         super()._load_between_hooks(own)
-        for (group, base_group), saved in zip(self._pairs, own["param_groups"]):
+        for (group, base_group), saved in zip(self._group_pairs, own["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
-            for name in group.keys() - saved.keys() - self.defaults.keys() - {*_APART}:
+            for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_KEYS}:
                 del group[name]
-            for name in base_group.keys() - group.keys() - {*_APART}:
+            for name in base_group.keys() - group.keys() - {*_UNSHARED_KEYS}:
                 del base_group[name]
-            base_group.update({name: group[name] for name in group if name not in _APART})
+            base_group.update({name: group[name] for name in group if name not in _UNSHARED_KEYS})
         self.base.state.clear()
         self.base.state.update(inner)
-        restore_outside_state(self.base, beside)
+        restore_own_entries(self.base, state_dict.get("base", {}))
 
     def _fit_base_states(self, own: Mapping[Any, Any], inner: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
         """Return the wrapped optimizer's states by shadow, on the parameters' devices."""
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
             for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
-                state, shadow = inner.get(number), self._shadows[parameter]
-                check_base_state(state, own["state"].get(number), self.base, shadow, group, k)
-                if state:
-                    fitted[shadow] = {
-                        k: copy_to_device(v, None if k == "step" else parameter.device) for k, v in state.items()
-                    }
+                label = read_parameter_name(group, k)
+                state, shadow = inner.get(number, {}), self._shadows[parameter]
+                held, copied = self.base.state.get(shadow, {}), dict[str, Any]()
+                for name, value in state.items():
+                    known, device = held.get(name), None if name == "step" else parameter.device
+                    if (
+                        isinstance(value, torch.Tensor)
+                        and isinstance(known, torch.Tensor)
+                        and value.shape != known.shape
+                    ):
+                        raise ValueError(
+                            f"state {name!r} of parameter {label} has shape {tuple(value.shape)}, "
+                            f"{tuple(known.shape)} is needed"
+                        )
+                    move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
+                    copied[name] = tree_map_only(torch.Tensor, move, value)
+                if held and not state and own["state"].get(number, {}).get("step"):
+                    raise ValueError(
+                        f"the file holds no states of {type(self.base).__name__} for parameter {label}, "
+                        "which it has stepped: torch's flatten_optimizer_state_dict leaves out what is wrapped; save "
+                        "without it"
+                    )
+                if copied:
+                    fitted[shadow] = copied
         return fitted
 
     def bytes_per_parameter(self) -> float:
         """Return bytes per element of weights, auxiliary tensors, states and gradients, as held between steps."""
         total = elements = 0
-        for plan in self._all_plans():
+        for plan in self._walk_plans():
             parameter = plan.parameter
             leaves = tree_leaves(self.base.state.get(self._shadows[parameter], {}))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -480,14 +448,14 @@ class Wrapped(ExplicitGradientOptimizer):
         """Restore from `__getstate__`."""
         (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
         super().__setstate__(state)
-        self._shadows, self._base_aside = TensorMap(shadows), TensorMap()
+        self._shadows, self._base_states_outside_groups = TensorMap(shadows), TensorMap()
         self.base = object.__new__(kind)
         self.base.__setstate__(fields)
         self._pair_groups()
 
     def __repr__(self) -> str:
         """Return the wrapped class, then the fields as Optimizer does."""
-        return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
+        return super().__repr__().replace("WrappedOptimizer (", f"wrap({type(self.base).__name__}) (", 1)
 
 
 def _needs_no_shadow(plan: ParameterPlan) -> bool:
@@ -495,7 +463,7 @@ def _needs_no_shadow(plan: ParameterPlan) -> bool:
     return plan.spec.store is F32
 
 
-def make_base(
+def make_base_optimizer(
     optimizer: Callable[..., Any], params: Iterable[Any], options: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer, list[dict[str, Any]], dict[torch.Tensor, torch.Tensor]]:
     """Make an optimizer over shadows of parameters; return it, its groups and the shadows."""
@@ -510,10 +478,11 @@ def make_base(
     base = optimizer([inner for inner, _ in pairs], **options)
     if not isinstance(base, torch.optim.Optimizer):
         raise TypeError(f"{optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
+    refuse_closures(base)
     refuse_inner_optimizers(base)
     if len(base.param_groups) != len(pairs):
         raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
-    return base, [outer | _options_of(inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
+    return base, [outer | _list_group_options(inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
 
 
 def split_group(
@@ -529,16 +498,16 @@ def split_group(
             raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
         shadow = shadows.setdefault(parameter, make_shadow(parameter))
         inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
-    rest = {name: value for name, value in group.items() if name not in (*OWN, "params")}
+    rest = {name: value for name, value in group.items() if name not in (*OUTER_OPTIONS, "params")}
     return {**rest, "params": inner}, {**group, "params": members}
 
 
-def _options_of(inner: Mapping[str, Any]) -> dict[str, Any]:
+def _list_group_options(inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group of the wrapped optimizer, without its parameters."""
     return {name: value for name, value in inner.items() if name not in ("params", "param_names")}
 
 
-def empty_like(parameter: torch.Tensor) -> torch.Tensor:
+def make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """Return a zero expanded to a parameter's local shape, without memory of that size."""
     part = local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
@@ -546,7 +515,9 @@ def empty_like(parameter: torch.Tensor) -> torch.Tensor:
 
 def make_shadow(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that the wrapped optimizer steps instead of a parameter."""
-    return torch.nn.Parameter(placed_like(empty_like(parameter), parameter), requires_grad=parameter.requires_grad)
+    return torch.nn.Parameter(
+        placed_like(make_placeholder(parameter), parameter), requires_grad=parameter.requires_grad
+    )
 
 
 def point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
@@ -571,6 +542,16 @@ def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torc
     return placed_like(buffer.take(part).copy_(part), gradient)
 
 
+def refuse_closures(base: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose step needs a closure, by which it evaluates the model at points of its choice."""
+    wanted, name = inspect.signature(type(base).step).parameters.get("closure"), type(base).__name__
+    if wanted is not None and wanted.default is inspect.Parameter.empty:
+        raise NotImplementedError(
+            f"{name}.step needs a closure, by which it evaluates the model at trial points; narrow parameters would "
+            f"round these: step float32 parameters by {name} itself"
+        )
+
+
 def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that holds another one.
 
@@ -590,21 +571,12 @@ def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def global_hooks(wanted: list[dict[int, Any]]) -> Iterator[list[dict[int, Any]]]:
-    """Return a context with other hooks before and after every optimizer's step, less what is removed in it."""
-    hooks: list[dict[int, Any]] = [
-        _torch_optimizer._global_optimizer_pre_hooks,
-        _torch_optimizer._global_optimizer_post_hooks,
-    ]
-    held = [dict(one) for one in hooks]
+def without_global_hooks() -> Iterator[None]:
+    """Return a context without the hooks of every optimizer's step, which run around the outer step."""
+    hooks = vars(_torch_optimizer)
+    before = {name: hooks[name] for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")}
+    hooks.update({name: {} for name in before})
     try:
-        for one, given in zip(hooks, wanted):
-            one.clear()
-            one.update(given)
-        yield held
+        yield
     finally:
-        for one, given, before in zip(hooks, wanted, held):
-            for key in [*given]:
-                if one.pop(key, None) is None:
-                    del given[key]
-            one.update(before)
+        hooks.update(before)

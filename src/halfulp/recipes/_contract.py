@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from .._messages import a_kind, listed
 from ..mctensor import MCTensor
 from ..optim import Optimizer
-from ..optim._gradient_release import model_parameters
 from ..optim._inner_optimizer import inner_optimizer
-from ..optim.parameters._narrow_groups import name_of
+from ..optim.parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from ..optim.parameters._random_identity import plain_names
 from ..scaled import ScaledTensor
 
@@ -189,7 +188,7 @@ def contract(
     stepped = {
         id(parameter): _describe_step(one, group, position)
         for one in optimizers
-        for group, position, parameter in model_parameters(one)
+        for group, position, parameter in walk_model_parameters(one)
     }
     held: list[tuple[str, Tensor]] = list(model.named_parameters())
     held += [
@@ -249,7 +248,7 @@ def _describe_step(
     update = "nearest"
     if isinstance(optimizer, Optimizer):
         # A plan would make the states that it lacks; its specification does not.
-        spec = optimizer._step_spec(group, group["params"][position], None, name_of(group, position))
+        spec = optimizer._choose_step_spec(group, group["params"][position], None, read_parameter_name(group, position))
         update = spec.update.name
     state = optimizer.state.get(group["params"][position], {})
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}

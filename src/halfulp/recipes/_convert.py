@@ -11,7 +11,7 @@ from torch import nn
 
 from ..mctensor import multicomponent
 from ..mctensor._convert_model import single_component
-from ..optim.parameters._narrowing import keep_float32, narrow, widen
+from ..optim.parameters._narrowing import keep_float32, narrow_parameter, widen_parameter
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
 from ..subclass.models._parameter_holders import Wrappers, check_holders, holding_optimizers, replace_data
@@ -151,7 +151,7 @@ def revert(model: ModuleType) -> ModuleType:
     elif recipe.narrow or recipe.param_dtype == "float64":
         for parameter in model.parameters():
             if parameter.dtype == _get_param_dtype(recipe):
-                widen(parameter)
+                widen_parameter(parameter)
             keep_float32(parameter, False)
         _cast_buffers(model, record.buffers, torch.float32)
     wrappers.follow()
@@ -196,7 +196,7 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
         if id(parameter) in keeps:
             keep_float32(parameter)
         else:
-            narrow(parameter, dtype)
+            narrow_parameter(parameter, dtype)
     # torch's kernel wants statistics of the dtype of the weights, or inputs narrower than both.
     norms = {
         name

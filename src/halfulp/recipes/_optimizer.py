@@ -14,7 +14,7 @@ from .. import optim
 from .._names import described, unknown
 from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer, StateSlot
-from ..optim._algorithms import Choice
+from ..optim._algorithms import MuonChoice
 from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import own_parts
 from ..rounding import Nearest, Stochastic, quantize
@@ -34,7 +34,7 @@ def optimizer(
     *,
     seed: int = 0,
     report_interval: int = 50,
-    use_muon: Choice = None,
+    use_muon: MuonChoice = None,
     **hyper: Any,
 ) -> MeasuredOptimizer:
     """Return the optimizer that goes with a converted model: its weight updates and states are the recipe's.

@@ -16,10 +16,10 @@ import torch
 import halfulp as hu
 from halfulp.kernels import run_on_tensors, same_bits
 from halfulp.kernels._device_function import Recording, bound
-from halfulp.optim._storage import STORES, format_store
-from halfulp.optim.parameters._outside_writes import mark_current
+from halfulp.optim._storage import STORES, make_format_store
+from halfulp.optim.parameters._outside_writes import record_payload
 from halfulp.optim.parameters._step_spec import refuse_feedback
-from halfulp.optim.weight_updates._weight_update import REGISTRY
+from halfulp.optim.weight_updates._weight_update import WEIGHT_UPDATES
 
 
 def _example(name: str):
@@ -84,7 +84,7 @@ VARIANTS = {
     "components-3-stochastic": hu.Components(3, residual="stochastic"),
     "components-4": hu.Components(4),
 }
-UPDATES = {**REGISTRY, **VARIANTS}
+UPDATES = {**WEIGHT_UPDATES, **VARIANTS}
 # 16-bit tensors, float32 ones, and formats inside float32 ones: 8 exponent bits and fewer, infinities and none.
 STORE_NAMES = ("bf16", "fp16", "fp32", "e8m5", "e8m1", "e4m3fn", "e5m2", "bf16-in-fp32", "fp16-in-fp32")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -141,7 +141,7 @@ def optimizer_names() -> list[str]:
 def allowed(rule: str, update: str, store: str) -> bool:
     """Whether an optimizer accepts the three together."""
     options = options_of(store)
-    held = format_store(options["format"]) if options else STORES[dtype_of(store)]
+    held = make_format_store(options["format"]) if options else STORES[dtype_of(store)]
     if store == "fp32":
         return update == "exact"  # where a float32 parameter ends, whatever it is given
     try:
@@ -311,4 +311,4 @@ class Adder:
     def fill(self, values: torch.Tensor) -> None:
         plan = self.plan
         plan.spec.update.fill(plan.spec.store, plan.parts, values)
-        mark_current(plan)
+        record_payload(plan)

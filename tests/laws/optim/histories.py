@@ -36,10 +36,7 @@ class World:
     def fresh(self):
         """A world of other numbers with the same groups."""
         parameters = {name: torch.nn.Parameter(torch.randn_like(p)) for name, p in self.parameters.items()}
-        new = World(self.kind, copy.deepcopy(self.groups), parameters, **self.options)
-        for mine, theirs in zip(new.optimizer.param_groups, self.optimizer.param_groups):
-            mine["weight_update"] = theirs["weight_update"]
-        return new
+        return World(self.kind, copy.deepcopy(self.groups), parameters, **self.options)
 
 
 # What the run itself does: (world, chooser) -> nothing. Both lives draw the same numbers.
@@ -78,13 +75,6 @@ def rate(world, chooser):
         group["lr"] = chooser.choice((1e-3, 2e-3))
 
 
-def another_weight_update(world, chooser):
-    updates = [name for name in narrow_updates() if not UPDATES[name].feeds_back]
-    chosen = UPDATES[chooser.choice(updates)]
-    for group in world.optimizer.param_groups:
-        group["weight_update"] = chosen
-
-
 def new_group(world, chooser):
     generator = torch.Generator().manual_seed(chooser.randrange(2**40))
     name = f"new.{len(world.parameters)}"
@@ -107,9 +97,9 @@ def float32_weights(world, chooser):
     world.optimizer.load_float32_state_dict(world.model, {name: value * 0.75 for name, value in held.items()})
 
 
-COMMON = (step, clamp, mask, project, clamp_in_new_memory, rate, another_weight_update, new_group, replaced)
+COMMON = (step, clamp, mask, project, clamp_in_new_memory, rate, new_group, replaced)
 COMMON += (float32_weights,)
-WEIGHTS = (12, 2, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5)
+WEIGHTS = (12, 2, 1, 1, 1, 1, 0.5, 0.5, 0.5)
 
 
 # What changes no bit: (world, chooser) -> the world that goes on.
@@ -183,8 +173,6 @@ def live(seed: int, disturbed: bool) -> tuple[dict[str, torch.Tensor], list[str]
     with torch.no_grad(), hu.kernels.engine("reference"):
         for _ in range(10):
             (act,) = chooser.choices(COMMON, WEIGHTS)
-            if UPDATES[update].feeds_back and act is another_weight_update:
-                act = step
             for _ in range(other.randrange(3) if disturbed else 0):
                 harmless = other.choice(HARMLESS)
                 told.append(f"({harmless.__name__})")

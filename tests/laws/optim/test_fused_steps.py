@@ -1,8 +1,10 @@
 """Law: the compiled step has the reference's bits, for every rule, weight update, store and codec."""
 
 import dataclasses
+import inspect
 import itertools
 import math
+import types
 
 import numpy as np
 import pytest
@@ -74,7 +76,7 @@ def test_kernels_that_differ_in_any_piece_have_different_keys():
     for (rule, update, store), codec in zip(samples.covering(combinations(), 12), codecs):
         parameter = torch.nn.Parameter(fit(torch.zeros(2, 32), store))
         optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
-        made = table(optimizer._step_spec(optimizer.param_groups[0], parameter, None, ""))
+        made = table(optimizer._choose_step_spec(optimizer.param_groups[0], parameter, None, ""))
         trace = made.trace
         own = trace.lines, trace.kinds, trace.stores, trace.sums, made.columns, made.constants, made.block
         assert known.setdefault(made.key(), own) == own
@@ -83,13 +85,16 @@ def test_kernels_that_differ_in_any_piece_have_different_keys():
 def _spec(seed, update="kahan", codec="8bit", **more):
     parameter = torch.nn.Parameter(fit(special_pairs(seed)[0], "bf16"))
     optimizer = build("adamw", update, [parameter], "bf16", state_dtype=CODECS[codec], seed=seed, **more)
-    return optimizer._step_spec(optimizer.param_groups[0], parameter, None, "")
+    return optimizer._choose_step_spec(optimizer.param_groups[0], parameter, None, "")
 
 
 def _with_constants(spec, names):
     own = dict(zip(spec.rule.constants, names, strict=True))
-    inner = tuple(own[name] for name in spec.rule.homogeneous)
-    return dataclasses.replace(spec, rule=dataclasses.replace(spec.rule, constants=names, homogeneous=inner))
+    inner, plain = tuple(own[name] for name in spec.rule.homogeneous), spec.rule.update
+    update = types.FunctionType(plain.__code__, plain.__globals__, plain.__name__)
+    arguments = inspect.signature(plain).parameters.values()
+    update.__signature__ = inspect.Signature([one.replace(name=own.get(one.name, f"{one.name}_")) for one in arguments])
+    return dataclasses.replace(spec, rule=dataclasses.replace(spec.rule, update=update, homogeneous=inner))
 
 
 def test_constants_called_shrink_and_grow_change_no_bit(seed):
@@ -99,7 +104,7 @@ def test_constants_called_shrink_and_grow_change_no_bit(seed):
 
 
 def _own_rule(spec, update):
-    own = {"constants": ("lr",), "homogeneous": None, "error_feedback": None}
+    own = {"homogeneous": None, "error_feedback": None}
     return dataclasses.replace(spec, rule=dataclasses.replace(spec.rule, name="of-mine", update=update, **own))
 
 
@@ -176,7 +181,7 @@ def _own_feedback(lost, m, v, lr, eps):
 @pytest.mark.parametrize(("update", "codec"), [("kahan", "8bit"), ("feedback", "bf16-nearest")])
 def test_names_of_a_rules_own_module_mean_what_they_mean_there(seed, update, codec):
     spec = _spec(seed, update, codec)
-    own = {"constants": ("lr", "eps"), "homogeneous": None, "error_feedback": _own_feedback}
+    own = {"homogeneous": None, "error_feedback": _own_feedback}
     rule = dataclasses.replace(spec.rule, name="own_names", update=_own_names, **own)
     spec = dataclasses.replace(spec, rule=rule)
     checked(spec)

@@ -5,7 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.weight_updates._weight_update import weight_update
+from halfulp.optim.weight_updates._weight_update import find_weight_update
 
 from .cases import UPDATES, WITH_ORACLE, Adder, allowed, build, decoded, narrow_updates, stored_updates
 
@@ -197,8 +197,8 @@ def test_to_dict_is_plain_and_makes_the_same_again(update):
     given = UPDATES[update]
     plain = given.to_dict()
     assert all(isinstance(value, str | int | bool) for value in plain.values())
-    assert weight_update(plain) == given
-    assert type(weight_update(plain)) is type(given)
+    assert find_weight_update(plain) == given
+    assert type(find_weight_update(plain)) is type(given)
 
 
 @pytest.mark.parametrize(("rule", "update"), [(rule, "feedback") for rule in WITH_ORACLE])

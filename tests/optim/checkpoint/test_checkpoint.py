@@ -207,51 +207,6 @@ def test_another_optimizers_state_is_refused(other):
     assert [name for name in differing(before, snapshot(optimizer)) if "." not in name.partition(".")[2]] == []
 
 
-class _Compiled(torch.nn.Module):
-    """The names of a compiled model, with nothing compiled."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self._orig_mod = inner
-
-
-class _Parallel(torch.nn.Module):
-    """The names of DistributedDataParallel."""
-
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = inner
-
-
-def test_a_copy_is_read_whatever_wrappers_its_names_tell(seed):
-    ways = (lambda m: m, _Compiled, _Parallel, lambda m: _Parallel(_Compiled(m)))
-    for ours in ways:
-        model = ours(make_model())
-        optimizer = hu.optim.SGD(model.named_parameters(), lr=1e-3, weight_update="split")
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-        wanted = list(optimizer.float32_state_dict(model).values())
-        plain = model
-        while isinstance(plain, (_Compiled, _Parallel)):
-            plain = getattr(plain, "module", None) or plain._orig_mod
-        for theirs in ways:
-            other = theirs(copy.deepcopy(plain))
-            got = optimizer.float32_state_dict(other)
-            assert list(got) == list(other.state_dict())
-            assert all(torch.equal(mine, value) for mine, value in zip(got.values(), wanted, strict=True))
-            assert any(not torch.equal(value, value.bfloat16().float()) for value in got.values())
-    # A plain part called "module" that alone is stepped, beside another.
-    whole = torch.nn.ModuleDict({"module": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 1)}).bfloat16()
-    part = [(name, p) for name, p in whole.named_parameters() if name.startswith("module.")]
-    optimizer = hu.optim.SGD(part, lr=1e-3, weight_update="split")
-    for _, parameter in part:
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    wanted, got = optimizer.float32_state_dict(whole), optimizer.float32_state_dict(copy.deepcopy(whole))
-    assert all(torch.equal(got[name], wanted[name]) for name in wanted)
-
-
 def test_tied_weights_are_one():
     model = torch.nn.Sequential(torch.nn.Embedding(16, 32), torch.nn.Linear(32, 16, bias=False)).bfloat16()
     model[1].weight = model[0].weight

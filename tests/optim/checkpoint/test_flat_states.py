@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.parameters._random_identity import name_identity
+from halfulp.optim.parameters._random_identity import hash_name
 
 STEPS = 3
 ROUNDING = {
@@ -123,7 +123,7 @@ def _optimizer(model, groups=_one_group, rounding="stochastic", kind=hu.optim.Ad
 def _train(model, optimizer, first, last):
     for step in range(first, last):
         for name, parameter in model.named_parameters():
-            generator = torch.Generator().manual_seed(hash((name_identity(name), step)) % 2**31)
+            generator = torch.Generator().manual_seed(hash((hash_name(name), step)) % 2**31)
             parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
         optimizer.step()
         optimizer.zero_grad()
@@ -215,7 +215,7 @@ def test_nothing_in_a_file_grows_with_the_square_of_the_parameters(way):
 def _older(saved):
     """A state_dict as older versions wrote it: with the numbers beside the names."""
     for group in saved["param_groups"]:
-        group["identities"] = [name_identity(name) for name in group["param_names"]]
+        group["identities"] = [hash_name(name) for name in group["param_names"]]
     return saved
 
 
@@ -316,7 +316,7 @@ def test_copies_and_edited_groups_keep_the_names_numbers():
     assert group["param_names"] == [name for name, _ in model.named_parameters()][::-1]
     group["params"][0] = torch.nn.Parameter(group["params"][0].detach().clone())
     other.state_dict()
-    assert other._identities[group["params"][0]] == ("layers.3.bias", name_identity("layers.3.bias"))
+    assert other._identities[group["params"][0]] == ("layers.3.bias", hash_name("layers.3.bias"))
 
 
 def test_a_wrapped_optimizers_states_are_not_dropped_in_silence():
@@ -356,8 +356,8 @@ def test_a_stage_reads_its_part_of_a_distributed_checkpoint(way, tmp_path, needs
 
 
 LACKS = {
-    ("named", "unnamed"): r"lacks 'identities' of parameters 'layers\.0\.bias', .*make it from model\.named_parameters",
-    ("unnamed", "named"): r"lacks 'param_names' of parameters 'layers\.0\.bias', .*make it from model\.parameters",
+    ("named", "unnamed"): r"lacks 'param_groups\.layers\..*\.identities': .*model\.named_parameters",
+    ("unnamed", "named"): r"lacks 'param_groups\.layers\..*\.param_names': .*model\.named_parameters",
 }
 
 
@@ -385,9 +385,9 @@ def test_a_flat_state_of_other_parameters_or_states_is_refused_in_words():
     optimizer = _optimizer(model)
     _train(model, optimizer, 0, 1)
     saved = _flat(model, optimizer)
-    with pytest.raises(ValueError, match=r"holds nothing of parameter layers\.[23]\."):
+    with pytest.raises(ValueError, match=r"lacks .*layers\.[23]\.|holds nothing of parameter"):
         _set_flat(model := Net(), _optimizer(model), saved)
-    with pytest.raises(ValueError, match=r"lacks 'momentum' of parameters .*another optimizer"):
+    with pytest.raises(ValueError, match=r"lacks .*\.momentum.*another model or optimizer"):
         _set_flat(model := Net("01"), _optimizer(model, kind=hu.optim.SGD), saved)
     plain = torch.optim.AdamW(model.parameters())
     with pytest.raises(KeyError):  # what torch says of its own optimizers stays

@@ -68,8 +68,6 @@ def test_looks_allocate_nothing_for_frozen_parameters():
     for _ in range(2):
         found = optimizer.float32_state_dict(model)
         assert all(torch.equal(found[name], value) for name, value in expected.items())
-    copied = optimizer.float32_state_dict(copy.deepcopy(model))
-    assert all(torch.equal(copied[name], value) for name, value in expected.items())
     hu.optim.EMA(model, 0.5, optimizer=optimizer).update()
     held = {id(p) for p, state in optimizer.state.items() if state}
     assert not held & {id(p) for p in model[0].parameters()}
@@ -182,7 +180,7 @@ SWITCHES = {
     "Adam": (hu.optim.Adam, {"amsgrad": True}, {"amsgrad": False}, "max_exp_avg_sq"),
     "momentum": (hu.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.0}, "momentum_buffer"),
 }
-STORED = {"default": {}, "float32": {"state_dtype": torch.float32}, "bfloat16x2": {"state_dtype": "bfloat16x2"}}
+STORED = {"float32": {"state_dtype": torch.float32}, "bfloat16x2": {"state_dtype": "bfloat16x2"}}
 
 
 @pytest.mark.sampled(2)

@@ -6,7 +6,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import IndexMap
-from halfulp.optim.parameters._payload_digests import digests_of
+from halfulp.optim.parameters._payload_digests import compute_digests
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 SHAPES = ((), (1,), (3,), (5, 7), (16_384,), (16_385,), (40_001,), (0,))
@@ -20,9 +20,9 @@ def _payload(shape, dtype):
 def test_kernel_and_numpy_agree_and_see_one_bit(seed, dtype):
     for shape in SHAPES:
         payload, index_map = _payload(shape, dtype), IndexMap.whole(shape)
-        compiled = digests_of(payload, index_map)
+        compiled = compute_digests(payload, index_map)
         with hu.kernels.engine("reference"):
-            plain = digests_of(payload, index_map)
+            plain = compute_digests(payload, index_map)
         assert compiled.dtype == plain.dtype == np.uint64
         assert (compiled == plain).all()
         assert len(plain) == len(payload.reshape(-1).split(16_384)) if payload.numel() else len(plain) == 0
@@ -31,7 +31,7 @@ def test_kernel_and_numpy_agree_and_see_one_bit(seed, dtype):
             bytes_ = other.reshape(-1).view(torch.uint8)
             place = int(torch.randint(len(bytes_), ()))
             bytes_[place] ^= 1 << int(torch.randint(8, ()))
-            changed = digests_of(other, index_map) != compiled
+            changed = compute_digests(other, index_map) != compiled
             assert changed.nonzero()[0].tolist() == [place // payload.element_size() // 16_384]
 
 
@@ -45,7 +45,7 @@ def test_changes_of_many_elements_do_not_cancel(seed, change):
         "shift": lambda: payload.roll(4),
     }[change]()
     whole = IndexMap.whole((4096,))
-    assert digests_of(payload, whole) != digests_of(other, whole)
+    assert compute_digests(payload, whole) != compute_digests(other, whole)
 
 
 def test_views_at_any_address_have_the_digests_of_their_copies(seed):
@@ -53,7 +53,7 @@ def test_views_at_any_address_have_the_digests_of_their_copies(seed):
     for begin in range(5):
         view = held[begin : begin + 90]
         whole = IndexMap.whole((90,))
-        assert digests_of(view, whole) == digests_of(view.clone(), whole)
+        assert compute_digests(view, whole) == compute_digests(view.clone(), whole)
 
 
 @pytest.mark.parametrize("update", ["split8", "split", "kahan", "master"])
@@ -68,4 +68,4 @@ def test_a_compiled_step_computes_those_of_what_it_writes(seed, update):
         for parameter in [*parameters, turned]:
             plan = optimizer._plans[parameter]
             held = plan.payload_version
-            assert (held.digests == digests_of(plan.payloads[0], plan.index_map)).all()
+            assert (held.digests == compute_digests(plan.payloads[0], plan.index_map)).all()

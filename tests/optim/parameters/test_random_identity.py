@@ -3,7 +3,7 @@
 import torch
 
 import halfulp as hu
-from halfulp.optim.parameters._random_identity import identities_of, name_identity
+from halfulp.optim.parameters._random_identity import hash_name, identities_of
 
 
 def _step(groups, **options):
@@ -71,17 +71,6 @@ def _trained_in_backward(count, steps=2, named=False):
     return layers, optimizers
 
 
-def test_optimizers_that_step_in_backward_share_no_bits_and_repeat():
-    layers, optimizers = _trained_in_backward(15)
-    assert len({tuple(layer.tolist()) for layer in layers}) == 15
-    again, _ = _trained_in_backward(15)
-    assert all(torch.equal(one, other) for one, other in zip(layers, again))
-    file = optimizers[3].state_dict()
-    resumed = hu.optim.SGD([torch.nn.Parameter(layers[3].detach().clone())], lr=2.0**-12, weight_update="stochastic")
-    resumed.load_state_dict(file)
-    assert resumed.param_groups[0]["identities"] == optimizers[3].param_groups[0]["identities"]
-
-
 def test_names_stay_the_identities_in_backward():
     _, optimizers = _trained_in_backward(3, named=True)
-    assert [identities_of(o.param_groups[0]) for o in optimizers] == [[name_identity(f"layers.{k}")] for k in range(3)]
+    assert [identities_of(o.param_groups[0]) for o in optimizers] == [[hash_name(f"layers.{k}")] for k in range(3)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim.parameters._state_tensors import BLOCKS, decode_saved, find_block
+from halfulp.optim.parameters._state_tensors import BLOCK_LENGTHS, decode_saved_state, find_block_length
 from halfulp.optim.states._int8_blocks import Int8Blocks, scale_shape
 
 from ...laws.optim.cases import differing, snapshot
@@ -92,10 +92,10 @@ def test_scales_shard_as_the_rows_of_the_parameter_do(shape):
             own = torch.zeros(whole).chunk(world) if shape[0] else [torch.zeros(whole)]
             assert [scale_shape(part.shape, block) for part in parts] == [part.shape for part in own]
         assert whole.numel() * block == torch.Size(shape).numel()
-        assert find_block(torch.zeros(shape), torch.zeros(whole)) == block
+        assert find_block_length(torch.zeros(shape), torch.zeros(whole)) == block
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", BLOCK_LENGTHS)
 def test_saved_codes_decode_to_their_value(seed, block):
     from halfulp.optim.rules._update_rule import StateSlot
 
@@ -105,7 +105,7 @@ def test_saved_codes_decode_to_their_value(seed, block):
         held = [torch.zeros(size, dtype=dtype) for size, dtype in codec.tensors("x", values.shape).values()]
         codec.encode(held, values, None)
         state = {"x": 2, "x_codes": held[0], "x_scale": held[1]}
-        assert torch.equal(decode_saved(held[0], state, StateSlot("x", degree)), codec.decode(held))
+        assert torch.equal(decode_saved_state(held[0], state, StateSlot("x", degree)), codec.decode(held))
 
 
 def test_a_version_whose_codes_were_left_out_is_refused(seed):

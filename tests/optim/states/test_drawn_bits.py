@@ -9,7 +9,7 @@ import halfulp as hu
 from halfulp.formats._reference import round_exact
 from halfulp.kernels import run_on_tensors
 from halfulp.kernels._device_function import Recording
-from halfulp.optim._storage import BF16, E4M3, E5M2, FP16, format_store
+from halfulp.optim._storage import BF16, E4M3, E5M2, FP16, make_format_store
 from halfulp.optim.states._codec import Scaled
 from halfulp.optim.states._int8_blocks import Int8Blocks
 from halfulp.optim.weight_updates._split import SplitStochastic
@@ -22,8 +22,8 @@ STORES = {
     "fp16": (FP16, -14),
     "e4m3fn": (E4M3, -6),
     "e5m2": (E5M2, -14),
-    **{f"e8m{m} in float32": (format_store(f"e8m{m}"), -200) for m in (1, 3, 10)},
-    **{f"{name} in float32": (format_store(name), 200) for name in ("e4m3fn", "e5m2", "e5m6")},
+    **{f"e8m{m} in float32": (make_format_store(f"e8m{m}"), -200) for m in (1, 3, 10)},
+    **{f"{name} in float32": (make_format_store(name), 200) for name in ("e4m3fn", "e5m2", "e5m6")},
 }
 
 

@@ -12,7 +12,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.rules._adam_variants import PRODIGY
 from halfulp.optim.rules._update_rule import StateSlot, UpdateRule
-from halfulp.optim.states._state import constant_of
+from halfulp.optim.states._state import encode_constant
 
 from ...laws.optim.cases import CODECS, RULES, differing, snapshot
 
@@ -74,7 +74,7 @@ def test_a_signed_state_and_a_number_instead_of_a_function():
     def sums(w, g, total):
         return g, total + g
 
-    rule = UpdateRule("sums", sums, (StateSlot("total", 1, initial=-2.5),), (), lambda group, step: ())
+    rule = UpdateRule("sums", sums, (StateSlot("total", 1, initial=-2.5),), lambda group, step: ())
 
     class Sums(hu.optim.Optimizer):
         def rule(self, group):
@@ -187,7 +187,7 @@ def test_one_element_of_a_constant_state_stands_for_all():
     shape = torch.Size([3, 96])
     made = [torch.zeros(size, dtype=dtype) for size, dtype in codec.tensors("", shape).values()]
     codec.encode(made, torch.full(shape, 0.3), None)
-    assert [tensor.unique().tolist() for tensor in made] == [[one.item()] for one in constant_of(codec, 0.3)]
+    assert [tensor.unique().tolist() for tensor in made] == [[one.item()] for one in encode_constant(codec, 0.3)]
 
 
 OPTION = "initial_accumulator_value"
@@ -229,11 +229,6 @@ def test_a_file_with_a_value_that_cannot_be_is_refused_whole(value, kept):
         optimizer.load_state_dict(saved)
     assert differing(before, snapshot(optimizer)) == []
     assert [{**group, "params": 0} for group in optimizer.param_groups] == [{**group, "params": 0} for group in groups]
-
-
-def test_constants_are_named_each_once():
-    with pytest.raises(ValueError, match="names a constant twice"):
-        UpdateRule("own", lambda w, g, a, b: a * g, (), ("a", "a"), lambda group, step: (1.0, 2.0))
 
 
 @pytest.mark.parametrize("codec", ["8bit", "bf16x2", torch.float16])

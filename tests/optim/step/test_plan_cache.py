@@ -71,9 +71,6 @@ def _parameter_replaced(model, optimizer):
 WAYS = {
     "new memory": _memory(torch.clone),
     "new strides": _memory(torch.t),
-    "another dtype": _memory(torch.Tensor.float),
-    "another dtype of the model": _changed(lambda model, optimizer, state: model.float()),
-    "weight_update": _option("weight_update", "stochastic"),
     "state_dtype": _option("state_dtype", torch.float32),
     "an entry of state_dtype": _changed(_entry_of_state_dtype),
     "param_dtype": _option("param_dtype", torch.bfloat16),

@@ -33,7 +33,7 @@ def _sums(parameters, reductions, engine, **options):
 
     optimizer = Reducing(parameters, report_interval=0, **options)
     with hu.kernels.engine(engine):
-        batches, _ = optimizer._collect()
+        batches, _ = optimizer._collect_batches()
         for batch in batches:
             compile_kernels(batch)
         found = reduce_batches(batches)

@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.parameters._payload_digests import digests_of
+from halfulp.optim.parameters._payload_digests import compute_digests
 from halfulp.optim.step._batch import Roster
 
 COUNT = 4
@@ -326,7 +326,7 @@ def test_digests_are_those_of_the_payload_whatever_happens_between_steps(seed):
             plan = run.optimizer._plans.get(parameter)
             held = None if plan is None else plan.payload_version
             if held is not None and held.digests is not None and held.version == parameter._version:
-                found = digests_of(parameter.detach(), plan.index_map)
+                found = compute_digests(parameter.detach(), plan.index_map)
                 assert found.tolist() == held.digests.tolist()
                 checked += 1
     assert checked > 40 * COUNT

@@ -36,7 +36,7 @@ from ...laws.optim.cases import (
 def _kind(rule, update, store, codec, gradient, metered=False):
     parameter = torch.nn.Parameter(fit(special_pairs(0)[0], store))
     optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
-    plan = optimizer._new_plan(optimizer.param_groups[0], 0, STORES[gradient])
+    plan = optimizer._make_plan(optimizer.param_groups[0], 0, STORES[gradient])
     return plan.spec.metered_twin if metered else plan.spec
 
 

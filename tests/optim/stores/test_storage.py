@@ -5,7 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim._storage import BF16, F32, FP16, format_store
+from halfulp.optim._storage import BF16, F32, FP16, make_format_store
 
 from ...laws.optim.cases import SPECIAL, Adder
 
@@ -64,7 +64,7 @@ def test_float32_is_kept_whole_but_for_the_bits_of_a_nan():
 
 @pytest.mark.parametrize("name", ["e4m3fn", "e5m2", "e3m4", "e8m5", "e8m1", "fp16", "bf16", "tf32", "e4m3"])
 def test_a_formats_store_is_quantize(seed, name):
-    store = format_store(name)
+    store = make_format_store(name)
     values = torch.cat([torch.tensor(SPECIAL), torch.randn(20_000) * 2 ** torch.empty(20_000).uniform_(-20, 20)])
     assert same_bits(store.encode(values, None), hu.quantize(values, name))
 

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..._messages import a_kind
 from ...kernels import in_float64
 from ...optim import EMA
-from ...optim._ema import decay_at
+from ...optim._ema import read_decay
 from ...optim._float32 import read_weights
 from .._record import AverageRecord
 from ..sampling._sampler import read_numbers, take_sample
@@ -92,7 +92,7 @@ class WeightAverageWatcher:
     def _sample_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.recorder.place_key(name)
         if isinstance(self.average, EMA):
-            plan = self.average._inner._plans.get(tensor)
+            plan = self.average._average_optimizer._plans.get(tensor)
             if plan is not None and has_float32_weight(plan):
                 return take_sample(read_weights([plan])[0], key)
         found = read_numbers(tensor)
@@ -109,7 +109,7 @@ def list_averaged_parameters(average: EMA | nn.Module) -> dict[str, torch.Tensor
 def _get_retention(average: EMA | nn.Module | None) -> float | None:
     """Return the share of an average that its next update keeps, where it can be told."""
     if isinstance(average, EMA):
-        return decay_at(average._inner.param_groups[0], average.updates + 1)
+        return read_decay(average._average_optimizer.param_groups[0], average.updates + 1)
     if not isinstance(average, AveragedModel):
         return None
     count = int(average.n_averaged)

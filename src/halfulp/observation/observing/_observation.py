@@ -22,8 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA, Optimizer
-from ...optim._gradient_release import StepWatcher, model_parameters
+from ...optim._gradient_release import StepWatcher
 from ...optim.parameters._local_tensors import local, memory
+from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...optim.parameters._random_identity import plain_names
 from ...sinks import Sink
 from .._finding import Finding, listing, plain_causes
@@ -547,7 +548,7 @@ class ObservedParameters:
     def _add_stepped_parameters(self, number: int | None, optimizer: torch.optim.Optimizer) -> None:
         place = "optimizer" if number is None else f"optimizer.{number}"
         places = {id(group): k for k, group in enumerate(optimizer.param_groups)}
-        for group, position, parameter in model_parameters(optimizer):
+        for group, position, parameter in walk_model_parameters(optimizer):
             name, given = self.names.get(id(parameter)), group.get("param_names")
             if name is None:
                 name = f"{place}.{given[position]}" if given else f"{place}.{places[id(group)]}.{position}"

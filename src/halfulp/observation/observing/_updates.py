@@ -20,7 +20,7 @@ from ...optim import Optimizer
 from ...optim._float32 import read_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
 from ...optim.rules._update_rule import UpdateRule
-from ...optim.states._codec import Plain
+from ...optim.states._codec import PlainCodec
 from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, Realised, Role, RoundingRecord
 from ..sampling._device_functions import make_changes_table
@@ -456,7 +456,7 @@ class UpdateWatcher:
             for plan in plans:
                 codec, tensors = plan.spec.codecs[k], plan.states[k]
                 # What stores numbers as they are need not be decoded where no sample looks.
-                values = tensors[0] if type(codec) is Plain else codec.decode(tensors)
+                values = tensors[0] if type(codec) is PlainCodec else codec.decode(tensors)
                 numbers.append(StoredNumbers(values.contiguous(), values.dtype))
             found[slot.name] = sample_tensors(self.recorder, batch.records, numbers).packed
         return found

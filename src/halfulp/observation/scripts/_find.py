@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 from ...gradients import AdaptiveGradScaler
 from ...kernels import in_float64
 from ...optim import EMA
-from ...optim._gradient_release import model_parameters
+from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...sinks import Outlet, Row
 from ..observing._averages import list_averaged_parameters
 from ..observing._observation import Observation, RunSummary
@@ -74,7 +74,7 @@ def find_training(
     optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.GradScaler] = ()
 ) -> FoundTraining | None:
     """Find the model, scaler and so on of optimizers; None where no module holds any of their parameters."""
-    order = [id(parameter) for one in optimizers for _, _, parameter in model_parameters(one)]
+    order = [id(parameter) for one in optimizers for _, _, parameter in walk_model_parameters(one)]
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
     modules, scalers = _find_modules(), _find_living_objects(SCALER_TYPES)
     children = {id(child) for module in modules for child in module.children()}

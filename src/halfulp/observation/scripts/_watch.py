@@ -19,7 +19,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ...optim._gradient_release import StepWatcher, model_parameters
+from ...optim._gradient_release import StepWatcher
+from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...sinks import Row, RowFile
 from .._finding import Finding, plain_causes
 from ..findings._kind import rank_by_causes
@@ -232,7 +233,7 @@ class ScriptWatch(StepWatcher):
 
 
 def _collect_stepped_ids(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for _, _, parameter in model_parameters(optimizer)}
+    return {id(parameter) for _, _, parameter in walk_model_parameters(optimizer)}
 
 
 @dataclass

@@ -15,7 +15,7 @@ from ...scaled import ScaledTensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Held = TypeVar("Held")
+TensorOrOther = TypeVar("TensorOrOther")
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
@@ -23,7 +23,7 @@ def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return hasattr(tensor, "_local_tensor")
 
 
-def local(tensor: Held) -> Held:
+def local(tensor: TensorOrOther) -> TensorOrOther:
     """Return a DTensor's shard on this rank; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
 
@@ -59,13 +59,13 @@ def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 def index_map_of(parameter: torch.Tensor) -> IndexMap:
     """Return the map from a parameter's local elements to its global ones."""
     if not is_dtensor(parameter):
-        return _whole(parameter.shape)
+        return _whole_index_map(parameter.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in parameter.placements):
         raise ValueError("a parameter with Partial placement is a sum still to be made: redistribute it first")
     if any(type(placement).__name__ == "_StridedShard" for placement in parameter.placements):
-        return _strided_map(parameter)
+        return _find_strided_index_map(parameter)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     offset = tuple(o if n else 0 for o, n in zip(offset, shape))
     return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
@@ -78,11 +78,11 @@ def shard_of(value: torch.Tensor, place: IndexMap) -> torch.Tensor:
 
 
 @functools.lru_cache(256)
-def _whole(shape: torch.Size) -> IndexMap:
+def _whole_index_map(shape: torch.Size) -> IndexMap:
     return IndexMap.whole(tuple(shape))
 
 
-def _strided_map(parameter: DTensor) -> IndexMap:
+def _find_strided_index_map(parameter: DTensor) -> IndexMap:
     """Return the map of a strided shard, found by sharding the coordinates themselves."""
     if not HAS_SOURCE_RANK:
         raise lacks("twice sharded dimensions need distribute_tensor(src_data_rank=)", "shard each dimension once")

@@ -21,54 +21,60 @@ from ...subclass.models._parameter_holders import (
 )
 from .._group_options import check_ranks
 from .._storage import STORES
-from ..weight_updates._weight_update import weight_update
+from ..weight_updates._weight_update import find_weight_update
 from ._local_tensors import is_dtensor, local
-from ._narrowing import is_kept, is_written, take_float32
-from ._outside_writes import drop_stale, mark_current
+from ._narrowing import is_kept, is_written_since_narrowing, take_float32_values
+from ._outside_writes import drop_stale, record_payload
 from ._parameter_plan import ParameterPlan
 
 # Bytes that travel in one message.
-_MESSAGE = 1 << 26
+_MESSAGE_BYTES = 1 << 26
 
 
 def check_narrowing(groups: Iterable[dict]) -> Wrappers:
     """Find other holders of the float32 parameters that groups ask to be narrowed."""
     return check_holders(
-        [(name_of(group, position), group["params"][position]) for group, position in _to_narrow(groups)],
+        [
+            (read_parameter_name(group, position), group["params"][position])
+            for group, position in _find_parameters_to_narrow(groups)
+        ],
         "param_dtype=",
         replaced=False,
     )
 
 
-def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
+def narrow_groups(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
     """Make the groups' float32 parameters narrow in place if so asked, the low bits kept in auxiliary tensors.
 
     So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
     """
-    to_narrow = {id(group["params"][position]) for group, position in _to_narrow(groups)}
+    to_narrow = {id(group["params"][position]) for group, position in _find_parameters_to_narrow(groups)}
     warn_of_narrow_averages()
     warn_of_idle_update(optimizer, groups)
     for group in groups:
         for position, parameter in enumerate(group["params"]):
-            was_written = is_written(parameter)
+            was_written = is_written_since_narrowing(parameter)
             if id(parameter) in to_narrow:
                 value = parameter.detach()
                 replace_data(parameter, torch.empty_like(value, dtype=group["param_dtype"]))
             else:
-                value = take_float32(parameter)
+                value = take_float32_values(parameter)
             if value is not None:
-                plan = optimizer._new_plan(group, position, STORES[parameter.dtype])
+                plan = optimizer._make_plan(group, position, STORES[parameter.dtype])
                 value = local(value).contiguous()
                 if was_written:
-                    _fill_beside(plan, parameter, value)
+                    _fill_auxiliary_tensors(plan, parameter, value)
                 else:
                     plan.spec.update.fill(plan.spec.store, plan.parts, value)
-                mark_current(plan)
-                _keep_payload_for_wrappers(plan)
+                record_payload(plan)
+                held = plan.payload_version
+                if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+                    # For one step, to tell whether DistributedDataParallel changed the weights.
+                    held.payload, held.steps = held.memory.clone(), 1
     wrappers.follow()
 
 
-def _fill_beside(plan: ParameterPlan, parameter: torch.Tensor, value: torch.Tensor) -> None:
+def _fill_auxiliary_tensors(plan: ParameterPlan, parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Write float32 values into auxiliary tensors, and leave the parameter's bits, which other processes have too.
 
     Where these values round to other bits, they become what the parameter holds.
@@ -80,14 +86,7 @@ def _fill_beside(plan: ParameterPlan, parameter: torch.Tensor, value: torch.Tens
     plan.spec.update.fill(plan.spec.store, plan.parts, value)
 
 
-def _keep_payload_for_wrappers(plan: ParameterPlan) -> None:
-    """Keep a copy of the payload for one step, to tell whether DistributedDataParallel changed the weights."""
-    held = plan.payload_version
-    if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        held.payload, held.steps = held.memory.clone(), 1
-
-
-def _to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
+def _find_parameters_to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
     for group in groups:
         if group["param_dtype"] is not None:
             for position, parameter in enumerate(group["params"]):
@@ -95,10 +94,24 @@ def _to_narrow(groups: Iterable[dict]) -> Iterator[tuple[dict, int]]:
                     yield group, position
 
 
-def name_of(group: dict, position: int) -> str:
+def read_parameter_name(group: dict, position: int) -> str:
     """Return a parameter's qualified name if names were given, else its position."""
     names = group.get("param_names")
     return names[position] if names and position < len(names) else f"#{position}"
+
+
+def walk_model_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
+    """Yield group, position and parameter of all that an optimizer steps; a copy in host memory stands for the model's.
+
+    The copies then have the values of the model's parameters, whoever has written them.
+    """
+    host = getattr(optimizer, "_host", None)
+    if host is not None:
+        host.update_copies()
+    for group in optimizer.param_groups:
+        for position, parameter in enumerate(group["params"]):
+            original = None if host is None else host.originals.get(parameter)
+            yield group, position, parameter if original is None else original
 
 
 def check_sharded_ranks(optimizer: Any) -> None:
@@ -126,11 +139,11 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
         for group in optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) in held and parameter.requires_grad:
-                    plan = optimizer._plan(group, position)
+                    plan = optimizer._find_valid_plan(group, position)
                     drop_stale(plan)
                     tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
         if memory := [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]:
-            torch.distributed._broadcast_coalesced(module.process_group, memory, _MESSAGE, 0)
+            torch.distributed._broadcast_coalesced(module.process_group, memory, _MESSAGE_BYTES, 0)
 
 
 def refuse_replaced_parameters(optimizer: Any) -> None:
@@ -148,7 +161,7 @@ def refuse_replaced_parameters(optimizer: Any) -> None:
 def refuse_overlaps(groups: Iterable[dict]) -> None:
     """Raise for two parameters that share memory: each step would write the other too."""
     places = [(group, position) for group in groups for position in range(len(group["params"]))]
-    named = [(name_of(group, position), group["params"][position]) for group, position in places]
+    named = [(read_parameter_name(group, position), group["params"][position]) for group, position in places]
     is_exact = all(group["param_dtype"] is None and group["format"] is None for group, _ in places)
     if not is_exact or any(parameter.dtype != torch.float32 for _, parameter in named):
         check_overlaps(named, "a narrow weight")
@@ -160,7 +173,7 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
     Some may be float32 beside narrow ones, or kept so by `halfulp.convert`.
     """
     idle = None
-    for chosen, name, parameter, uses in _chosen_updates(optimizer, groups):
+    for chosen, name, parameter, uses in _walk_chosen_updates(optimizer, groups):
         if uses:
             return
         if idle is None and not is_kept(parameter):
@@ -168,7 +181,7 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
     if idle is not None:
         raise ValueError(
             f"weight_update={idle[1]!r} is for parameters of few bits, and all of these are float32 (such as "
-            f"{idle[0]}): give {optimizer.narrowed_by} as well, or leave weight_update out"
+            f"{idle[0]}): give {optimizer.narrowing_option} as well, or leave weight_update out"
         )
 
 
@@ -182,7 +195,7 @@ def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
     used: set[Any] = set()
     frozen: dict[Any, str] = {}
     idle: dict[Any, str] = {}
-    for chosen, name, parameter, uses in _chosen_updates(optimizer, groups):
+    for chosen, name, parameter, uses in _walk_chosen_updates(optimizer, groups):
         if uses and parameter.requires_grad:
             used.add(chosen)
         elif uses:
@@ -194,19 +207,20 @@ def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
         warnings.warn(
             f"weight_update={chosen.name!r} does nothing: it is for parameters of few bits, and those are frozen here "
             f"(such as {frozen[chosen]}), while all that train are float32 (such as {idle[chosen]}) and step as "
-            f"without it: give {optimizer.narrowed_by} to narrow them, or leave weight_update out",
+            f"without it: give {optimizer.narrowing_option} to narrow them, or leave weight_update out",
             RuntimeWarning,
             stacklevel=find_users_level(),
         )
 
 
-def _chosen_updates(optimizer: Any, groups: Iterable[dict]) -> Iterator[tuple[Any, str, torch.Tensor, bool]]:
+def _walk_chosen_updates(optimizer: Any, groups: Iterable[dict]) -> Iterator[tuple[Any, str, torch.Tensor, bool]]:
     """Yield the weight update chosen for each parameter, its name, the parameter, and whether it uses the update."""
     for group in groups:
         given = group["weight_update"]  # a name, where it was assigned since
-        chosen = None if given is None else weight_update(given)
+        chosen = None if given is None else find_weight_update(given)
         if chosen is None or chosen.name == "exact":
             continue
         for position, parameter in enumerate(group["params"]):
-            name = name_of(group, position)
-            yield chosen, name, parameter, optimizer._step_spec(group, parameter, None, name).update.name != "exact"
+            name = read_parameter_name(group, position)
+            spec = optimizer._choose_step_spec(group, parameter, None, name)
+            yield chosen, name, parameter, spec.update.name != "exact"

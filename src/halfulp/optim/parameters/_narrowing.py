@@ -13,8 +13,8 @@ from .._storage import STORES
 from ..weight_updates._split import Split16
 from ._local_tensors import local
 
-_HELD, _KEPT = "_halfulp_low_bits", "_halfulp_float32"
-_SPLIT = Split16()
+_LOW_BITS_ATTRIBUTE, _FLOAT32_ATTRIBUTE = "_halfulp_low_bits", "_halfulp_float32"
+_SPLIT_UPDATE = Split16()
 
 
 class _DroppedBits(NamedTuple):
@@ -26,60 +26,60 @@ class _DroppedBits(NamedTuple):
     checksums: Tensor
 
 
-def narrow(parameter: Tensor, dtype: torch.dtype) -> None:
+def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
     """Make a float32 parameter bfloat16 or float16 in place, rounded to nearest (in bfloat16 ties away from zero).
 
     The parameter stays the same object, its gradient is narrowed too. What rounding dropped is held beside it, 2 bytes
-    per element for bfloat16 and 4 for float16, until an optimizer takes it: `take_float32`.
+    per element for bfloat16 and 4 for float16, until an optimizer takes it: `take_float32_values`.
     """
     value = parameter.detach()
     if dtype == torch.bfloat16:
         payload = torch.empty_like(value, dtype=dtype)
         low = torch.empty_like(value, dtype=torch.int16)
-        _SPLIT.fill(STORES[dtype], [payload, low], value)
+        _SPLIT_UPDATE.fill(STORES[dtype], [payload, low], value)
     else:
         payload, low = value.to(dtype), value.clone()
     replace_data(parameter, payload)
     if not parameter.is_meta:
         checksums = row_checksums(local(payload))
-        setattr(parameter, _HELD, _DroppedBits(low, parameter.data_ptr(), parameter._version, checksums))
+        setattr(parameter, _LOW_BITS_ATTRIBUTE, _DroppedBits(low, parameter.data_ptr(), parameter._version, checksums))
 
 
-def take_float32(parameter: Tensor) -> Tensor | None:
-    """Return, once, the float32 values before `narrow`; None if already taken or other values were written since.
+def take_float32_values(parameter: Tensor) -> Tensor | None:
+    """Return, once, the float32 values before `narrow_parameter`; None if taken already, or written over since.
 
     DistributedDataParallel writes a parameter when it is made, the same values on its first process.
     """
-    held = getattr(parameter, "__dict__", {}).pop(_HELD, None)
+    held = getattr(parameter, "__dict__", {}).pop(_LOW_BITS_ATTRIBUTE, None)
     if held is None or held.address != parameter.data_ptr():
         return None
     if held.version != parameter._version and not torch.equal(held.checksums, row_checksums(local(parameter))):
         return None
     if parameter.dtype == torch.bfloat16 and held.tensor.dtype == torch.int16:
-        return _SPLIT.read(STORES[torch.bfloat16], [parameter.detach(), held.tensor])
+        return _SPLIT_UPDATE.read(STORES[torch.bfloat16], [parameter.detach(), held.tensor])
     return held.tensor if parameter.dtype == torch.float16 else None
 
 
-def is_written(parameter: Tensor) -> bool:
-    """Return whether a parameter was written after `narrow`, maybe the same values."""
-    held = getattr(parameter, "__dict__", {}).get(_HELD)
+def is_written_since_narrowing(parameter: Tensor) -> bool:
+    """Return whether a parameter was written after `narrow_parameter`, maybe the same values."""
+    held = getattr(parameter, "__dict__", {}).get(_LOW_BITS_ATTRIBUTE)
     return held is not None and held.version != parameter._version
 
 
-def widen(parameter: Tensor) -> None:
+def widen_parameter(parameter: Tensor) -> None:
     """Make a narrow parameter float32 in place, with the bits that are still kept for it."""
-    value = take_float32(parameter)
+    value = take_float32_values(parameter)
     replace_data(parameter, parameter.detach().float() if value is None else value.view_as(parameter))
 
 
 def keep_float32(parameter: Tensor, kept: bool = True) -> None:
     """Mark a parameter that no ``param_dtype=`` narrows, or take the mark away."""
     if kept:
-        setattr(parameter, _KEPT, True)
+        setattr(parameter, _FLOAT32_ATTRIBUTE, True)
     else:
-        parameter.__dict__.pop(_KEPT, None)
+        parameter.__dict__.pop(_FLOAT32_ATTRIBUTE, None)
 
 
 def is_kept(parameter: Tensor) -> bool:
     """Return whether the parameter is marked to stay float32."""
-    return getattr(parameter, _KEPT, False)
+    return getattr(parameter, _FLOAT32_ATTRIBUTE, False)

@@ -11,15 +11,14 @@ After such a write a copy of the payload is kept for some steps, so that a clamp
 bit of the elements that it does not change. Files and copies of an optimizer hold that copy, and go on with it. A write
 through `.data`, which no counter shows, is detected element by element in the kernel (`fitting` of Kahan). Files and
 copies hold checksums of the payload that their auxiliary tensors belong to, because version counters are not saved
-(`_checksum`).
+(`compute_checksums`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 from typing import Any
@@ -28,23 +27,20 @@ import numpy as np
 import torch
 
 from ...kernels import row_checksums
-from ._local_tensors import is_dtensor, memory
+from ._local_tensors import is_dtensor
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
-from ._payload_digests import digests_of
-from ._step_spec import StepSpec
+from ._payload_digests import compute_digests
 from ._tensor_map import TensorMap
 
-WATCHED_STEPS = 1000
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-_restored: TensorMap[tuple[int, int]] = TensorMap()
-CHECKSUMS = "payload_checksums"
+STEPS_WITH_COPY = 1000
+_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_restored_versions: TensorMap[tuple[int, int]] = TensorMap()
+CHECKSUMS_KEY = "payload_checksums"
 # In files and copies: for how many steps a copy of the payload is kept, its scale, and the copy, as bytes; or 0. It is
 # one value, and there in every file, because torch.distributed.checkpoint wants in a file whatever a reader has.
-COPY = "payload_copy"
-PAYLOAD_KEYS = (CHECKSUMS, COPY)
-# In files and copies: the weight update whose auxiliary tensors they are, where the group may have another.
-UPDATE = "weight_update"
-_HEAD = struct.Struct("<qd")  # steps, scale
+COPY_KEY = "payload_copy"
+PAYLOAD_KEYS = (CHECKSUMS_KEY, COPY_KEY)
+_COPY_HEADER = struct.Struct("<qd")  # steps, scale
 
 
 def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
@@ -53,17 +49,14 @@ def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
     if held is None or checksums is None:
         return {}
     # A write is answered at the next step: what begins then has already begun in the file.
-    begins = is_written(plan)
+    begins = is_payload_written(plan)
     if not begins and held.payload is None:
-        return {CHECKSUMS: checksums, COPY: 0}
+        return {CHECKSUMS_KEY: checksums, COPY_KEY: 0}
+    memory = plan.payloads[0].contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
     return {
-        CHECKSUMS: checksums,
-        COPY: _HEAD.pack(WATCHED_STEPS - 1 if begins else held.steps, plan.scale) + _bytes_of(plan.payloads[0]),
+        CHECKSUMS_KEY: checksums,
+        COPY_KEY: _COPY_HEADER.pack(STEPS_WITH_COPY - 1 if begins else held.steps, plan.scale) + memory,
     }
-
-
-def _bytes_of(payload: torch.Tensor) -> bytes:
-    return payload.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def payload_version_of(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
@@ -75,7 +68,7 @@ def payload_version_of(parameter: torch.Tensor, part: torch.Tensor, held: Payloa
     return replace(held, memory=memory, version=held.version if stays or held.version == ANY_VERSION else MOVED)
 
 
-def is_written(plan: ParameterPlan) -> bool:
+def is_payload_written(plan: ParameterPlan) -> bool:
     """Return whether a parameter holds other bits than those that its auxiliary tensors were stored beside.
 
     Off the CPU, where the answer would have to be waited for, a version that differs counts as other bits.
@@ -84,30 +77,32 @@ def is_written(plan: ParameterPlan) -> bool:
     if held is None:
         return False
     version = plan.parameter._version
-    if held.version == version or _restored.get(plan.parameter) == (held.version, version):
+    if held.version == version or _restored_versions.get(plan.parameter) == (held.version, version):
         return False
-    known = _known_payload(plan)
+    known = _find_known_payload(plan)
     if known is not None and known.shape == plan.payloads[0].shape:
         now = plan.payloads[0]
         is_waited_for = not now.is_cpu and held.version != ANY_VERSION
-        return is_waited_for or known.dtype != now.dtype or bool((_bits(now) != _bits(known.to(now.device))).any())
+        if is_waited_for or known.dtype != now.dtype:
+            return True
+        return bool((_view_bits(now) != _view_bits(known.to(now.device))).any())
     if held.version == ANY_VERSION:
         rows = None if held.checksums is None else compute_checksums(plan)
         return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
     if held.digests is None or not held.is_under(plan.scale):
         return True
-    found = digests_of(plan.payloads[0], plan.index_map)
+    found = compute_digests(plan.payloads[0], plan.index_map)
     return found is None or not np.array_equal(found, held.digests)
 
 
 def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
     """Return the auxiliary tensors as they are valid for the present payload, without changing them."""
-    if not is_written(plan):
+    if not is_payload_written(plan):
         return plan.auxiliary_tensors
-    return fit_auxiliary_tensors(plan, plan.payloads[0], _known_payload(plan))
+    return fit_auxiliary_tensors(plan, plan.payloads[0], _find_known_payload(plan))
 
 
-def _known_payload(plan: ParameterPlan) -> torch.Tensor | None:
+def _find_known_payload(plan: ParameterPlan) -> torch.Tensor | None:
     """Return the copy of the payload that the auxiliary tensors belong to, if it is in the present scale."""
     held = plan.payload_version
     if held is None or held.payload is None:
@@ -115,19 +110,14 @@ def _known_payload(plan: ParameterPlan) -> torch.Tensor | None:
     return held.payload if held.is_under(plan.scale) else None
 
 
-def fit_auxiliary_tensors(
-    plan: ParameterPlan,
-    payload: torch.Tensor,
-    known: torch.Tensor | None,
-    beside_known: Sequence[torch.Tensor] | None = None,
-) -> list[torch.Tensor]:
+def fit_auxiliary_tensors(plan: ParameterPlan, payload: torch.Tensor, known: torch.Tensor | None) -> list[torch.Tensor]:
     """Return auxiliary tensors for a payload: the stored ones where it equals a known payload, else neutral ones."""
-    auxiliary = [tensor.clone() for tensor in beside_known or plan.auxiliary_tensors]
-    _reset(plan, auxiliary, payload, known)
+    auxiliary = [tensor.clone() for tensor in plan.auxiliary_tensors]
+    _reset_auxiliary_tensors(plan, auxiliary, payload, known)
     return auxiliary
 
 
-def _reset(
+def _reset_auxiliary_tensors(
     plan: ParameterPlan, auxiliary: Sequence[torch.Tensor], payload: torch.Tensor, known: torch.Tensor | None
 ) -> None:
     """Make auxiliary tensors neutral, in place, where a payload differs from a known one."""
@@ -136,7 +126,7 @@ def _reset(
         for tensor in auxiliary:
             tensor[...] = update.neutral(store, payload)
         return
-    differs = _bits(payload) != _bits(known.to(payload.device))
+    differs = _view_bits(payload) != _view_bits(known.to(payload.device))
     if differs.is_cpu and not differs.any():  # another device would have to be waited for
         return
     for tensor in auxiliary:
@@ -148,13 +138,13 @@ def drop_stale(plan: ParameterPlan) -> None:
     held = plan.payload_version
     if held is None:
         return
-    if not is_written(plan):
+    if not is_payload_written(plan):
         if held.version != ANY_VERSION:
             follow_version(plan)
         return
-    _reset(plan, plan.auxiliary_tensors, plan.payloads[0], _known_payload(plan))
-    held.steps = WATCHED_STEPS
-    _mark(plan, held, None)
+    _reset_auxiliary_tensors(plan, plan.auxiliary_tensors, plan.payloads[0], _find_known_payload(plan))
+    held.steps = STEPS_WITH_COPY
+    _record_payload_as(plan, held, None)
 
 
 def follow_version(plan: ParameterPlan) -> None:
@@ -164,7 +154,7 @@ def follow_version(plan: ParameterPlan) -> None:
         held.version = plan.parameter._version
 
 
-def is_current(plan: ParameterPlan) -> bool:
+def is_version_current(plan: ParameterPlan) -> bool:
     """Return whether the version of a parameter is the one that its auxiliary tensors were stored beside."""
     held = plan.payload_version
     return held is not None and held.version == plan.parameter._version
@@ -177,7 +167,7 @@ def mark_stepped(
     digests: list[np.ndarray] | None,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Record after a step that auxiliary tensors belong to the present payloads, as `mark_current` does for one.
+    """Record after a step that auxiliary tensors belong to the present payloads, as `record_payload` does for one.
 
     The steps of the same plans write their digests into the same arrays. Only plain parameters of which no copy is kept
     hold them, so that where all do, only their versions have changed.
@@ -204,10 +194,10 @@ def mark_stepped(
             held.version = tensor._version
         else:
             own = None if digests is None else digests[row].copy()
-            mark_current(plan, own, None if scales is None else scales[row])
+            record_payload(plan, own, None if scales is None else scales[row])
 
 
-def mark_current(plan: ParameterPlan, digests: np.ndarray | None = None, scale: torch.Tensor | None = None) -> None:
+def record_payload(plan: ParameterPlan, digests: np.ndarray | None = None, scale: torch.Tensor | None = None) -> None:
     """Record that the auxiliary tensors belong to the present payload: the optimizer has written both.
 
     `digests` are of the payload alone, and `scale` is a copy of its own, if whoever wrote it has them.
@@ -216,11 +206,11 @@ def mark_current(plan: ParameterPlan, digests: np.ndarray | None = None, scale: 
     if held is None:
         return
     if digests is None:
-        digests = digests_of(plan.payloads[0], plan.index_map)
-    _mark(plan, held, digests, scale)
+        digests = compute_digests(plan.payloads[0], plan.index_map)
+    _record_payload_as(plan, held, digests, scale)
 
 
-def _mark(
+def _record_payload_as(
     plan: ParameterPlan,
     held: PayloadVersion,
     digests: np.ndarray | None,
@@ -235,17 +225,17 @@ def _mark(
         held.payload = None
 
 
-def mark_loaded(plan: ParameterPlan, state: Mapping[str, Any]) -> None:
+def record_loaded_payload(plan: ParameterPlan, state: Mapping[str, Any]) -> None:
     """Record that auxiliary tensors were loaded or copied, with what the saved state tells of their payload."""
     if plan.payload_version is None:
         return
     held = PayloadVersion(ANY_VERSION, plan.payload_version.memory)
-    held.checksums, kept = read_checksums(state.get(CHECKSUMS), plan), state.get(COPY)
+    held.checksums, kept = read_checksums(state.get(CHECKSUMS_KEY), plan), state.get(COPY_KEY)
     plan.record.payload_version = held
-    if not isinstance(kept, bytes) or len(kept) < _HEAD.size:
+    if not isinstance(kept, bytes) or len(kept) < _COPY_HEADER.size:
         return
-    held.steps, held.scale = _HEAD.unpack_from(kept)
-    now, memory = plan.payloads[0], bytearray(kept[_HEAD.size :])
+    held.steps, held.scale = _COPY_HEADER.unpack_from(kept)
+    now, memory = plan.payloads[0], bytearray(kept[_COPY_HEADER.size :])
     if memory and len(memory) == now.numel() * now.element_size():
         payload = torch.frombuffer(memory, dtype=torch.uint8).view(now.dtype).view(now.shape).to(now.device)
         found = compute_checksums(plan, payload, float(held.scale))
@@ -254,14 +244,14 @@ def mark_loaded(plan: ParameterPlan, state: Mapping[str, Any]) -> None:
             held.payload = payload
 
 
-def note_restored(tensor: torch.Tensor, before: int, after: int) -> None:
+def note_restored_version(tensor: torch.Tensor, before: int, after: int) -> None:
     """Record that a tensor's content at one version equals that at an earlier one, after a temporary swap."""
-    first, last = _restored.get(tensor, (before, before))
-    _restored[tensor] = (first if last == before else before, after)
+    first, last = _restored_versions.get(tensor) or (before, before)
+    _restored_versions[tensor] = (first if last == before else before, after)
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(_WORDS[x.element_size()])
+def _view_bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(_WORD_DTYPES[x.element_size()])
 
 
 def compute_checksums(
@@ -274,7 +264,7 @@ def compute_checksums(
     payload = plan.payloads[0] if payload is None else payload
     if payload.is_meta:
         return None
-    if not _is_by_rows(plan.parameter):
+    if not _has_whole_rows(plan.parameter):
         rows = payload.shape[0] if payload.dim() else 1
         return torch.zeros(rows, dtype=torch.int64, device=payload.device)
     found = row_checksums(payload)
@@ -288,7 +278,7 @@ def any_row_differs(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one.to(other.device) != other) & (one.to(other.device) != 0) & (other != 0)).any())
 
 
-def _is_by_rows(parameter: torch.Tensor) -> bool:
+def _has_whole_rows(parameter: torch.Tensor) -> bool:
     """Return whether each process holds whole rows: replicated, or sharded along the first dimension."""
     if not is_dtensor(parameter):
         return True
@@ -303,7 +293,7 @@ def place_checksums(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.T
         return checksums
     from torch.distributed.tensor import DTensor, Replicate
 
-    by_rows = _is_by_rows(parameter)
+    by_rows = _has_whole_rows(parameter)
     rows, mesh = parameter.shape[0] if parameter.dim() else 1, parameter.device_mesh
     placements = parameter.placements if by_rows else [Replicate()] * mesh.ndim
     checksums = checksums if by_rows else checksums.new_zeros(rows)
@@ -325,62 +315,9 @@ def set_weight(plan: ParameterPlan, value: torch.Tensor) -> None:
     What was written from outside until now is answered first: a file saved before would say that it has been.
     """
     drop_stale(plan)
-    _fill(plan, value)
-    mark_current(plan)
-
-
-def write_carried(
-    carried: Sequence[tuple[ParameterPlan, torch.Tensor]], others: Iterable[ParameterPlan | None]
-) -> None:
-    """Set parameters to the weights that they had under another weight update (`weight_to_carry`).
-
-    The payloads of other plans stay as they are, though one cut from the same tensor shares a version counter.
-    """
-    held = [plan for plan in others if carried and plan is not None and plan.payload_version is not None]
-    current = [plan for plan in held if is_current(plan)]
-    for plan, value in carried:
-        _fill(plan, value)
-    for plan in current:
-        follow_version(plan)
-    for plan, _ in carried:
-        mark_current(plan)
-
-
-def _fill(plan: ParameterPlan, value: torch.Tensor) -> None:
     parts = [part.contiguous() for part in plan.parts]
     plan.spec.update.fill(plan.spec.store, parts, value)
     for part, filled in zip(plan.parts, parts):
         if part is not filled:
             part.copy_(filled)
-
-
-def weight_to_carry(plan: ParameterPlan | None, spec: StepSpec, state: MutableMapping[str, Any]) -> torch.Tensor | None:
-    """Return the weight that a plan's weight update held where the new specification has another; None if it has not.
-
-    The auxiliary tensors of the old one are taken out of the parameter's state.
-    """
-    if plan is None or plan.spec.in_parameter or plan.spec.update == spec.update or plan.spec.store != spec.store:
-        return None
-    if not plan.spec.auxiliary_names and not spec.auxiliary_names:
-        return None
-    if any(state.get(name) is None for name in plan.spec.auxiliary_names):
-        return None
-    if plan.payload_version is not None:  # the parameter may have moved since the plan was made
-        parameter = plan.parameter
-        plan.record.payload_version = payload_version_of(parameter, memory(parameter), plan.payload_version)
-    drop_stale(plan)
-    payloads = [part.contiguous() for part in plan.payloads]
-    value = plan.spec.update.read(plan.spec.store, [*payloads, *plan.auxiliary_tensors]).clone()
-    for name in plan.spec.auxiliary_names:
-        del state[name]
-    return value
-
-
-@contextlib.contextmanager
-def under(group: dict[str, Any], update: Any) -> Iterator[None]:
-    """Return a context in which a group has a weight update, whatever it was given since."""
-    chosen, group["weight_update"] = group["weight_update"], update
-    try:
-        yield
-    finally:
-        group["weight_update"] = chosen
+    record_payload(plan)

@@ -228,12 +228,3 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
         if (held is not tensor and local(held) is not tensor) or tensor.data_ptr() != address:
             return False
     return True
-
-
-def refuse_other_dtype(parameter: torch.Tensor, spec: StepSpec, name: str) -> None:
-    """Refuse a parameter that was put into a group, or converted, behind the optimizer's back."""
-    if memory(parameter).dtype != spec.store.dtype:
-        raise ValueError(
-            f"parameter {name} is {memory(parameter).dtype}, but its group holds {spec.store.dtype}: add parameters by "
-            "add_param_group, which narrows them, and do not convert a model after its optimizer is made"
-        )

@@ -25,11 +25,11 @@ from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import compile_table
 
 # 2^64 / golden ratio, odd (Knuth, vol. 3, 6.4).
-STEP = np.uint64(0x9E3779B97F4A7C15)
+KEY_STEP = np.uint64(0x9E3779B97F4A7C15)
 LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
-def digests_of(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | None:
+def compute_digests(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | None:
     """Return a payload's digests; None off the CPU, where a step computes none."""
     if payload.device.type != "cpu":
         return None
@@ -37,29 +37,30 @@ def digests_of(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | None:
     table, size = chunks(index_map, 0), payload.element_size()
     if select_engine("cpu") == "llvm":
         found, pointers = np.zeros(len(table), np.uint64), np.array([[address(payload)]], np.int64)
-        run_chunks(_kernel(size), table[:, 2], address_of(table), address_of(pointers), 0, 0, 0, 0, address_of(found))
+        kernel, table_address = _compile_digest_kernel(size), address_of(table)
+        run_chunks(kernel, table[:, 2], table_address, address_of(pointers), 0, 0, 0, 0, address_of(found))
         return found
     memory = payload.reshape(-1).view(torch.uint8).numpy()
     pieces = [memory[begin * size : (begin + length) * size] for _, begin, length, _ in table.tolist()]
-    return np.array([_digest(piece) for piece in pieces], np.uint64)
+    return np.array([_compute_digest(piece) for piece in pieces], np.uint64)
 
 
-def _digest(memory: np.ndarray) -> np.uint64:
+def _compute_digest(memory: np.ndarray) -> np.uint64:
     """Return the digest of some bytes, by NumPy."""
     words = np.zeros(len(memory) // 8 + 1, np.uint64)
     words.view(np.uint8)[: len(memory)] = memory
-    mixed = words ^ (np.arange(1, len(words) + 1, dtype=np.uint64) * STEP)
+    mixed = words ^ (np.arange(1, len(words) + 1, dtype=np.uint64) * KEY_STEP)
     return (words + (mixed & LOW) * (mixed >> HALF)).sum(dtype=np.uint64)
 
 
 @functools.cache
-def _kernel(size: int) -> Callable:
+def _compile_digest_kernel(size: int) -> Callable:
     return compile_table(f"digest_{size}", Table(Trace(torch.float32), 1, digest=payload_digest(size)))
 
 
 def payload_digest(size: int) -> Digest:
     """Return how the payload, column 0 of a table, is digested."""
-    return Digest(0, size, record_words(digest_term, "w64", "w64"), int(STEP))
+    return Digest(0, size, record_words(digest_term, "w64", "w64"), int(KEY_STEP))
 
 
 def digest_term(value, key):

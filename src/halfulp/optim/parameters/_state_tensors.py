@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..._messages import listed
+from .._storage import STORES
 from ..rules._update_rule import StateSlot
 from ..states._int4_blocks import Int4Blocks
 from ..states._int8_blocks import CODEC_VERSION, Int8Blocks, scale_shape
-from ..states._state import constant_of
+from ..states._state import encode_constant
+from ..weight_updates._weight_update import WEIGHT_UPDATES
 from ._local_tensors import local
-from ._parameter_plan import ParameterPlan
 from ._step_spec import StepSpec
 
 # What the names of a state's tensors end in, over all storages.
@@ -22,32 +23,25 @@ STORAGE_SUFFIXES = ("", "_codes", "_packed", "_scale", "_residual")
 BEGUN = "states_begun"
 
 
-def complete_state(
+def add_missing_tensors(
     state: MutableMapping[str, Any],
     spec: StepSpec,
     group: Mapping,
     parameter: torch.Tensor,
     name: str,
-    known: ParameterPlan | None = None,
 ) -> None:
     """Add the tensors that a parameter's state lacks, and its step number.
 
     States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
-
-    Args:
-        known: its plan so far. Where the group has another rule since, as under another `amsgrad`, the states that both
-            have are stored as this one stores them.
     """
-    wanted = list_state_tensors(spec, local(parameter).shape) | list_factors(spec, parameter.shape)
-    if known is not None and known.spec.rule is not spec.rule:
-        _store_anew(state, known.spec, spec, local(parameter).shape)
+    wanted = list_state_tensors(spec, parameter)
     _refuse_other_tensors(state, wanted, name)
     missing = {key: value for key, value in wanted.items() if key not in state}
     if missing:
         _refuse_partial_states(state, spec, name)
         device = local(parameter).device
         new = {key: torch.zeros(shape, dtype=dtype, device=device) for key, (shape, dtype) in missing.items()}
-        set_initial(spec, group, new)
+        set_initial_values(spec, group, new)
         state.update(new)
         of_rule = {key for names in spec.state_tensors for key in names}
         if of_rule and of_rule <= missing.keys() and state.get("step", 0):
@@ -55,50 +49,27 @@ def complete_state(
     state.setdefault("step", 0)
 
 
-def _store_anew(state: MutableMapping[str, Any], before: StepSpec, spec: StepSpec, shape: torch.Size) -> None:
-    """Convert the states of another rule, and those that were switched off under it, to what this rule stores them in.
-
-    The latter may be of another storage, or from a file of torch.optim's.
-    """
-    known = {slot.name: (before.codecs[k], before.state_tensors[k]) for k, slot in enumerate(before.rule.states)}
-    for slot, codec, wanted in zip(spec.rule.states, spec.codecs, spec.state_tensors):
-        held = {name: local(state[name]) for s in STORAGE_SUFFIXES if (name := f"{slot.name}{s}") in state}
-        new = codec.tensors(slot.name, shape)
-        if slot.name in known:
-            old, names = known[slot.name]
-            if old == codec or not held.keys() >= set(names):
-                continue
-            value = old.decode([held[name] for name in names])
-        else:
-            given = find_saved_tensor(held, slot.name)
-            same = held.keys() == set(wanted) and all((t.shape, t.dtype) == new[n] for n, t in held.items() if n in new)
-            wanted_shape = scale_shape(shape, 2) if f"{slot.name}_packed" in held else shape
-            if same or not isinstance(given, torch.Tensor) or given.shape != wanted_shape:
-                continue
-            value = decode_saved(given, state, slot)
-        made = {name: torch.zeros(size, dtype=dtype, device=value.device) for name, (size, dtype) in new.items()}
-        codec.encode(list(made.values()), value.contiguous(), None)
-        for name in held:
-            del state[name]
-        state.update(made)
+def is_auxiliary_name(name: str) -> bool:
+    """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
+    stores = [STORES[dtype] for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    auxiliary = {
+        key for update in WEIGHT_UPDATES.values() for store in stores for key, _ in update.auxiliary_tensors(store)
+    }
+    return name in auxiliary or name.startswith("component_")
 
 
-def list_state_tensors(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of every tensor that a parameter's state holds: auxiliary tensors, then states."""
+def list_state_tensors(spec: StepSpec, parameter: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of every tensor that a parameter's state holds: auxiliary ones, states, factors."""
+    shape = local(parameter).shape
     auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
     wanted = {name: (shape, dtype) for name, dtype in auxiliary}
     for codec, plan in zip(spec.codecs, spec.rule.states):
         wanted |= codec.tensors(plan.name, shape)
-    return wanted
+    factors = {} if spec.rule.factors is None else spec.rule.factors(tuple(parameter.shape))
+    return wanted | {name: (torch.Size(size), torch.float32) for name, size in factors.items()}
 
 
-def list_factors(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of the tensors that the rule prepares its steps with, by the whole parameter's shape."""
-    shapes = {} if spec.rule.factors is None else spec.rule.factors(tuple(shape))
-    return {name: (torch.Size(size), torch.float32) for name, size in shapes.items()}
-
-
-def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:
+def set_initial_values(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give states the values that they have before the first step.
 
     `tensors` are new ones, local and zero; a state is left as it is where one of its tensors is not among them.
@@ -106,8 +77,23 @@ def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tens
     for codec, slot, names in zip(spec.codecs, spec.rule.states, spec.state_tensors):
         value = slot.initial_value(group)
         if value and tensors.keys() >= set(names):
-            for name, number in zip(names, constant_of(codec, value)):
+            for name, number in zip(names, encode_constant(codec, value)):
                 tensors[name].copy_(number.expand(tensors[name].shape))
+
+
+def refuse_other_update(state: Mapping, before: StepSpec | None, spec: StepSpec, name: str) -> None:
+    """Refuse to step under another weight update than the one whose auxiliary tensors a state holds.
+
+    `before` is the step specification so far; a copy of an optimizer has none yet, but it has the tensors.
+    """
+    left = [] if before is None or before.update == spec.update else sorted(before.auxiliary_names)
+    left += [key for key in state.keys() - set(spec.tensors) - {"step", *left} if is_auxiliary_name(str(key))]
+    if left:
+        raise ValueError(
+            f"weight_update={spec.update.name!r}, but the state of parameter {name} holds {listed(left)} of another: "
+            "put the group's weight_update and the parameter's dtype back, or make a new optimizer and give it the "
+            "weights by float32_state_dict and load_float32_state_dict"
+        )
 
 
 def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
@@ -125,7 +111,8 @@ def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
         elif held is not None and (held.shape != shape or held.dtype != dtype):
             raise ValueError(
                 f"state {key!r} of parameter {name} is {held.dtype} of shape {tuple(held.shape)}, but {dtype} of shape "
-                f"{tuple(shape)} is needed: convert a model before its optimizer is made, or make a new optimizer"
+                f"{tuple(shape)} is needed: convert a model before its optimizer is made, and choose amsgrad and its "
+                "like then, or make a new optimizer"
             )
 
 
@@ -143,8 +130,8 @@ def _refuse_partial_states(state: Mapping, spec: StepSpec, name: str) -> None:
             )
 
 
-ABSENT = object()
-BLOCKS = tuple(1 << power for power in range(4, 11))
+ABSENT_STATE = object()
+BLOCK_LENGTHS = tuple(1 << power for power in range(4, 11))
 
 
 def list_codec_versions(state: Mapping[str, object]) -> dict[str, int]:
@@ -156,7 +143,7 @@ def list_codec_versions(state: Mapping[str, object]) -> dict[str, int]:
     return {name.removesuffix("_codes"): CODEC_VERSION for name in state if name.endswith("_codes")}
 
 
-def check_version(name: str, state: Mapping[str, object]) -> None:
+def check_codec_version(name: str, state: Mapping[str, object]) -> None:
     """Raise ValueError for codes of another version than this one."""
     version = state.get(name)
     if f"{name}_codes" in state and version not in (None, CODEC_VERSION):
@@ -166,7 +153,7 @@ def check_version(name: str, state: Mapping[str, object]) -> None:
         )
 
 
-def find_block(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int, ...] = BLOCKS) -> int:
+def find_block_length(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int, ...] = BLOCK_LENGTHS) -> int:
     """Return the block length of saved codes and scales; raise ValueError if none fits."""
     codes, scale = local(codes), local(scale)
     for block in among:
@@ -174,32 +161,32 @@ def find_block(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int, ...] 
             return block
     raise ValueError(
         f"codes of shape {tuple(codes.shape)} have scales of shape {tuple(scale.shape)}, which no length of blocks "
-        f"{BLOCKS} gives: the file is damaged"
+        f"{BLOCK_LENGTHS} gives: the file is damaged"
     )
 
 
-def find_packed_block(packed: torch.Tensor, scale: torch.Tensor) -> int:
+def find_packed_block_length(packed: torch.Tensor, scale: torch.Tensor) -> int:
     """Return the block length of saved bytes of two codes and scales; raise ValueError if no length fits."""
-    return 2 * find_block(packed, scale, tuple(block // 2 for block in BLOCKS))
+    return 2 * find_block_length(packed, scale, tuple(block // 2 for block in BLOCK_LENGTHS))
 
 
 def find_saved_tensor(state: Mapping[str, Any], name: str) -> Any:
-    """Return the tensor of a saved state: numbers, or codes of 8 or 4 bits; `ABSENT` without."""
-    found = (state.get(f"{name}{form}", ABSENT) for form in ("_codes", "_packed", ""))
-    return next((given for given in found if given is not ABSENT), ABSENT)
+    """Return the tensor of a saved state: numbers, or codes of 8 or 4 bits; `ABSENT_STATE` without."""
+    found = (state.get(f"{name}{form}", ABSENT_STATE) for form in ("_codes", "_packed", ""))
+    return next((given for given in found if given is not ABSENT_STATE), ABSENT_STATE)
 
 
-def decode_saved(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
+def decode_saved_state(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
     """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter."""
     scale, residual = (local(state.get(f"{slot.name}_{part}")) for part in ("scale", "residual"))
     codes = torch.uint8 if slot.degree == 2 else torch.int8
     forms: tuple[tuple[str, tuple[torch.dtype, torch.dtype], Callable, Callable], ...] = (
-        ("codes", (codes, torch.bfloat16), Int8Blocks, find_block),
-        ("packed", (torch.uint8, torch.float32), Int4Blocks, find_packed_block),
+        ("codes", (codes, torch.bfloat16), Int8Blocks, find_block_length),
+        ("packed", (torch.uint8, torch.float32), Int4Blocks, find_packed_block_length),
     )
     for suffix, dtypes, kind, find in forms:
         if f"{slot.name}_{suffix}" in state:
-            check_version(slot.name, state)
+            check_codec_version(slot.name, state)
             if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != dtypes:
                 raise ValueError(
                     f"saved state {slot.name!r} has codes in {given.dtype} and scales in "

@@ -12,19 +12,19 @@ import torch
 
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from .._storage import PAYLOADS, STORES, Store, format_store
+from .._storage import PAYLOADS, STORES, Store, make_format_store
 from ..rules._update_rule import UpdateRule
 from ..states._codec import Scaled
 from ..states._int8_blocks import Int8Blocks
-from ..states._state import PAIR, Codec, refuse_coarse, resolve_codecs
+from ..states._state import PAIR_NAME, Codec, refuse_coarse, resolve_codecs
 from ..weight_updates._components import update_of_components
-from ..weight_updates._weight_update import REGISTRY, WeightUpdate, weight_update
+from ..weight_updates._weight_update import WEIGHT_UPDATES, WeightUpdate, find_weight_update
 from ._local_tensors import index_map_of, local, memory
 from ._narrowing import is_kept
 
 # A chunk's row of sums holds as many largest magnitudes, and the weight's.
 MOST_SCALED_STATES = 3
-NARROW = (torch.bfloat16, torch.float16)
+NARROW_DTYPES = (torch.bfloat16, torch.float16)
 POINTERS_BEFORE_STATES = 5
 # The scale that a payload is read under, the reciprocal of the one it is written under, the gradient's; what the
 # payload as read is multiplied by to be under the new scale, and that scale.
@@ -137,7 +137,7 @@ class StepSpec:
 
     @functools.cached_property
     def metered_twin(self) -> StepSpec:
-        """The same specification, metered."""
+        """This specification with lost updates counted."""
         return dataclasses.replace(self, metered=True)
 
     @functools.cached_property
@@ -218,9 +218,9 @@ def step_spec_of(
     own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
     narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
-    store = choose_store(group["param_dtype"] if narrows else dtype, format_store(group["format"]), name, scaled)
-    update = own or _weight_update(group, store, scaled)
-    refuse_unscalable(group, parameter, update, name)
+    store = choose_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
+    update = own or _choose_weight_update(group, store, scaled)
+    refuse_scaled_options(group, parameter, update, name)
     update.check(store)
     refuse_feedback(rule, update)
     codecs = choose_codecs(rule, group, parameter, store, name)
@@ -237,11 +237,11 @@ def step_spec_of(
     )
 
 
-def _weight_update(group: Mapping, store: Store, scaled: bool) -> WeightUpdate:
+def _choose_weight_update(group: Mapping, store: Store, scaled: bool) -> WeightUpdate:
     if store.name == "fp32":
-        return REGISTRY["exact"]
-    default = "stochastic" if scaled else "split8" if store.dtype in NARROW else "kahan"
-    return weight_update(default if group["weight_update"] is None else group["weight_update"])
+        return WEIGHT_UPDATES["exact"]
+    default = "stochastic" if scaled else "split8" if store.dtype in NARROW_DTYPES else "kahan"
+    return find_weight_update(default if group["weight_update"] is None else group["weight_update"])
 
 
 def choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
@@ -269,7 +269,7 @@ def choose_codecs(
     rule: UpdateRule, group: Mapping, parameter: torch.Tensor, store: Store, name: str
 ) -> tuple[Codec, ...]:
     """Return the codecs of a parameter's states; bfloat16 beside 16-bit parameters unless chosen otherwise."""
-    default = torch.bfloat16 if store.dtype in NARROW else torch.float32
+    default = torch.bfloat16 if store.dtype in NARROW_DTYPES else torch.float32
     is_scaled = isinstance(parameter, ScaledTensor)
     if is_scaled and store.dtype != torch.float32:
         default = torch.float16
@@ -277,7 +277,7 @@ def choose_codecs(
     if not is_scaled and any(isinstance(codec, Scaled) for codec in codecs):
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
-            f"allowed are {_allowed_states(rule)} there, or scale the model by hu.scalify"
+            f"allowed are {_list_allowed_states(rule)} there, or scale the model by hu.scalify"
         )
     _refuse_many_scales(rule, codecs, name)
     refuse_coarse(rule, codecs, group["state_dtype"])
@@ -298,14 +298,14 @@ def _refuse_many_scales(rule: UpdateRule, codecs: tuple[Codec, ...], name: str) 
         )
 
 
-def _allowed_states(rule: UpdateRule) -> str:
+def _list_allowed_states(rule: UpdateRule) -> str:
     """Return the words for the storages that plain parameters' states may have under a rule."""
     exact = {name for slot in rule.states if slot.maximum_of for name in (slot.name, slot.maximum_of)}
     if not exact:
-        return f"torch.float32, torch.bfloat16, {PAIR!r}, '8bit' and '4bit'"
+        return f"torch.float32, torch.bfloat16, {PAIR_NAME!r}, '8bit' and '4bit'"
     others = " and ".join(f"{{{slot.name!r}: ...}}" for slot in rule.states if slot.name not in exact)
     alone = f", and torch.bfloat16, '8bit' and '4bit' for {others} alone" if others else ""
-    return f"torch.float32 and {PAIR!r}{alone}"
+    return f"torch.float32 and {PAIR_NAME!r}{alone}"
 
 
 def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
@@ -318,7 +318,7 @@ def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
         )
 
 
-def refuse_unscalable(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
+def refuse_scaled_options(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
     """Refuse options that have no meaning for a scaled parameter."""
     if isinstance(local(parameter), ScaledTensor) and not isinstance(parameter, ScaledTensor):
         raise NotImplementedError(f"parameter {name} is a DTensor of scaled tensors: torch.optim steps it")

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar, overload
+from typing import Generic, TypeVar
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -32,9 +32,9 @@ class TensorMap(Generic[Value]):
 
     def __init__(self, pairs: Iterable[tuple[torch.Tensor, Value]] = ()) -> None:
         self.by_id: dict[int, Value] = {}
-        self._references: dict[int, _Reference] = {}
+        self._references: dict[int, _KeyedReference] = {}
         # A tensor that C++ still holds keeps its Python object, id included: the callback runs when both are gone.
-        self._forget = functools.partial(_forget, self.by_id, self._references)
+        self._forget = functools.partial(_forget_tensor, self.by_id, self._references)
         for tensor, value in pairs:
             self[tensor] = value
 
@@ -48,7 +48,7 @@ class TensorMap(Generic[Value]):
         key = id(tensor)
         known = self._references.get(key)
         if known is None:
-            known = self._references[key] = _reference(tensor, self._forget)
+            known = self._references[key] = _make_reference(tensor, self._forget)
             known.key = key
         return known
 
@@ -56,15 +56,9 @@ class TensorMap(Generic[Value]):
         """Return a tensor's value; raises KeyError where there is none."""
         return self.by_id[id(tensor)]
 
-    @overload
-    def get(self, tensor: torch.Tensor) -> Value | None: ...
-
-    @overload
-    def get(self, tensor: torch.Tensor, default: Value) -> Value: ...
-
-    def get(self, tensor: torch.Tensor, default: Value | None = None) -> Value | None:
-        """Return a tensor's value, or the default."""
-        return self.by_id.get(id(tensor), default)
+    def get(self, tensor: torch.Tensor) -> Value | None:
+        """Return a tensor's value; None where there is none."""
+        return self.by_id.get(id(tensor))
 
     def pop(self, tensor: torch.Tensor, default: Value | None = None) -> Value | None:
         """Remove and return a tensor's value."""
@@ -84,14 +78,14 @@ class TensorMap(Generic[Value]):
         return iter(list(self.by_id.values()))
 
 
-class _Reference(weakref.ref):
+class _KeyedReference(weakref.ref):
     """A weak reference that knows its tensor's id when the tensor is gone."""
 
     __slots__ = ("key",)
     key: int
 
 
-class _ThroughToken(_Reference):
+class _TokenReference(_KeyedReference):
     """A reference to a tensor that must have no weak references, by its token."""
 
     __slots__ = ()
@@ -102,7 +96,7 @@ class _ThroughToken(_Reference):
         return None if token is None else token.tensor
 
 
-class _Token:
+class _TensorToken:
     """An object with its tensor's lifetime, referenced weakly in its place."""
 
     __slots__ = ("__weakref__", "tensor")
@@ -111,7 +105,7 @@ class _Token:
         self.tensor = tensor
 
 
-class _Keeper:
+class _TokenKeeper:
     """Keeps a tensor's token among its attributes, and restores it after a swap of attributes.
 
     `torch.utils.swap_tensors`, by which nn.Module converts wrapper subclasses in place, exchanges the attributes of
@@ -120,33 +114,33 @@ class _Keeper:
 
     __slots__ = ("token",)
 
-    def __init__(self, token: _Token) -> None:
+    def __init__(self, token: _TensorToken) -> None:
         self.token = token
 
     def __del__(self) -> None:
         """Attach to the tensor again, if it lives and has no keeper."""
         attributes = self.token.tensor.__dict__
-        if _KEEPER not in attributes:
-            attributes[_KEEPER] = _Keeper(self.token)
+        if _KEEPER_ATTRIBUTE not in attributes:
+            attributes[_KEEPER_ATTRIBUTE] = _TokenKeeper(self.token)
 
     def __reduce__(self) -> tuple:
         """A copy of a tensor is another tensor: nothing is copied or saved."""
         return OrderedDict, ()
 
 
-_KEEPER = "_halfulp_keeper"
+_KEEPER_ATTRIBUTE = "_halfulp_keeper"
 
 
-def _reference(tensor: torch.Tensor, forget: Callable[[_Reference], None]) -> _Reference:
+def _make_reference(tensor: torch.Tensor, forget: Callable[[_KeyedReference], None]) -> _KeyedReference:
     """Return a weak reference, through a token only where torch swaps tensors: a token's cycle is freed late."""
     if not (is_traceable_wrapper_subclass(tensor) or torch.__future__.get_swap_module_params_on_conversion()):
-        return _Reference(tensor, forget)
-    keeper = tensor.__dict__.get(_KEEPER)
-    if not isinstance(keeper, _Keeper) or keeper.token.tensor is not tensor:
-        keeper = tensor.__dict__[_KEEPER] = _Keeper(_Token(tensor))
-    return _ThroughToken(keeper.token, forget)
+        return _KeyedReference(tensor, forget)
+    keeper = tensor.__dict__.get(_KEEPER_ATTRIBUTE)
+    if not isinstance(keeper, _TokenKeeper) or keeper.token.tensor is not tensor:
+        keeper = tensor.__dict__[_KEEPER_ATTRIBUTE] = _TokenKeeper(_TensorToken(tensor))
+    return _TokenReference(keeper.token, forget)
 
 
-def _forget(values: dict, references: dict, reference: _Reference) -> None:
+def _forget_tensor(values: dict, references: dict, reference: _KeyedReference) -> None:
     values.pop(reference.key, None)
     references.pop(reference.key, None)

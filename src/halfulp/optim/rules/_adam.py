@@ -9,13 +9,13 @@ from functools import lru_cache
 from typing import Any
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule, constants_of, sign_in
+from ._update_rule import StateSlot, UpdateRule, descent_sign
 
 MOMENTS = (StateSlot("exp_avg", 1), StateSlot("exp_avg_sq", 2))
-_MAXIMUM = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
+_AMSGRAD_STATES = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
 
 
-def moments(g, m, v, keep_v, take_m, take_v):
+def move_moments(g, m, v, keep_v, take_m, take_v):
     """Return m = b1 m + (1-b1) g and v = b2 v + (1-b2) g^2."""
     # (1-b2) g first: g g alone overflows at gradients of 2e19, whose v float32 still holds.
     return m + take_m * (g - m), keep_v * v + take_v * g * g
@@ -23,26 +23,26 @@ def moments(g, m, v, keep_v, take_m, take_v):
 
 def adamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """u = -lr wd w - lr/(1-b1^t) m / (sqrt(v)/sqrt(1-b2^t) + eps)."""
-    m, v = moments(sign * g, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
     return -(decay * w) - step * divide(m, sqrt(v) * unbias + eps), m, v
 
 
 def adam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """Compute `adamw`'s update with the decay added to the gradient: g + wd w."""
-    m, v = moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
     return -(step * divide(m, sqrt(v) * unbias + eps)), m, v
 
 
 def adamw_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """Compute `adamw`'s update divided by the largest v so far (Reddi et al., arXiv 1904.09237)."""
-    m, v = moments(sign * g, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
     top = maximum(top, v)
     return -(decay * w) - step * divide(m, sqrt(top) * unbias + eps), m, v, top
 
 
 def adam_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
     """Compute `adam`'s update divided by the largest v so far."""
-    m, v = moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
     top = maximum(top, v)
     return -(step * divide(m, sqrt(top) * unbias + eps)), m, v, top
 
@@ -52,15 +52,15 @@ def adam_error_feedback(lost, m, v, sign, decay, keep_v, take_m, take_v, unbias,
     return m - feedback_gain * (lost * (sqrt(v) * unbias + eps))
 
 
-def of_moments(group: Mapping, decoupled: bool = True) -> tuple[float, ...]:
+def moment_constants(group: Mapping, decoupled: bool = True) -> tuple[float, ...]:
     """Return what Adam and its variants begin with: the sign, the decay, b2, 1 - b1 and 1 - b2."""
     beta1, beta2 = map(float, group["betas"][:2])
     decay = (float(group["lr"]) if decoupled else 1.0) * float(group["weight_decay"])
-    return sign_in(group), decay, beta2, 1 - beta1, 1 - beta2
+    return descent_sign(group), decay, beta2, 1 - beta1, 1 - beta2
 
 
 @dataclass(frozen=True)
-class Decoupled:
+class DecoupledConstants:
     """The constants of a rule whose decay is taken from the weight; a value, so that rules are compared and pickled."""
 
     values: Callable[[Mapping, int, bool], tuple[float, ...]]
@@ -70,7 +70,7 @@ class Decoupled:
         return self.values(group, step, True)
 
 
-def unbias_root(beta2: float, step: int) -> float:
+def unbiasing_root(beta2: float, step: int) -> float:
     """1 / sqrt(1 - b2^t)."""
     return 1 / math.sqrt(1 - beta2**step)
 
@@ -79,76 +79,74 @@ def _adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple
     lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
     size = lr / (1 - beta1**step)
     feedback_gain = (1 - beta1) / (beta1 * size) if size > 0 and beta1 > 0 else 0.0
-    return (*of_moments(group, decoupled), unbias_root(beta2, step), float(group["eps"]), size, feedback_gain)
+    return (*moment_constants(group, decoupled), unbiasing_root(beta2, step), float(group["eps"]), size, feedback_gain)
 
 
-_ADAMS = constants_of(adam, MOMENTS)
-_BOTH, _PLAIN = ("decay", "eps"), ("eps",)  # what a power of two that multiplies gradients multiplies too
-ADAM = UpdateRule("adam", adam, MOMENTS, _ADAMS, _adam_constants, _BOTH, adam_error_feedback, betas=2)
-ADAMW = UpdateRule("adamw", adamw, MOMENTS, _ADAMS, Decoupled(_adam_constants), _PLAIN, adam_error_feedback, betas=2)
-ADAM_AMSGRAD = UpdateRule("adam_amsgrad", adam_amsgrad, _MAXIMUM, _ADAMS, _adam_constants, _BOTH, betas=2)
-ADAMW_AMSGRAD = UpdateRule(
-    "adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _ADAMS, Decoupled(_adam_constants), _PLAIN, betas=2
-)
+_adamw_constants = DecoupledConstants(_adam_constants)
+_DECAY_EPS, _EPS = ("decay", "eps"), ("eps",)  # what a power of two that multiplies gradients multiplies too
+ADAM = UpdateRule("adam", adam, MOMENTS, _adam_constants, _DECAY_EPS, adam_error_feedback, betas=2)
+ADAMW = UpdateRule("adamw", adamw, MOMENTS, _adamw_constants, _EPS, adam_error_feedback, betas=2)
+ADAM_AMSGRAD = UpdateRule("adam_amsgrad", adam_amsgrad, _AMSGRAD_STATES, _adam_constants, _DECAY_EPS, betas=2)
+ADAMW_AMSGRAD = UpdateRule("adamw_amsgrad", adamw_amsgrad, _AMSGRAD_STATES, _adamw_constants, _EPS, betas=2)
 
 
-_NEGLIGIBLE = 2.0**-60  # beside 1
+_NEGLIGIBLE_PRODUCT = 2.0**-60  # beside 1
 
 
 def nadam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g, size_m):
     """u = -lr ((1-mu_t)/(1-mu_1..mu_t) g + mu_(t+1)/(1-mu_1..mu_(t+1)) m) / (sqrt(v)/sqrt(1-b2^t) + eps)."""
     g = sign * g + decay * w
-    m, v = moments(g, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(g, m, v, keep_v, take_m, take_v)
     return -divide(size_g * g + size_m * m, sqrt(v) * unbias + eps), m, v
 
 
 def nadamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g, size_m):
     """Compute `nadam`'s update with the decay taken from the weight."""
     g = sign * g
-    m, v = moments(g, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(g, m, v, keep_v, take_m, take_v)
     return -(decay * w) - divide(size_g * g + size_m * m, sqrt(v) * unbias + eps), m, v
 
 
-def momentum_at(beta: float, momentum_decay: float, step: int) -> float:
+def momentum_at_step(beta: float, momentum_decay: float, step: int) -> float:
     """mu_t = b1 (1 - .96^(t momentum_decay) / 2)."""
     return beta * (1 - 0.5 * 0.96 ** (step * momentum_decay))
 
 
 @lru_cache(64)
-def _products(beta: float, momentum_decay: float) -> list[float]:
+def _momentum_products(beta: float, momentum_decay: float) -> list[float]:
     return [1.0]
 
 
 def momentum_product(beta: float, momentum_decay: float, step: int) -> float:
     """mu_1 mu_2 ... mu_t, as under these options from the first step on; 0 once it is nothing beside 1."""
-    known = _products(beta, momentum_decay)
-    while len(known) <= step and known[-1] > _NEGLIGIBLE:
-        known.append(known[-1] * momentum_at(beta, momentum_decay, len(known)))
+    known = _momentum_products(beta, momentum_decay)
+    while len(known) <= step and known[-1] > _NEGLIGIBLE_PRODUCT:
+        known.append(known[-1] * momentum_at_step(beta, momentum_decay, len(known)))
     return known[step] if step < len(known) else 0.0
 
 
 def _nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2), slows = float(group["lr"]), map(float, group["betas"]), float(group["momentum_decay"])
-    size_g = lr * (1 - momentum_at(beta1, slows, step)) / (1 - momentum_product(beta1, slows, step))
-    size_m = lr * momentum_at(beta1, slows, step + 1) / (1 - momentum_product(beta1, slows, step + 1))
-    return (*of_moments(group, decoupled), unbias_root(beta2, step), float(group["eps"]), size_g, size_m)
+    size_g = lr * (1 - momentum_at_step(beta1, slows, step)) / (1 - momentum_product(beta1, slows, step))
+    size_m = lr * momentum_at_step(beta1, slows, step + 1) / (1 - momentum_product(beta1, slows, step + 1))
+    return (*moment_constants(group, decoupled), unbiasing_root(beta2, step), float(group["eps"]), size_g, size_m)
 
 
-_NADAMS = constants_of(nadam, MOMENTS)
-_OF_TORCH: dict[str, Any] = {"betas": 2, "follows_from_step": ("mu_product",)}
-NADAM = UpdateRule("nadam", nadam, MOMENTS, _NADAMS, _nadam_constants, _BOTH, **_OF_TORCH)
-NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _NADAMS, Decoupled(_nadam_constants), _PLAIN, **_OF_TORCH)
+_nadamw_constants = DecoupledConstants(_nadam_constants)
+_NADAM_OPTIONS: dict[str, Any] = {"betas": 2, "follows_from_step": ("mu_product",)}
+NADAM = UpdateRule("nadam", nadam, MOMENTS, _nadam_constants, _DECAY_EPS, **_NADAM_OPTIONS)
+NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _nadamw_constants, _EPS, **_NADAM_OPTIONS)
 
 
 def radam(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
     """u = -lr m/(1-b1^t) r sqrt(1-b2^t) / (sqrt(v) + eps); -lr m/(1-b1^t) in the first steps."""
-    m, v = moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(sign * g + decay * w, m, v, keep_v, take_m, take_v)
     return -(plain * m) - adaptive * divide(m, sqrt(v) + eps), m, v
 
 
 def radamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
     """Compute `radam`'s update with the decay taken from the weight."""
-    m, v = moments(sign * g, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
     return -(decay * w) - plain * m - adaptive * divide(m, sqrt(v) + eps), m, v
 
 
@@ -159,11 +157,10 @@ def _radam_constants(group: Mapping, step: int, decoupled: bool = False) -> tupl
     length = longest - 2 * step * beta2**step / left
     if length > 5:  # the variance of the second moment is finite
         rest = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
-        return (*of_moments(group, decoupled), eps, 0.0, size * math.sqrt(left * rest))
-    return (*of_moments(group, decoupled), 1.0, size, 0.0)  # the quotient is multiplied by 0
+        return (*moment_constants(group, decoupled), eps, 0.0, size * math.sqrt(left * rest))
+    return (*moment_constants(group, decoupled), 1.0, size, 0.0)  # the quotient is multiplied by 0
 
 
 # Not homogeneous: the first steps grow with the gradient.
-_RADAMS = constants_of(radam, MOMENTS)
-RADAM = UpdateRule("radam", radam, MOMENTS, _RADAMS, _radam_constants, betas=2)
-RADAMW = UpdateRule("radamw", radamw, MOMENTS, _RADAMS, Decoupled(_radam_constants), betas=2)
+RADAM = UpdateRule("radam", radam, MOMENTS, _radam_constants, betas=2)
+RADAMW = UpdateRule("radamw", radamw, MOMENTS, DecoupledConstants(_radam_constants), betas=2)

@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...kernels import divide, maximum, sqrt
-from ._adam import MOMENTS, moments, of_moments, unbias_root
-from ._update_rule import Reduction, StateSlot, UpdateRule, constants_of, sign_in
+from ._adam import MOMENTS, moment_constants, move_moments, unbiasing_root
+from ._update_rule import Reduction, StateSlot, UpdateRule, descent_sign
 
 
 def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, unbias, eps, size_m, size_slow):
     """u = -lr (m/(1-b1^t) + a s) / (sqrt(v)/sqrt(1-b2^t) + eps) - lr wd w; s the mean of the gradients by b3."""
     g = sign * g
-    m, v = moments(g, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(g, m, v, keep_v, take_m, take_v)
     slow = slow + take_slow * (g - slow)
     return -(decay * w) - divide(size_m * m + size_slow * slow, sqrt(v) * unbias + eps), m, v, slow
 
@@ -31,16 +31,15 @@ def _ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
         alpha *= min(1.0, step / warmup)
     if beta_warmup and step < beta_warmup and beta1 > 0 and beta3 > 0:
         beta3 = _slow_beta(beta1, beta3, step / beta_warmup)
-    kept = *of_moments(group), 1 - beta3, unbias_root(beta2, step), float(group["eps"])
+    kept = *moment_constants(group), 1 - beta3, unbiasing_root(beta2, step), float(group["eps"])
     return (*kept, lr / (1 - beta1**step), lr * alpha)
 
 
-_WITH_SLOW = (*MOMENTS, StateSlot("exp_avg_slow", 1))
+_ADEMAMIX_STATES = (*MOMENTS, StateSlot("exp_avg_slow", 1))
 ADEMAMIX = UpdateRule(
     "ademamix",
     ademamix,
-    _WITH_SLOW,
-    constants_of(ademamix, _WITH_SLOW),
+    _ADEMAMIX_STATES,
     _ademamix_constants,
     homogeneous=("eps",),
     betas=3,
@@ -73,16 +72,16 @@ def _adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
     sizes = lr * shrink / (1 - beta1**step), lr * shrink * beta2 / (1 - beta2**step)
     kept = 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
     follow = 0.0 if step == 1 else 1.0
-    return (sign_in(group), decay, follow, *kept, *sizes, unbias_root(beta3, step), float(group["eps"]))
+    return (descent_sign(group), decay, follow, *kept, *sizes, unbiasing_root(beta3, step), float(group["eps"]))
 
 
-_ADANS = (
+_ADAN_STATES = (
     StateSlot("exp_avg", 1),
     StateSlot("exp_avg_diff", 1),
     StateSlot("exp_avg_sq", 2),
     StateSlot("gradient_before", 1),
 )
-ADAN = UpdateRule("adan", adan, _ADANS, constants_of(adan, _ADANS), _adan_constants, homogeneous=("eps",), betas=3)
+ADAN = UpdateRule("adan", adan, _ADAN_STATES, _adan_constants, homogeneous=("eps",), betas=3)
 
 
 def lamb_weight(w):
@@ -92,23 +91,23 @@ def lamb_weight(w):
 
 def lamb_direction(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps):
     """r = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd w, of the new m and v."""
-    m, v = moments(sign * g, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
     return divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w
 
 
 def lamb(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps, lr):
     """u = -lr |w|/|r| r with r of `lamb_direction`."""
-    m, v = moments(sign * g, m, v, keep_v, take_m, take_v)
+    m, v = move_moments(sign * g, m, v, keep_v, take_m, take_v)
     return -(lr * (divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w)), m, v
 
 
 def _lamb_constants(group: Mapping, step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
-    unbias = (1 / (1 - beta1**step), unbias_root(beta2, step)) if group["bias_correction"] else (1.0, 1.0)
-    return (*of_moments(group, decoupled=False), *unbias, float(group["eps"]))
+    unbias = (1 / (1 - beta1**step), unbiasing_root(beta2, step)) if group["bias_correction"] else (1.0, 1.0)
+    return (*moment_constants(group, decoupled=False), *unbias, float(group["eps"]))
 
 
-def _late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
+def _lamb_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
     """Give lr times the trust ratio: 1 where either norm is 0, and where nothing decays unless `always_adapt`."""
     weight, direction = (math.sqrt(total) for total in sums)
     adapts = (group["weight_decay"] or group["always_adapt"]) and weight > 0 and direction > 0
@@ -120,12 +119,11 @@ LAMB = UpdateRule(
     "lamb",
     lamb,
     MOMENTS,
-    constants_of(lamb, MOMENTS),
     _lamb_constants,
     ("eps",),
     betas=2,
     reductions=(Reduction(lamb_weight, squares=True), Reduction(lamb_direction, squares=True)),
-    late_values=_late_values,
+    late_values=_lamb_late_values,
 )
 
 
@@ -158,28 +156,28 @@ def _third_beta(group: Mapping) -> float:
     return math.sqrt(float(group["betas"][1])) if group["beta3"] is None else float(group["beta3"])
 
 
-def _rate(group: Mapping) -> float:
+def _prodigy_rate(group: Mapping) -> float:
     (beta1, beta2), made = map(float, group["betas"]), group["k"] + 1
     unbias = math.sqrt(1 - beta2**made) / (1 - beta1**made) if group["use_bias_correction"] else 1.0
     return group["d"] * float(group["lr"]) * unbias
 
 
 def _prodigy_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    (beta1, beta2), d, rate = map(float, group["betas"]), group["d"], _rate(group)
+    (beta1, beta2), d, rate = map(float, group["betas"]), group["d"], _prodigy_rate(group)
     decay, counts = float(group["weight_decay"]), 1.0 if group["lr"] > 0 else 0.0
     gain = d / group["d0"] * (d if group["safeguard_warmup"] else rate) * counts
     apart = (0.0, rate * decay) if group["decouple"] else (decay, 0.0)
     return (
-        *(sign_in(group), apart[0], counts, 1.0 if step == 1 else 0.0),
+        *(descent_sign(group), apart[0], counts, 1.0 if step == 1 else 0.0),
         *(gain, _third_beta(group), apart[1], beta1, d * (1 - beta1), beta2, d * d * (1 - beta2), rate),
     )
 
 
-def estimate(group: Mapping, sums: Sequence[float]) -> dict[str, float]:
+def estimate_distance(group: Mapping, sums: Sequence[float]) -> dict[str, float]:
     """Return d, the largest so far and the numerator after the sums of a step."""
     progress, distance = sums
     d, d0, largest = group["d"], group["d0"], group["d_max"]
-    numerator = _third_beta(group) * group["d_numerator"] + d / d0 * _rate(group) * progress
+    numerator = _third_beta(group) * group["d_numerator"] + d / d0 * _prodigy_rate(group) * progress
     if not (distance > 0 and group["lr"] > 0 and math.isfinite(numerator) and math.isfinite(distance)):
         return {"d": d, "d_max": largest, "d_numerator": group["d_numerator"]}
     found = group["d_coef"] * numerator / distance
@@ -189,15 +187,14 @@ def estimate(group: Mapping, sums: Sequence[float]) -> dict[str, float]:
 
 
 def _prodigy_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
-    return (float(group["eps"]) * estimate(group, sums)["d"],)
+    return (float(group["eps"]) * estimate_distance(group, sums)["d"],)
 
 
-_PRODIGYS = (*MOMENTS, StateSlot("s", 1), StateSlot("p0", 1, exact=True))
+_PRODIGY_STATES = (*MOMENTS, StateSlot("s", 1), StateSlot("p0", 1, exact=True))
 PRODIGY = UpdateRule(
     "prodigy",
     prodigy,
-    _PRODIGYS,
-    constants_of(prodigy, _PRODIGYS),
+    _PRODIGY_STATES,
     _prodigy_constants,
     betas=2,
     reductions=(Reduction(prodigy_progress, over_all=True), Reduction(prodigy_distance, over_all=True)),

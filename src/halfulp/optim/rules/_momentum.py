@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ...kernels import divide, sign_of, sqrt
-from ._update_rule import StateSlot, UpdateRule, constants_of, sign_in
+from ._update_rule import StateSlot, UpdateRule, descent_sign
 
-_BUFFER = (StateSlot("momentum_buffer", 1),)
+_BUFFERS = (StateSlot("momentum_buffer", 1),)
 
 
 def sgd(w, g, sign, decay, keep, take, lr, feedback_gain):
@@ -45,16 +45,15 @@ def _momentum_constants(group: Mapping, step: int) -> tuple[float, ...]:
     take = 1.0 if step == 1 else 1 - float(group["dampening"])
     share = momentum * momentum if group["nesterov"] else momentum
     feedback_gain = (1 - momentum) / (share * lr) if lr > 0 and share > 0 else 0.0
-    return sign_in(group), float(group["weight_decay"]), momentum, take, lr, feedback_gain
+    return descent_sign(group), float(group["weight_decay"]), momentum, take, lr, feedback_gain
 
 
-_SGDS = constants_of(sgd, ())
-SGD = UpdateRule("sgd", sgd, (), _SGDS, _momentum_constants)
+SGD = UpdateRule("sgd", sgd, (), _momentum_constants)
 SGD_MOMENTUM = UpdateRule(
-    "sgd_momentum", sgd_momentum, _BUFFER, _SGDS, _momentum_constants, error_feedback=momentum_error_feedback
+    "sgd_momentum", sgd_momentum, _BUFFERS, _momentum_constants, error_feedback=momentum_error_feedback
 )
 SGD_NESTEROV = UpdateRule(
-    "sgd_nesterov", sgd_nesterov, _BUFFER, _SGDS, _momentum_constants, error_feedback=momentum_error_feedback
+    "sgd_nesterov", sgd_nesterov, _BUFFERS, _momentum_constants, error_feedback=momentum_error_feedback
 )
 
 
@@ -67,14 +66,13 @@ def lion(w, g, m, sign, decay, keep, take, keep_m, take_m, lr):
 
 def _lion_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
-    return sign_in(group), lr * float(group["weight_decay"]), beta1, 1 - beta1, beta2, 1 - beta2, lr
+    return descent_sign(group), lr * float(group["weight_decay"]), beta1, 1 - beta1, beta2, 1 - beta2, lr
 
 
 LION = UpdateRule(
     "lion",
     lion,
     (StateSlot("exp_avg", 1),),
-    ("sign", "decay", "keep", "take", "keep_m", "take_m", "lr"),
     _lion_constants,
     betas=2,
 )
@@ -85,7 +83,7 @@ def muon(w, g, prepared, buffer, decay, take, size):
     return -(decay * w) - size * prepared, buffer + take * (g - buffer)
 
 
-def prepare(tensors: Any, group: Mapping, step: int) -> tuple[torch.Tensor, tuple[float, ...]]:
+def orthogonalize_momentum(tensors: Any, group: Mapping, step: int) -> tuple[torch.Tensor, tuple[float, ...]]:
     """Return the orthogonal matrix, and the learning rate for its shape."""
     momentum, g = float(group["momentum"]), tensors.gradient
     buffer = tensors.state("momentum_buffer").lerp(g, 1 - momentum)
@@ -129,15 +127,14 @@ def _muon_constants(group: Mapping, step: int) -> tuple[float, ...]:
 MUON = UpdateRule(
     "muon",
     muon,
-    _BUFFER,
-    ("decay", "take", "size"),
+    _BUFFERS,
     _muon_constants,
-    prepare=prepare,
+    prepare=orthogonalize_momentum,
 )
 
 
 # The point that steps; the parameter lies between it and the average, z + beta (x - z).
-_Z = (StateSlot("z", 1, exact=True),)
+_Z_STATES = (StateSlot("z", 1, exact=True),)
 
 
 def schedule_free_sgd(w, g, z, sign, decay, first, mix, size_y, size_z):
@@ -156,7 +153,7 @@ def schedule_free_adamw(w, g, z, v, sign, decay, first, mix, size_y, size_z, kee
     return mix * (z - w) - size_y * d, z - size_z * d, v
 
 
-def following(group: Mapping) -> tuple[float, float, float]:
+def count_next_step(group: Mapping) -> tuple[float, float, float]:
     """Return lr under warmup, the largest so far, and the sum of the averages' weights, after one more step."""
     made, warmup = group["k"] + 1, group["warmup_steps"]
     lr = float(group["lr"]) * (min(1.0, made / warmup) if warmup else 1.0)
@@ -165,31 +162,31 @@ def following(group: Mapping) -> tuple[float, float, float]:
 
 
 def _schedule_free_constants(group: Mapping, step: int, momentum: float) -> tuple[float, ...]:
-    lr, _, total = following(group)
+    lr, _, total = count_next_step(group)
     mix = (total - group["weight_sum"]) / total if total else 0.0
-    signs = sign_in(group), float(group["weight_decay"]), 1.0 if step == 1 else 0.0
+    signs = descent_sign(group), float(group["weight_decay"]), 1.0 if step == 1 else 0.0
     return (*signs, mix, lr * (1 - momentum * (1 - mix)), lr)
 
 
-def _sgd_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _schedule_free_sgd_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return _schedule_free_constants(group, step, float(group["momentum"]))
 
 
-def _adamw_constants(group: Mapping, step: int) -> tuple[float, ...]:
+def _schedule_free_adamw_constants(group: Mapping, step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
     own = beta2, 1 - beta2, 1 / math.sqrt(1 - beta2**step), float(group["eps"])
     return (*_schedule_free_constants(group, step, beta1), *own)
 
 
-_Z_AND_SQUARES = (*_Z, StateSlot("exp_avg_sq", 2))
-SCHEDULE_FREE_SGD = UpdateRule(
-    "schedule_free_sgd", schedule_free_sgd, _Z, constants_of(schedule_free_sgd, _Z), _sgd_constants
+_AVERAGED_ADAMW_STATES = (*_Z_STATES, StateSlot("exp_avg_sq", 2))
+SCHEDULE_FREE_SGD = UpdateRule("schedule_free_sgd", schedule_free_sgd, _Z_STATES, _schedule_free_sgd_constants)
+SCHEDULE_FREE_ADAMW = UpdateRule(
+    "schedule_free_adamw", schedule_free_adamw, _AVERAGED_ADAMW_STATES, _schedule_free_adamw_constants, betas=2
 )
 SCHEDULE_FREE_ADAMW = UpdateRule(
     "schedule_free_adamw",
     schedule_free_adamw,
-    _Z_AND_SQUARES,
-    constants_of(schedule_free_adamw, _Z_AND_SQUARES),
-    _adamw_constants,
+    _AVERAGED_ADAMW_STATES,
+    _schedule_free_adamw_constants,
     betas=2,
 )

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule, sign_in
+from ._update_rule import StateSlot, UpdateRule, descent_sign
 
 
-def _first_sum(group: Mapping) -> float:
+def _initial_sum(group: Mapping) -> float:
     return float(group["initial_accumulator_value"])
 
 
@@ -25,27 +25,22 @@ def adagrad(w, g, total, sign, decay, eps, lr):
 
 def _adagrad_constants(group: Mapping, step: int) -> tuple[float, ...]:
     rate = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
-    return sign_in(group), float(group["weight_decay"]), float(group["eps"]), rate
+    return descent_sign(group), float(group["weight_decay"]), float(group["eps"]), rate
 
 
 ADAGRAD = UpdateRule(
     "adagrad",
     adagrad,
-    (StateSlot("sum", 2, initial=_first_sum),),
-    ("sign", "decay", "eps", "lr"),
+    (StateSlot("sum", 2, initial=_initial_sum),),
     _adagrad_constants,
     homogeneous=("decay", "eps"),
 )
 
 
-_SQUARE = StateSlot("square_avg", 2)
-_MOMENTUM = StateSlot("momentum_buffer", 1)
+_SQUARE_STATE = StateSlot("square_avg", 2)
+_MOMENTUM_STATE = StateSlot("momentum_buffer", 1)
 # A variance is the small difference of two means.
-_CENTERED = (
-    StateSlot("square_avg", 2, exact=True),
-    StateSlot("grad_avg", 1, exact=True),
-)
-_RMSPROP_CONSTANTS = ("sign", "decay", "keep", "take", "eps", "momentum", "lr", "none")
+_CENTERED_STATES = (StateSlot("square_avg", 2, exact=True), StateSlot("grad_avg", 1, exact=True))
 
 
 def rmsprop(w, g, v, sign, decay, keep, take, eps, momentum, lr, none):
@@ -81,30 +76,24 @@ def rmsprop_centered_momentum(w, g, v, mean, buffer, sign, decay, keep, take, ep
 
 
 def _rmsprop_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    alpha, sign = float(group["alpha"]), sign_in(group)
+    alpha, sign = float(group["alpha"]), descent_sign(group)
     decay, eps = float(group["weight_decay"]), float(group["eps"])
     return sign, decay, alpha, 1 - alpha, eps, float(group["momentum"]), float(group["lr"]), 0.0
 
 
-_INNER = ("decay", "eps")
-RMSPROP = UpdateRule("rmsprop", rmsprop, (_SQUARE,), _RMSPROP_CONSTANTS, _rmsprop_constants, _INNER)
-RMSPROP_CENTERED = UpdateRule(
-    "rmsprop_centered", rmsprop_centered, _CENTERED, _RMSPROP_CONSTANTS, _rmsprop_constants, _INNER
-)
+_DECAY_EPS = ("decay", "eps")
+RMSPROP = UpdateRule("rmsprop", rmsprop, (_SQUARE_STATE,), _rmsprop_constants, _DECAY_EPS)
+RMSPROP_CENTERED = UpdateRule("rmsprop_centered", rmsprop_centered, _CENTERED_STATES, _rmsprop_constants, _DECAY_EPS)
 # The buffer is a sum of quotients, which a power of two that multiplies the gradients leaves as it is.
 RMSPROP_MOMENTUM = UpdateRule(
-    "rmsprop_momentum", rmsprop_momentum, (_SQUARE, _MOMENTUM), _RMSPROP_CONSTANTS, _rmsprop_constants
+    "rmsprop_momentum", rmsprop_momentum, (_SQUARE_STATE, _MOMENTUM_STATE), _rmsprop_constants
 )
 RMSPROP_CENTERED_MOMENTUM = UpdateRule(
-    "rmsprop_centered_momentum",
-    rmsprop_centered_momentum,
-    (*_CENTERED, _MOMENTUM),
-    _RMSPROP_CONSTANTS,
-    _rmsprop_constants,
+    "rmsprop_centered_momentum", rmsprop_centered_momentum, (*_CENTERED_STATES, _MOMENTUM_STATE), _rmsprop_constants
 )
 
 
-_AT_ONCE = 1 << 15  # elements that torch adds up in one thread
+_ELEMENTS_OF_ONE_SUM = 1 << 15  # elements that torch adds up in one thread
 
 
 def adafactor(w, g, prepared, decay, size):
@@ -112,14 +101,14 @@ def adafactor(w, g, prepared, decay, size):
     return (-(decay * w) - size * prepared,)
 
 
-def factors(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+def list_adafactor_factors(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of Adafactor's states: means of squares over columns and over rows, or a vector's squares."""
     if len(shape) < 2:
         return {"variance": shape}
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
 
 
-def prepare(tensors: Any, group: Mapping, step: int) -> tuple[torch.Tensor, tuple[float, ...]]:
+def prepare_adafactor(tensors: Any, group: Mapping, step: int) -> tuple[torch.Tensor, tuple[float, ...]]:
     """Move the second moment on, and return g / sqrt(it) and the step size, clipped by both roots of mean squares."""
     if not math.prod(tensors.shape):  # no rows or columns to average over
         return tensors.gradient, (0.0,)
@@ -149,7 +138,7 @@ def root_mean_square(x: torch.Tensor) -> float:
     """Return the root of the mean square, 0 of nothing; the same bits on any number of threads."""
     if not x.numel():
         return 0.0
-    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.reshape(-1).split(_AT_ONCE)]
+    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.reshape(-1).split(_ELEMENTS_OF_ONE_SUM)]
     return math.sqrt(torch.stack(parts).square().sum().item() / x.numel())
 
 
@@ -158,5 +147,5 @@ def _adafactor_constants(group: Mapping, step: int) -> tuple[float, ...]:
 
 
 ADAFACTOR = UpdateRule(
-    "adafactor", adafactor, (), ("decay", "size"), _adafactor_constants, prepare=prepare, factors=factors
+    "adafactor", adafactor, (), _adafactor_constants, prepare=prepare_adafactor, factors=list_adafactor_factors
 )

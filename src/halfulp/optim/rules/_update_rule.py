@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 # A number, or a function of a param group's options that gives it.
-Number = float | Callable[[Mapping[str, Any]], float]
+NumberOrFunction = float | Callable[[Mapping[str, Any]], float]
 # What every format of states holds.
-_LARGEST = 2.0**127
+_LARGEST_INITIAL = 2.0**127
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class StateSlot:
 
     name: str
     degree: int
-    initial: Number = 0.0
+    initial: NumberOrFunction = 0.0
     maximum_of: str | None = None
     exact: bool = False
 
@@ -50,27 +51,15 @@ class StateSlot:
             value = float(given)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"state {self.name!r} begins with {given!r}: give a number") from None
-        if not abs(value) <= _LARGEST or (self.degree == 2 and value < 0):
+        if not abs(value) <= _LARGEST_INITIAL or (self.degree == 2 and value < 0):
             sign = " that is not negative" if self.degree == 2 else ""
             raise ValueError(f"state {self.name!r} begins with {value}: give a number up to 2^127{sign}")
         return value
 
 
-def sign_in(group: Mapping[str, Any]) -> float:
+def descent_sign(group: Mapping[str, Any]) -> float:
     """Return the factor of a gradient by which a group descends, or climbs under `maximize`."""
     return -1.0 if group["maximize"] else 1.0
-
-
-def constants_of(update: Callable[..., Any], states: tuple[StateSlot, ...]) -> tuple[str, ...]:
-    """Return the names of an update's constants: its arguments behind the weight, the gradient and the states."""
-    return tuple(inspect.signature(update).parameters)[2 + len(states) :]
-
-
-def check_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
-    """Raise for a state that cannot begin with what a group's options say."""
-    for state in rule.states:
-        if state.initial != 0.0:
-            state.initial_value(group)
 
 
 @dataclass(frozen=True)
@@ -101,9 +90,8 @@ class UpdateRule:
         name: for messages and kernel names.
         update: `update(w, g, *states, *constants) -> (u, *states)`: the weight becomes w + u. Only + - * and the
             functions `sqrt`, `divide`, `maximum` and `sign_of`, which each engine binds to its own, and no literals,
-            so that every engine gives the same bits.
+            so that every engine gives the same bits. The names of its last arguments are those of the constants.
         states: the states, in the order in which `update` takes and returns them.
-        constants: the constants' names, in order, each once.
         values: (group options, step) -> the constants as Python floats, made in float64; without those that
             `late_values` gives.
         homogeneous: constants that, multiplied together with the gradient and the states by a common power of two
@@ -127,7 +115,6 @@ class UpdateRule:
     name: str
     update: Callable[..., Any]
     states: tuple[StateSlot, ...]
-    constants: tuple[str, ...]
     values: Callable[[Mapping[str, Any], int], tuple[float, ...]]
     homogeneous: tuple[str, ...] | None = None
     error_feedback: Callable[..., Any] | None = None
@@ -141,8 +128,6 @@ class UpdateRule:
     follows_from_step: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(set(self.constants)) < len(self.constants):
-            raise ValueError(f"rule {self.name!r} names a constant twice, in {self.constants}: give each its own name")
         if len(self.reductions) > 2:
             raise ValueError(f"rule {self.name!r} has {len(self.reductions)} reductions: at most two fit into a step")
         if self.late_values is not None and not self.reductions:
@@ -157,6 +142,12 @@ class UpdateRule:
                     f"rule {self.name!r} has the state {state.name!r}, the maximum of {state.maximum_of!r}: give the "
                     f"name of another of its states, which are {', '.join(map(repr, kept))}"
                 )
+
+    @functools.cached_property
+    def constants(self) -> tuple[str, ...]:
+        """The constants' names: the update's arguments behind weight, gradient, what is prepared, and states."""
+        first = 2 + (self.prepare is not None) + len(self.states)
+        return tuple(inspect.signature(self.update).parameters)[first:]
 
     @property
     def is_late(self) -> bool:

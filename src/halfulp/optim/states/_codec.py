@@ -22,10 +22,10 @@ from .._storage import (
     S8,
     TWO_M24,
     Store,
-    bf16_nearest,
-    bf16_real,
-    canonical,
-    random_words_of,
+    bf16_to_float32,
+    cut_random_words,
+    make_nan_canonical,
+    round_to_bf16,
 )
 
 NONE, ZERO = np.uint32(0), np.float32(0.0)
@@ -51,12 +51,12 @@ class TensorCodec:
 
     @property
     def scale_block(self) -> int | None:
-        """The elements of a block, where elements share a scale."""
+        """The number of elements that share a scale; None where none do."""
         return None
 
     @property
     def to_nearest(self) -> TensorCodec:
-        """The same codec without draws."""
+        """This codec with rounding to nearest."""
         return self
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
@@ -69,13 +69,13 @@ class TensorCodec:
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the float32 values."""
-        piece = _reader(self)
+        piece = _record_reader(self)
         return run_on_tensors(piece.trace, tensors, self.scale_inputs(tensors), piece.results, self.scale_block)[0][0]
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values: to nearest, or by a random word per element."""
         codec = self.to_nearest if random is None else self
-        drawn = self.nearest_draw if random is None else random_words_of(random, self.random_bits)
+        drawn = self.nearest_draw if random is None else cut_random_words(random, self.random_bits)
         inputs = {**self.scale_inputs(tensors), "value": value, "random": drawn}
         run_on_tensors(_writer(codec), tensors, inputs, block=self.scale_block)
 
@@ -85,7 +85,7 @@ class TensorCodec:
 
 
 @functools.cache
-def _reader(codec: TensorCodec) -> Piece:
+def _record_reader(codec: TensorCodec) -> Piece:
     element = Recording(codec.columns)
     found = codec.load(element.arrays, element.index, element.block(), element.given("scale"))
     return Piece(element.trace, (found.number,))
@@ -94,13 +94,13 @@ def _reader(codec: TensorCodec) -> Piece:
 @functools.cache
 def _writer(codec: TensorCodec) -> Trace:
     element = Recording(codec.columns)
-    given = canonical(element.given("value")), element.given("inverse"), element.given("random", "w32")
+    given = make_nan_canonical(element.given("value")), element.given("inverse"), element.given("random", "w32")
     codec.save(element.arrays, element.index, element.block(), *given)
     return element.trace
 
 
 @dataclass(frozen=True)
-class Plain(TensorCodec):
+class PlainCodec(TensorCodec):
     """One number per element, by a store and a rounding."""
 
     store: Store
@@ -112,8 +112,8 @@ class Plain(TensorCodec):
         return self.store.random_bits if self.stochastic else 0
 
     @property
-    def to_nearest(self) -> Plain:
-        """The same codec without draws."""
+    def to_nearest(self) -> PlainCodec:
+        """This codec with rounding to nearest."""
         return dataclasses.replace(self, stochastic=False)
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -146,21 +146,21 @@ class DoubleBF16(TensorCodec):
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
         """Device function: the sum."""
         first, residual = arrays
-        return bf16_real(load16(first, i)) + bf16_real(load16(residual, i))
+        return bf16_to_float32(load16(first, i)) + bf16_to_float32(load16(residual, i))
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
         """Device function: store the number nearest to a value, and the one nearest to the rest."""
         first, residual = arrays
-        code = bf16_nearest(value, value)
+        code = round_to_bf16(value, value)
         store16(first, i, code)
-        rest = value - bf16_real(code)
+        rest = value - bf16_to_float32(code)
         lost = rest - rest
-        low = bf16_nearest(rest, rest)
+        low = round_to_bf16(rest, rest)
         store16(residual, i, select(lost == lost, low, sub(low, low)))
 
 
 @dataclass(frozen=True)
-class Scaled(Plain):
+class Scaled(PlainCodec):
     """value = payload x scale, or its square for second moments, whose roots are stored: half the range, no sign.
 
     The scale is a power of two per tensor, chosen at each step from the largest finite magnitude that is about to be

@@ -40,7 +40,7 @@ from ...kernels._operations import (
 from ...kernels._trace import block_largest
 from .._storage import ABS, CANONICAL_NAN, EXPONENT
 from ._codec import TensorCodec
-from ._int8_blocks import chance_of, scale_shape
+from ._int8_blocks import draw_chance, scale_shape
 
 
 @dataclass(frozen=True)
@@ -80,59 +80,59 @@ class Int4Blocks(TensorCodec):
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
         """Device function: the float32 of element i."""
         codes, scales = arrays
-        number = (number_above_zero if self.squared else signed_number)(load4(codes, i))
+        number = (decode_above_zero if self.squared else decode_signed)(load4(codes, i))
         return number * real(load32(scales, block))
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
         """Device function: store element i, and the scale of its block."""
         codes, scales = arrays
-        largest = scale_word(block_largest(word_in_scale(value if self.squared else needed_scale(value))))
+        largest = read_scale_word(block_largest(read_finite_word(value if self.squared else find_needed_scale(value))))
         store32(scales, block, largest)
         scale = real(largest)
         share = value * select(scale > ZERO, divide(UNIT, scale), UNIT)
-        store4(codes, i, (code_above_zero if self.squared else signed_code)(share, chance_of(random)))
+        store4(codes, i, (encode_above_zero if self.squared else encode_signed)(share, draw_chance(random)))
 
 
 ZERO, UNIT, SIXTEEN, SIXTEENTH = (np.float32(x) for x in (0.0, 1.0, 16.0, 0.0625))
 NONE, ONE, TWO, FOUR, SEVEN, EIGHT = (np.uint32(n) for n in (0, 1, 2, 4, 7, 8))
 LEAST_NORMAL = np.uint32(0x00800000)
 # Positive numbers of the signed map: 10^-e times the midpoints, then 1, which has the code of a negative zero.
-MAGNITUDES = tuple(np.float32(x) for x in (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875))
-LEAST_NEGATIVE, OVER_LEAST_NEGATIVE = MAGNITUDES[-1], np.float32(1 / 0.8875)
+CODE_MAGNITUDES = tuple(np.float32(x) for x in (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875))
+LEAST_NEGATIVE, OVER_LEAST_NEGATIVE = CODE_MAGNITUDES[-1], np.float32(1 / 0.8875)
 
 
-def needed_scale(x):
+def find_needed_scale(x):
     """Device function: the least scale under which a number fits into the signed map, with its sign."""
     return select(x < ZERO, x * OVER_LEAST_NEGATIVE, x)
 
 
-def word_in_scale(x):
+def read_finite_word(x):
     """Device function: the word of |x|, 0 for infinities; of NaN the largest, so that a block knows of one."""
     magnitude = bit_and(word(x), ABS)
     finite = select(magnitude < EXPONENT, magnitude, NONE)
     return select(magnitude > EXPONENT, CANONICAL_NAN, finite)
 
 
-def scale_word(largest):
+def read_scale_word(largest):
     """Device function: the word of the scale of a block; 0 below the smallest normal number, which has an inverse."""
     return select(largest < LEAST_NORMAL, NONE, largest)
 
 
-def signed_number(code):
+def decode_signed(code):
     """Device function: the number of a code of the signed map."""
     by_first, by_second = bit_and(code, ONE) > NONE, bit_and(code, TWO) > NONE
-    pairs = [select(by_first, high, low) for low, high in zip((ZERO, *MAGNITUDES[1::2]), MAGNITUDES[::2])]
+    pairs = [select(by_first, high, low) for low, high in zip((ZERO, *CODE_MAGNITUDES[1::2]), CODE_MAGNITUDES[::2])]
     small, large = select(by_second, pairs[1], pairs[0]), select(by_second, pairs[3], pairs[2])
     magnitude = select(bit_and(code, FOUR) > NONE, large, small)
     return select(code == EIGHT, UNIT, select(code > SEVEN, -magnitude, magnitude))
 
 
-def signed_code(share, chance):
+def encode_signed(share, chance):
     """Device function: the code of one of the two numbers of the signed map around a share of the scale."""
     is_positive, x = share > ZERO, abs(share)
     x = select(is_positive | (x < LEAST_NEGATIVE), x, LEAST_NEGATIVE)
-    size, low, gap = NONE, ZERO, MAGNITUDES[0]
-    for number, (magnitude, above) in enumerate(zip(MAGNITUDES, (*MAGNITUDES[1:], UNIT)), 1):
+    size, low, gap = NONE, ZERO, CODE_MAGNITUDES[0]
+    for number, (magnitude, above) in enumerate(zip(CODE_MAGNITUDES, (*CODE_MAGNITUDES[1:], UNIT)), 1):
         is_reached = x >= magnitude
         size = select(is_reached, np.uint32(number), size)
         low, gap = select(is_reached, magnitude, low), select(is_reached, above - magnitude, gap)
@@ -140,12 +140,12 @@ def signed_code(share, chance):
     return select(is_positive | (size == NONE), size, add(size, EIGHT))
 
 
-def number_above_zero(code):
+def decode_above_zero(code):
     """Device function: the number of a code of the linear map without zero."""
     return to_real(add(code, ONE)) * SIXTEENTH
 
 
-def code_above_zero(share, chance):
+def encode_above_zero(share, chance):
     """Device function: the code of one of the two numbers of the linear map around a share of the scale."""
     x = share * SIXTEEN
     x = select(x < SIXTEEN, x, SIXTEEN)

@@ -72,7 +72,7 @@ class Int8Blocks(TensorCodec):
 
     @property
     def scale_block(self) -> int:
-        """The elements of a block."""
+        """The number of elements in a block."""
         return self.block
 
     def load_root(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:
@@ -86,10 +86,10 @@ class Int8Blocks(TensorCodec):
     def save_root(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
         """Device function: store element i, given before squaring, and the scale of its block."""
         codes, scales = arrays
-        scale = scale_code(largest_finite_word(root))
+        scale = encode_scale(largest_finite_word(root))
         store16(scales, block, scale)
-        share = root * inverse_of(scale)
-        code = squared_code(share, random) if self.squared else signed_code(share, random)
+        share = root * invert_scale(scale)
+        code = encode_root(share, random) if self.squared else encode_signed(share, random)
         # A positive root never gets code 0.
         store8(codes, i, select(root <= ZERO, ZERO_WORD, select(code > ONE, code, ONE)) if self.squared else code)
 
@@ -127,7 +127,7 @@ ROOT_0, ROOT_1, ROOT_2 = (np.float32(x) for x in (2.223406, -1.7760453, 0.552655
 HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
 
 
-def near_root(x):
+def approximate_cube_root(x):
     """Device function: the cube root of 0 <= x < 2^24 within .05.
 
     Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, the root.
@@ -138,7 +138,7 @@ def near_root(x):
     return near * multiply_add(p, multiply_add(p, ROOT_2, ROOT_1), ROOT_0)
 
 
-def chance_of(random):
+def draw_chance(random):
     """Device function: a number in (0, 1), an odd multiple of 2^-16, whose bits are made beside a 1.
 
     A chance is thus off by 2^-16 at most, and its sum with a code, of which 255 is the largest, is exact.
@@ -150,12 +150,12 @@ def chance_of(random):
 # the whole number nearest to a root less the chance is the code, or one less, which one comparison tells.
 
 
-def signed_code(value, random):
+def encode_signed(value, random):
     """Device function: the signed code of a value in units of its block's scale; -128 for NaN."""
     x = abs(value) * SIGNED_CUBES
     x = select(x < SIGNED_CUBES, x, SIGNED_CUBES)
-    chance = chance_of(random)
-    j = nearest_integer(near_root(x) - chance)
+    chance = draw_chance(random)
+    j = nearest_integer(approximate_cube_root(x) - chance)
     square = j * j
     gap = multiply_add(square + j, THREE, UNIT)  # to the cube of the next whole number
     size = j + select(chance * gap < multiply_add(square, -j, x), UNIT, ZERO)
@@ -163,17 +163,17 @@ def signed_code(value, random):
     return to_word(real(bit_or(word(size), bit_and(word(value), SIGN_32))))
 
 
-def squared_code(value, random):
+def encode_root(value, random):
     """Device function: the unsigned code of a root in units of its block's scale."""
     x = value * UNSIGNED_CUBES
     x = select(x < UNSIGNED_CUBES, x, UNSIGNED_CUBES)
-    chance = chance_of(random)
-    j = nearest_integer(near_root(x) - chance)
+    chance = draw_chance(random)
+    j = nearest_integer(approximate_cube_root(x) - chance)
     t = j + chance
     return add(to_word(j), select(t * t * t < x, ONE, ZERO_WORD))
 
 
-def scale_code(top):
+def encode_scale(top):
     """Device function: the bfloat16 code of the least scale not under a finite magnitude's word; 0 for 0."""
     code = shl(shr(add(top, BELOW_STEP), S21), S5)
     code = select(code < MOST_SCALE, code, MOST_SCALE)
@@ -181,7 +181,7 @@ def scale_code(top):
     return select(top > ZERO_WORD, code, ZERO_WORD)
 
 
-def inverse_of(code):
+def invert_scale(code):
     """Device function: one over a scale; 1 for a block of zeros."""
     scale = real(shl(code, S16))
     return select(scale > ZERO, divide(UNIT, scale), UNIT)

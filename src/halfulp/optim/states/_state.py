@@ -14,18 +14,18 @@ from ..._names import enter
 from .._storage import BF16, F32, PAYLOADS, Store
 from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
-from ._codec import DoubleBF16, Plain, Scaled
+from ._codec import DoubleBF16, PlainCodec, Scaled
 from ._int4_blocks import Int4Blocks
 from ._int8_blocks import Int8Blocks
 
-PAIR = "bfloat16x2"
+PAIR_NAME = "bfloat16x2"
 # Codes in blocks, and the usual length of these.
-BLOCKS = {"8bit": 32, "4bit": 128}
-SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+NAMED_BLOCKS = {"8bit": 32, "4bit": 128}
+SCALED_DTYPES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 # Other names of what `state_dtype=` takes.
-_ALIASES: dict[object, object] = {
-    **{str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, *SCALED)},
-    **{"fp8": torch.float8_e4m3fn, "int8": "8bit", "uint8": "8bit", "int4": "4bit", Components(2): PAIR},
+_STORAGE_ALIASES: dict[object, object] = {
+    **{str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, *SCALED_DTYPES)},
+    **{"fp8": torch.float8_e4m3fn, "int8": "8bit", "uint8": "8bit", "int4": "4bit", Components(2): PAIR_NAME},
 }
 
 
@@ -50,28 +50,29 @@ class State:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _ALIASES.get(self.dtype, self.dtype))
-        object.__setattr__(self, "block", self.block or BLOCKS.get(str(self.dtype), 32))
-        if self.dtype not in (torch.float32, torch.bfloat16, *BLOCKS, PAIR, *SCALED, *_registered):
-            own = "".join(f", {name!r}" for name in _registered)
+        object.__setattr__(self, "dtype", _STORAGE_ALIASES.get(self.dtype, self.dtype))
+        object.__setattr__(self, "block", self.block or NAMED_BLOCKS.get(str(self.dtype), 32))
+        named = (*NAMED_BLOCKS, PAIR_NAME, *_own_stores)
+        if self.dtype not in (torch.float32, torch.bfloat16, *SCALED_DTYPES, *named):
+            own = "".join(f", {name!r}" for name in _own_stores)
             raise ValueError(
                 f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16{own}, '8bit' and '4bit', for "
-                f"two bfloat16 {PAIR!r} or Components(2) (more of them would be larger than float32), and beside "
+                f"two bfloat16 {PAIR_NAME!r} or Components(2) (more of them would be larger than float32), and beside "
                 "scaled parameters torch.float16 and 'fp8'"
             )
         if self.rounding not in (None, "nearest", "stochastic"):
             raise ValueError(f"state rounding {self.rounding!r}: allowed are None, 'nearest' and 'stochastic'")
         if self.block not in (16, 32, 64, 128, 256, 512, 1024):
             raise ValueError(f"state block {self.block!r}: allowed are the powers of two from 16 to 1024")
-        if self.dtype in BLOCKS and self.rounding == "nearest":
+        if self.dtype in NAMED_BLOCKS and self.rounding == "nearest":
             raise ValueError("states in blocks are stored stochastically: nearest codes stall; leave rounding out")
-        if self.dtype == PAIR and self.rounding == "stochastic":
+        if self.dtype == PAIR_NAME and self.rounding == "stochastic":
             raise ValueError("two bfloat16 are rounded to nearest: allowed are None and 'nearest'")
-        if self.dtype in SCALED[1:] and self.rounding == "nearest":
+        if self.dtype in SCALED_DTYPES[1:] and self.rounding == "nearest":
             raise ValueError("fp8 states are stored stochastically: nearest ones stall; leave rounding out")
 
 
-_registered: dict[str, Store] = {}
+_own_stores: dict[str, Store] = {}
 
 
 def register_state_store(store: Store, description: str) -> None:
@@ -88,32 +89,32 @@ def register_state_store(store: Store, description: str) -> None:
     """
     if not isinstance(store, Store):
         raise TypeError(f"a storage of states is a Store, got {store!r}")
-    if store.name in (*BLOCKS, PAIR, *_ALIASES, *(own.name for own in PAYLOADS.values())):
+    if store.name in (*NAMED_BLOCKS, PAIR_NAME, *_STORAGE_ALIASES, *(own.name for own in PAYLOADS.values())):
         raise ValueError(f"state store {store.name!r} exists already: choose another name")
     if store.dtype.is_complex or store.dtype.itemsize > 4 or store.random_bits not in (0, 16, 32):
         raise ValueError(
             f"state store {store.name!r} has codes in {store.dtype} and {store.random_bits} random bits: give a dtype "
             "of 1, 2 or 4 bytes, and 0, 16 or 32 bits"
         )
-    others = {own.dtype: own.name for own in (*PAYLOADS.values(), *_registered.values()) if own.name != store.name}
+    others = {own.dtype: own.name for own in (*PAYLOADS.values(), *_own_stores.values()) if own.name != store.name}
     if store.dtype in others:
         # A file says by its dtype which storage wrote a state.
         raise ValueError(
             f"state store {store.name!r} has codes in {store.dtype}, as {others[store.dtype]!r} has: give it another "
             "dtype, by which files tell them apart"
         )
-    known = _registered.get(store.name)
-    if known is not None and known.records() == store.records():
+    known = _own_stores.get(store.name)
+    if known is not None and known.function_digests() == store.function_digests():
         store = known  # a module or a notebook's cell that is run again
-    enter("state store", _registered, store.name, store, description)
+    enter("state store", _own_stores, store.name, store, description)
 
 
-Codec = Plain | DoubleBF16 | Int8Blocks | Int4Blocks | Scaled
-OneState = torch.dtype | str | Components | State | None
-StateChoice = OneState | Mapping[str, OneState]
+Codec = PlainCodec | DoubleBF16 | Int8Blocks | Int4Blocks | Scaled
+OneStateChoice = torch.dtype | str | Components | State | None
+StateChoice = OneStateChoice | Mapping[str, OneStateChoice]
 
 
-def constant_of(codec: Codec, value: float) -> list[torch.Tensor]:
+def encode_constant(codec: Codec, value: float) -> list[torch.Tensor]:
     """Return one element of each tensor of a state whose elements all are one value, rounded to nearest."""
     shape = torch.Size([codec.scale_block or 1])
     made = [torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in codec.tensors("", shape).values()]
@@ -126,8 +127,8 @@ def resolve_codecs(
 ) -> tuple[Codec, ...]:
     """Return the codec of every state of one parameter, whose shape is the global one, however it is sharded."""
     chosen = given.values() if isinstance(given, Mapping) else [given]
-    states = [as_state(one, default) for one in chosen]
-    lengths = {state.block or 0 for state in states if state.dtype in BLOCKS}
+    states = [make_state(one, default) for one in chosen]
+    lengths = {state.block or 0 for state in states if state.dtype in NAMED_BLOCKS}
     if len(lengths) > 1:
         raise ValueError(
             f"state_dtype gives blocks of {sorted(lengths)}: the states of one parameter share one "
@@ -141,11 +142,11 @@ def resolve_codecs(
         chosen = [given.get(slot.name) for slot in slots]
     else:
         chosen = [given] * len(slots)
-    states = [as_state(one, _default_for(slot, slots, default)) for one, slot in zip(chosen, slots)]
+    states = [make_state(one, _default_storage(slot, slots, default)) for one, slot in zip(chosen, slots)]
     return tuple(_codec(state, slot, shape) for state, slot in zip(states, slots))
 
 
-def _default_for(slot: StateSlot, slots: tuple[StateSlot, ...], default: torch.dtype) -> torch.dtype | State:
+def _default_storage(slot: StateSlot, slots: tuple[StateSlot, ...], default: torch.dtype) -> torch.dtype | State:
     """Return the default storage of a state: bfloat16 holds no state that a maximum is taken of."""
     if slot.exact:
         return torch.float32
@@ -170,7 +171,7 @@ def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoic
         rest = _choices_without(exact, rule, given)
         raise ValueError(
             f"{rule.name} uses {listed(exact)} to the last digits, which state_dtype={given!r} does not keep: leave "
-            f"them out of it, state_dtype={rest or None!r}, and they are stored in float32 (or give {PAIR!r} there)"
+            f"them out of it, state_dtype={rest or None!r}, and they are stored in float32 (or as {PAIR_NAME!r})"
         )
     for slot in rule.states:
         if slot.maximum_of is None or (bits[slot.maximum_of] >= _SOURCE_BITS and bits[slot.name] >= _MAXIMUM_BITS):
@@ -195,7 +196,7 @@ def _kept_bits(codec: Codec) -> int:
     return 0 if isinstance(codec, Int8Blocks | Int4Blocks) else codec.store.mantissa_bits
 
 
-def as_state(given: OneState, default: torch.dtype | State) -> State:
+def make_state(given: OneStateChoice, default: torch.dtype | State) -> State:
     """Return a State from what a user may give for one."""
     chosen = default if given is None else given
     return chosen if isinstance(chosen, State) else State(chosen)
@@ -210,14 +211,17 @@ def holds_blocks(shape: torch.Size, block: int) -> bool:
 
 
 def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
-    if state.dtype in BLOCKS and state.block is not None and holds_blocks(shape, state.block):
+    if state.dtype in NAMED_BLOCKS and state.block is not None and holds_blocks(shape, state.block):
         kind = Int8Blocks if state.dtype == "8bit" else Int4Blocks
         return kind(state.block, slot.degree == 2)
-    if state.dtype == PAIR:
+    if state.dtype == PAIR_NAME:
         return DoubleBF16()
     # Blocks that do not fit are bfloat16.
-    store = PAYLOADS[state.dtype] if isinstance(state.dtype, torch.dtype) else _registered.get(str(state.dtype), BF16)
+    known = PAYLOADS[state.dtype] if isinstance(state.dtype, torch.dtype) else None
+    store = known or _own_stores.get(str(state.dtype), BF16)
     if store is F32:
-        return Plain(F32, False)
+        return PlainCodec(F32, False)
     stochastic = state.rounding != "nearest"
-    return Scaled(store, stochastic, slot.degree == 2) if state.dtype in SCALED else Plain(store, stochastic)
+    if state.dtype in SCALED_DTYPES:
+        return Scaled(store, stochastic, slot.degree == 2)
+    return PlainCodec(store, stochastic)

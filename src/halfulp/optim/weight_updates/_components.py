@@ -9,15 +9,16 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...kernels._operations import bit_and, real, select, sub, word
+from ...arithmetic._error_free import two_sum
+from ...kernels._operations import real, select, sub, word
 from ...mctensor import MCTensor
-from .._storage import EXPONENT, Store
+from .._storage import Store, find_binade_word
 from ._weight_update import (
     WeightUpdate,
+    find_weight_update,
+    read_rounding_name,
     register_weight_update,
-    rounding_name,
     store_bindings,
-    weight_update,
 )
 
 # ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
@@ -26,29 +27,23 @@ from ._weight_update import (
 ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 
 # Bound per store and weight update.
-LEAST_BINADE, RESIDUAL_SHARE, RESIDUAL_LEAST = np.uint32(0), np.float32(0.0), np.float32(0.0)
+RESIDUAL_SHARE, RESIDUAL_LEAST = np.float32(0.0), np.float32(0.0)
 
 
-def fitting_wide(p, c):
+def fit_residual_wide(p, c):
     """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows.
 
     For stores with float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound
     is NaN.
     """
-    return select(abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + (p - p), c, ZERO)
+    return select(abs(c) <= real(find_binade_word(word(p))) * RESIDUAL_SHARE + (p - p), c, ZERO)
 
 
-def fitting_any(p, c):
-    """Device function: the same for any store and bound."""
+def fit_residual_any(p, c):
+    """Device function: `fit_residual_wide` for any store and bound."""
     w = p + c
-    fits = (abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
+    fits = (abs(c) <= real(find_binade_word(word(p))) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
     return select(fits, c, ZERO)
-
-
-def binade_of(p):
-    """Device function: the word of the power of two at or below |p|, at least the store's."""
-    binade = bit_and(word(p), EXPONENT)
-    return select(binade > LEAST_BINADE, binade, LEAST_BINADE)
 
 
 def fit_bindings(store: Store, ulps: float) -> dict[str, Any]:
@@ -61,7 +56,7 @@ def fit_bindings(store: Store, ulps: float) -> dict[str, Any]:
     least = np.float32(0.0 if wide else 2.0**store.emin * ulp_of_one(store))
     share = np.float32(ulps * ulp_of_one(store))
     binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
-    piece = fitting_wide if wide and ulps < 1 else fitting_any
+    piece = fit_residual_wide if wide and ulps < 1 else fit_residual_any
     return {"fitting": piece, "LEAST_BINADE": binade, "RESIDUAL_SHARE": share, "RESIDUAL_LEAST": least}
 
 
@@ -98,15 +93,10 @@ class Kahan(WeightUpdate):
     literal: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "weight", rounding_name(self.weight))
-        object.__setattr__(self, "residual", "nearest" if self.literal else rounding_name(self.residual))
+        object.__setattr__(self, "weight", read_rounding_name(self.weight))
+        object.__setattr__(self, "residual", "nearest" if self.literal else read_rounding_name(self.residual))
         if self.literal and self.weight != "nearest":
             raise ValueError("Kahan(literal=True) is the paper's algorithm, which rounds to nearest: leave weight out")
-
-    def check(self, store: Store) -> None:
-        """Refuse plain float32 parameters."""
-        if store.name == "fp32":
-            raise ValueError("weight_update 'kahan' is for narrow parameters: give 16-bit ones, or format=")
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """Return the residual, of the parameter's dtype."""
@@ -120,21 +110,18 @@ class Kahan(WeightUpdate):
         """Return the device functions of the compensated sum."""
         stochastic = self.residual == "stochastic"
         both = stochastic and self.weight == "stochastic"
-        write = write_literal if self.literal else write_kahan_second if both else write_kahan
+        write = write_kahan_literal if self.literal else write_kahan_stochastic if both else write_kahan
         residual: dict[str, object] = {"residual_round": store.stochastic if stochastic else store.nearest}
-        read = read_literal if self.literal else read_kahan
+        read = read_kahan_literal if self.literal else read_kahan
         pieces = {"read_weight": read, "write_weight": write, "fill_weight": fill_kahan}
-        bound = residual | fit_bindings(store, self._ulps(store)) | store_bindings(store, self.weight == "stochastic")
+        # The largest residual, its own last place included.
+        ulps = (1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5) * (1 + ulp_of_one(store))
+        bound = residual | fit_bindings(store, ulps) | store_bindings(store, self.weight == "stochastic")
         return pieces | bound
-
-    def _ulps(self, store: Store) -> float:
-        """Return the largest residual, its own last place included, in ulps of the parameter."""
-        rest = 1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5
-        return rest * (1 + ulp_of_one(store))
 
 
 def read_kahan(a0, a1, a2, a3, i):
-    """Device function: p + c, and both."""
+    """Device function: the weight p + c, then p, c and c again."""
     p = weight_real(weight_load(a0, i))
     c = fitting(p, weight_real(weight_load(a1, i)))
     return p + c, p, c, c
@@ -154,7 +141,7 @@ def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     return write_compensated(a0, a1, i, p, c, held, u, r0, r0)
 
 
-def write_kahan_second(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+def write_kahan_stochastic(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     """Device function: the equation of Kahan, weight and residual both stochastic."""
     return write_compensated(a0, a1, i, p, c, held, u, r0, r1)
 
@@ -179,14 +166,14 @@ def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
     return s + weight_real(left)
 
 
-def read_literal(a0, a1, a2, a3, i):
-    """Device function: p + c, both, and p again, by which `write_literal` knows whether the scale changes."""
+def read_kahan_literal(a0, a1, a2, a3, i):
+    """Device function: p + c, both, and p again, by which `write_kahan_literal` knows whether the scale changes."""
     p = weight_real(weight_load(a0, i))
     c = fitting(p, weight_real(weight_load(a1, i)))
     return p + c, p, c, p
 
 
-def write_literal(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+def write_kahan_literal(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
     """Device function: the paper's algorithm, each intermediate rounded; Kahan's equation where the scale changes."""
     y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
     same, whole = p == held, p + c
@@ -213,9 +200,6 @@ class KahanStochastic(Kahan):
 
 for _update in (Kahan(), KahanStochastic()):
     register_weight_update(_update)
-
-
-# ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 
 
 @dataclass(frozen=True)
@@ -245,12 +229,7 @@ class Components(WeightUpdate):
     def __post_init__(self) -> None:
         if self.n not in (2, 3, 4):
             raise ValueError(f"Components({self.n!r}): allowed are 2, 3 and 4")
-        object.__setattr__(self, "residual", rounding_name(self.residual))
-
-    def check(self, store: Store) -> None:
-        """Refuse plain float32 parameters."""
-        if store.name == "fp32":
-            raise ValueError("weight_update 'components' is for narrow parameters: give 16-bit ones, or format=")
+        object.__setattr__(self, "residual", read_rounding_name(self.residual))
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """Return the components behind the parameter."""
@@ -264,24 +243,18 @@ class Components(WeightUpdate):
     def bindings(self, store: Store) -> dict[str, object]:
         """Return the device functions for n components."""
         if self.n == 2:
-            return self._kahan.bindings(store)
+            return Kahan(residual=self.residual).bindings(store)
         last = store.stochastic if self.residual == "stochastic" else store.nearest
-        pieces = {"read_weight": read, "write_weight": write, "fill_weight": fill, "COUNT": self.n}
+        pieces = {
+            "read_weight": read_components,
+            "write_weight": write_components,
+            "fill_weight": fill_components,
+            "COMPONENT_COUNT": self.n,
+        }
         return {**pieces, "residual_round": last, **fit_bindings(store, 0.5), **store_bindings(store, False)}
 
-    @property
-    def _kahan(self) -> Kahan:
-        return Kahan(residual=self.residual)
 
-
-def two_sum(a, b):
-    """Device function: a + b rounded, and the rounding's error exactly."""
-    total = a + b
-    other = total - a
-    return total, (a - (total - other)) + (b - other)
-
-
-def normalized(high, low):
+def put_larger_first(high, low):
     """Device function: the same sum with the larger term first, which after a cancellation may be the errors.
 
     Behind an infinite sum stands a NaN, which counts as nothing.
@@ -289,12 +262,12 @@ def normalized(high, low):
     return two_sum(high, select(low - low == ZERO, low, ZERO))
 
 
-def component(address, i):
+def load_component(address, i):
     """Device function: one component."""
     return weight_real(weight_load(address, i))
 
 
-def cut(address, i, high, low, lost):
+def cut_component(address, i, high, low, lost):
     """Device function: cut the leading component off high + low; behind an infinity or NaN follow zeros."""
     code = weight_nearest(high, high)
     code = select(lost == lost, code, sub(code, code))
@@ -304,48 +277,48 @@ def cut(address, i, high, low, lost):
     return high, low, lost + (rest - rest)
 
 
-def cut_last(address, i, high, lost, random):
+def cut_last_component(address, i, high, lost, random):
     """Device function: round what the other components leave, and store it as the last one."""
     code = residual_round(select(lost == lost, high, lost), random)
     weight_save(address, i, select(lost == lost, code, sub(code, code)))
 
 
-COUNT = 4  # of the components, bound
+COMPONENT_COUNT = 4  # of the components, bound
 
 
-def read(a0, a1, a2, a3, i):
+def read_components(a0, a1, a2, a3, i):
     """Device function: the sum, smallest first, and the components behind the parameter, 0 if they do not fit."""
-    p, first = component(a0, i), component(a1, i)
+    p, first = load_component(a0, i), load_component(a1, i)
     behind = [fitting(p, first)]
-    for address in (a2, a3)[: COUNT - 2]:
-        behind.append(select(behind[0] == first, component(address, i), ZERO))
+    for address in (a2, a3)[: COMPONENT_COUNT - 2]:
+        behind.append(select(behind[0] == first, load_component(address, i), ZERO))
     w = ZERO
     for number, c in enumerate(reversed(behind)):
         w = c + w if number else c
     return p + w, behind[0], behind[1], behind[-1]
 
 
-def write(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
+def write_components(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
     """Device function: sweep up through the components, cut from the top."""
-    parts, addresses = (component(a0, i), c1, c2, c3)[:COUNT], (a0, a1, a2, a3)[:COUNT]
+    parts, addresses = (load_component(a0, i), c1, c2, c3)[:COMPONENT_COUNT], (a0, a1, a2, a3)[:COMPONENT_COUNT]
     high, low = u, ZERO
     for number, part in enumerate(reversed(parts)):
         high, error = two_sum(part, high)
         low = low + error if number else error
-    high, low = normalized(high, low)
+    high, low = put_larger_first(high, low)
     lost = ZERO
     for address, part in zip(addresses[:-1], parts):
-        high, low, lost = cut(address, i, select(u == ZERO, part, high), low, lost)
-    cut_last(addresses[-1], i, select(u == ZERO, parts[-1], high), lost, r0)
-    return read(a0, a1, a2, a3, i)[0]
+        high, low, lost = cut_component(address, i, select(u == ZERO, part, high), low, lost)
+    cut_last_component(addresses[-1], i, select(u == ZERO, parts[-1], high), lost, r0)
+    return read_components(a0, a1, a2, a3, i)[0]
 
 
-def fill(a0, a1, a2, a3, i, value):
+def fill_components(a0, a1, a2, a3, i, value):
     """Device function: components from the top."""
-    high, low, lost, addresses = value, ZERO, ZERO, (a0, a1, a2, a3)[:COUNT]
+    high, low, lost, addresses = value, ZERO, ZERO, (a0, a1, a2, a3)[:COMPONENT_COUNT]
     for address in addresses[:-1]:
-        high, low, lost = cut(address, i, high, low, lost)
-    cut_last(addresses[-1], i, high, lost, value)
+        high, low, lost = cut_component(address, i, high, low, lost)
+    cut_last_component(addresses[-1], i, high, lost, value)
 
 
 register_weight_update(Components())
@@ -374,7 +347,7 @@ def update_of_components(group: Mapping[str, Any], parameter: MCTensor, name: st
     if count == 1:
         return None
     given = group["weight_update"]
-    if given is not None and weight_update(given) != Components(count):
+    if given is not None and find_weight_update(given) != Components(count):
         raise ValueError(
             f"weight_update={given!r}, and parameter {name} is an MCTensor that holds {count} components itself: leave "
             f"weight_update out or give hu.Components({count}), in a param group of its own"

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from ...kernels._operations import load32, select, store32, word
-from .._storage import F32, Store, f32_real
+from .._storage import F32, Store, word_to_float32
 from ._weight_update import (
     WeightUpdate,
     read_plain,
@@ -68,11 +68,6 @@ class Master(WeightUpdate):
     name: ClassVar[str] = "master"
     scales: ClassVar[bool] = True
 
-    def check(self, store: Store) -> None:
-        """Refuse float32 parameters, which need no float32 master copy."""
-        if store.name == F32.name:
-            raise ValueError("weight_update 'master' is for 16-bit parameters: float32 ones are their own master")
-
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
         """Return the float32 copy."""
         return (("master", torch.float32),)
@@ -83,15 +78,15 @@ class Master(WeightUpdate):
         return pieces | store_bindings(store, False)
 
     def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's value."""
+        """Return the parameter's float32 value, for the copy."""
         return store.decode(payload.contiguous())
 
 
 def read_master(a0, a1, a2, a3, i):
     """Device function: the float32 copy where the parameter is its nearest value, else the parameter."""
     copy, code = load32(a1, i), weight_load(a0, i)
-    same = code == weight_nearest(f32_real(copy), copy)
-    w = select(same, f32_real(copy), weight_real(code))
+    same = code == weight_nearest(word_to_float32(copy), copy)
+    w = select(same, word_to_float32(copy), weight_real(code))
     return w, w, w, w
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from ...arithmetic._error_free import two_sum
 from ...kernels._operations import (
     add,
     bit_and,
@@ -30,8 +31,8 @@ from ...kernels._operations import (
 from .._storage import Store
 from ._weight_update import (
     WeightUpdate,
+    read_rounding_name,
     register_weight_update,
-    rounding_name,
     store_bindings,
 )
 
@@ -55,18 +56,12 @@ class Split16(WeightUpdate):
     word(w) = (p << 16) + c with c a signed 16-bit integer: one to one on all 2^32 words, ties away from zero. Any 16
     bits fit any parameter: what an unseen write leaves in them is half an ulp of the parameter at most.
 
-    Args:
-        rounding: of w + u into float32. To nearest, as everywhere in float32, an update near half an ulp of float32 is
-            biased (|u|/|w| = 1e-7: by up to a half) and a smaller one is lost. By stochastic rounding of the exact sum
-            all of it is kept on average, with noise of one float32 ulp a step: less than Kahan's, in as many bytes,
-            down to |u|/|w| = 2^-25, and more below.
+    To nearest, as everywhere in float32, an update near half an ulp of float32 is biased (|u|/|w| = 1e-7: by up to a
+    half) and a smaller one is lost: `SplitStochastic` keeps it.
     """
 
     name: ClassVar[str] = "split"
-    rounding: str = "nearest"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rounding", rounding_name(self.rounding))
+    stochastic: ClassVar[bool] = False
 
     def check(self, store: Store) -> None:
         """Refuse all but bfloat16, whose exponent is float32's."""
@@ -82,11 +77,11 @@ class Split16(WeightUpdate):
 
     def draws(self, store: Store) -> tuple[int, ...]:
         """Return one draw for the sum if it is rounded stochastically."""
-        return (16,) if self.rounding == "stochastic" else ()
+        return (16,) if self.stochastic else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
         """Return the device functions on float32 words."""
-        rounded = round_sum if self.rounding == "stochastic" else add_nearest
+        rounded = round_sum_stochastically if self.stochastic else round_sum_to_nearest
         pieces = {"read_weight": read_split, "write_weight": write_split, "fill_weight": fill_split}
         return pieces | {"rounded_sum": rounded} | store_bindings(store, False)
 
@@ -130,11 +125,11 @@ class Split8(WeightUpdate):
 def read_split(a0, a1, a2, a3, i):
     """Device function: (p << 16) + c as a float32."""
     shown = shl(weight_load(a0, i), S16)
-    w = finite_or(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_16)), SIGN_16)), real(shown))
+    w = finite_or_shown(real(sub(add(shown, bit_xor(load16(a1, i), SIGN_16)), SIGN_16)), real(shown))
     return w, w, w, w
 
 
-def finite_or(w, shown):
+def finite_or_shown(w, shown):
     """Device function: a weight, or the parameter's value if stale low bits make it infinite or NaN.
 
     Beside a zero negative low bits would be a NaN's; beside an infinity positive ones; beside a NaN they may carry.
@@ -156,19 +151,17 @@ def fill_split(a0, a1, a2, a3, i, value):
     store16(a1, i, bits)
 
 
-def add_nearest(w, u, random):
+def round_sum_to_nearest(w, u, random):
     """Device function: w + u to nearest."""
     return w + u
 
 
-def round_sum(w, u, random):
+def round_sum_stochastically(w, u, random):
     """Device function: w + u exactly (Knuth), then rounded stochastically to one of the two float32 around it.
 
     The chance is a whole number of 2^-16, and no chance at all below half of that: updates down to 2^-41 |w|.
     """
-    total = w + u
-    other = total - w
-    error = (w - (total - other)) + (u - other)
+    total, error = two_sum(w, u)
     bits = word(total)
     outwards = select((error < ZERO_F) == (total < ZERO_F), add(bits, ONE), sub(bits, ONE))
     gap = abs(real(outwards) - total)
@@ -180,7 +173,7 @@ def read_split8(a0, a1, a2, a3, i):
     """Device function: (p << 16) + (c << 8) as a float32."""
     low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
     shown = shl(weight_load(a0, i), S16)
-    w = finite_or(real(add(shown, shl(low, S8))), real(shown))
+    w = finite_or_shown(real(add(shown, shl(low, S8))), real(shown))
     return w, w, w, w
 
 
@@ -253,10 +246,14 @@ def save_split8_fp16(a0, a1, i, new, random):
 
 @dataclass(frozen=True)
 class SplitStochastic(Split16):
-    """Split whose float32 sums are rounded stochastically: no update is too small for it, at split's two bytes."""
+    """Split whose float32 sums are rounded stochastically: no update is too small for it, at split's two bytes.
+
+    All of an update is kept on average, with noise of one float32 ulp a step: less than Kahan's, in as many bytes, down
+    to |u|/|w| = 2^-25, and more below.
+    """
 
     name: ClassVar[str] = "split-stochastic"
-    rounding: str = "stochastic"
+    stochastic: ClassVar[bool] = True
 
 
 def Split(bits: int = 16, rounding: str | None = None) -> WeightUpdate:
@@ -274,7 +271,7 @@ def Split(bits: int = 16, rounding: str | None = None) -> WeightUpdate:
     """
     if bits not in (8, 16):
         raise ValueError(f"Split(bits={bits!r}): allowed are 16 (exact float32, bfloat16 only) and 8")
-    chosen = None if rounding is None else rounding_name(rounding)
+    chosen = None if rounding is None else read_rounding_name(rounding)
     if bits == 16:
         return SplitStochastic() if chosen == "stochastic" else Split16()
     if chosen == "nearest":

@@ -16,11 +16,9 @@ from ..._names import enter, words_of
 from ...kernels import Trace, run_on_tensors
 from ...kernels._device_function import Recording, bound
 from ...kernels._trace import Piece
-from .._storage import Store, canonical
+from .._storage import Store, make_nan_canonical
 
-Parts = Sequence[torch.Tensor]
-# Methods on tensors that a class may bring along, and the device function that each stands for.
-_ON_TENSORS = {"read": "read_weight", "write": "write_weight", "put": "write_weight", "fill": "fill_weight"}
+WeightParts = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,16 +35,6 @@ class WeightUpdate:
     feeds_back: ClassVar[bool] = False
     compensates: ClassVar[bool] = False
     scales: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse arithmetic on tensors, which nothing would call."""
-        super().__init_subclass__(**options)
-        for method, piece in _ON_TENSORS.items():
-            if method in vars(cls):
-                raise TypeError(
-                    f"{cls.__name__}.{method}: a weight update is written once, as device functions; leave the method "
-                    f"out, and give its arithmetic as {piece!r} of bindings()"
-                )
 
     def check(self, store: Store) -> None:
         """Raise ValueError if this weight update does not apply to parameters of this store."""
@@ -74,14 +62,14 @@ class WeightUpdate:
         """
         raise AssertionError("every weight update binds its pieces")
 
-    def read(self, store: Store, parts: Parts) -> torch.Tensor:
+    def read(self, store: Store, parts: WeightParts) -> torch.Tensor:
         """Return the float32 weight that the parameter and its auxiliary tensors represent."""
-        piece = _reader(self, store)
+        piece = _record_reader(self, store)
         return run_on_tensors(piece.trace, parts, results=piece.results)[0][0]
 
-    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
+    def fill(self, store: Store, parts: WeightParts, value: torch.Tensor) -> None:
         """Set the parts to the nearest representation of a float32 value."""
-        run_on_tensors(_filler(self, store), parts, {"value": value})
+        run_on_tensors(_record_filler(self, store), parts, {"value": value})
 
     def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor | int:
         """Return the value of each auxiliary tensor beside a parameter that is the whole weight by itself."""
@@ -93,18 +81,18 @@ class WeightUpdate:
 
 
 @functools.cache
-def _reader(update: WeightUpdate, store: Store) -> Piece:
+def _record_reader(update: WeightUpdate, store: Store) -> Piece:
     element, names = Recording(4), update.bindings(store)
     read: Any = names["read_weight"]
     return Piece(element.trace, (bound(read, names)(*element.arrays, element.index)[0].number,))
 
 
 @functools.cache
-def _filler(update: WeightUpdate, store: Store) -> Trace:
+def _record_filler(update: WeightUpdate, store: Store) -> Trace:
     nearest: dict[str, object] = {"weight_round": store.nearest, "residual_round": store.nearest}
     element, names = Recording(4), update.bindings(store) | nearest
     fill: Any = names.get("fill_weight", fill_plain)
-    bound(fill, names)(*element.arrays, element.index, canonical(element.given("value")))
+    bound(fill, names)(*element.arrays, element.index, make_nan_canonical(element.given("value")))
     return element.trace
 
 
@@ -138,7 +126,7 @@ def store_bindings(store: Store, stochastic: bool) -> dict[str, object]:
     }
 
 
-def rounding_name(given: object) -> str:
+def read_rounding_name(given: object) -> str:
     """Return the name of a rounding that a weight update can use, from its name or object."""
     name = given if isinstance(given, str) else getattr(given, "name", None)
     if name not in ("nearest", "stochastic"):
@@ -148,7 +136,7 @@ def rounding_name(given: object) -> str:
     return name
 
 
-REGISTRY: dict[str, WeightUpdate] = {}
+WEIGHT_UPDATES: dict[str, WeightUpdate] = {}
 
 
 def register_weight_update(weight_update: WeightUpdate) -> None:
@@ -160,25 +148,25 @@ def register_weight_update(weight_update: WeightUpdate) -> None:
     """
     if not isinstance(weight_update, WeightUpdate):
         raise TypeError(f"a weight update is an object of a subclass of hu.optim.WeightUpdate, got {weight_update!r}")
-    if weight_update.name in REGISTRY:
+    if weight_update.name in WEIGHT_UPDATES:
         raise ValueError(f"weight update {weight_update.name!r} exists already: choose another name")
-    enter("weight update", REGISTRY, weight_update.name, weight_update, words_of(type(weight_update)))
+    enter("weight update", WEIGHT_UPDATES, weight_update.name, weight_update, words_of(type(weight_update)))
 
 
-def weight_update(given: WeightUpdate | str | dict[str, Any]) -> WeightUpdate:
+def find_weight_update(given: WeightUpdate | str | dict[str, Any]) -> WeightUpdate:
     """Return a weight update by object, by name, or from its `to_dict`."""
     if isinstance(given, WeightUpdate):
         return given
     name = given.get("name") if isinstance(given, dict) else given
     if not isinstance(name, str) and hasattr(given, "name"):
-        name = rounding_name(given)
+        name = read_rounding_name(given)
     if not isinstance(name, str):
         raise TypeError(f"weight_update takes a name or a WeightUpdate object, got {given!r}")
-    if name not in REGISTRY:
-        near = difflib.get_close_matches(name, REGISTRY, 3, 0.4) or sorted(REGISTRY)
+    if name not in WEIGHT_UPDATES:
+        near = difflib.get_close_matches(name, WEIGHT_UPDATES, 3, 0.4) or sorted(WEIGHT_UPDATES)
         raise ValueError(f"weight_update {name!r} is unknown: did you mean {' or '.join(near)}?")
-    found = REGISTRY[name]
+    found = WEIGHT_UPDATES[name]
     if not isinstance(given, dict):
         return found
-    fields = {k: weight_update(v) if isinstance(v, dict) else v for k, v in given.items() if k != "name"}
+    fields = {k: find_weight_update(v) if isinstance(v, dict) else v for k, v in given.items() if k != "name"}
     return dataclasses.replace(found, **fields)

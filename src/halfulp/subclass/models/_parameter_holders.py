@@ -127,10 +127,13 @@ def _unflatten(plain: Callable, optim: Any, state_dict: Mapping[str, Any], *give
     try:
         return plain(optim, state_dict, *given, **options)
     except KeyError as error:
-        explain, (key, *_) = getattr(optim, "explain_missing_entry", None), (*error.args, None)
-        if explain is None or not str(key).startswith(("state.", "param_groups.")):
+        if not hasattr(optim, "float32_state_dict") or not str(error).startswith(("'state.", "'param_groups.")):
             raise
-        raise ValueError(explain(key, state_dict)) from error
+        raise ValueError(
+            f"the flat state lacks {error}: it is of another model or optimizer, of one with other options, or of one "
+            "made from model.named_parameters() where this one was made from model.parameters(), or the other way "
+            "round: load it into one made alike, whose state_dict() any of them takes"
+        ) from error
 
 
 # Sending ----------------------------------------------------------------------------------------------------------
