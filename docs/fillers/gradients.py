@@ -163,20 +163,6 @@ def gradient_programs_note() -> str:
 
 
 @place
-def compiled_formats() -> str:
-    """What format= rounds otherwise in a compiled graph."""
-    result = measured("compiled_formats")
-    if result is None:
-        return ""
-    table = result.tables[0]
-    alike = [row for row in table.rows if row.get("parameters", -1) == row.get("same bits")]
-    said = f"In {len(alike)} of {len(table.rows)} every gradient has the same bits. The others:"
-    columns = ("architecture", "parameters", "same bits", "most", "reason", "bar", "met")
-    others = benchmark_table("compiled_formats", table.title, columns, lambda row: row not in alike)
-    return "\n\n".join([paragraph(f"{result.text} {said}"), others])
-
-
-@place
 def processes() -> str:
     """Two processes beside one on the whole batch."""
     return whole_table("processes", "Two processes")

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ from .._torch_versions import (
 from ..kernels import define_operator
 from . import _compiled_placement as _placement
 from . import _functions
-from ._compiled_placement import HALF, Edge, Placement, Plan, Product, find_base, is_narrowing, join_path
-from ._functions import Factor, OperatorKind, ProductForm, classify, name_of
-from ._site import GLOBAL, multiply_by_power, narrow
+from ._compiled_placement import HALF, Edge, Placement, Plan, find_base, is_float16, is_narrowing, join_path
+from ._functions import OperatorKind, classify, name_of
+from ._site import GLOBAL, multiply_by_power
 from .eager._attach import WHOLE, scaled_here
 from .eager._backward import ALIVE, Backward, check_leaf, list_nodes_behind
 
@@ -85,27 +84,7 @@ def _observe(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> Non
     backward.reached.setdefault(where)
     for kind, gradient in zip(kinds.split(PART), gradients):
         exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED) else 0
-        backward.measurements.add(
-            where, kind.removesuffix(SHARED), multiply_by_power(gradient, exponent), backward.format
-        )
-
-
-def _round_tensor(gradient: Tensor, scaler: str) -> Tensor:
-    backward = _active(scaler)
-    return gradient.clone() if backward is None else backward.round_to_format(gradient)
-
-
-def _watch(gradient: Tensor, factor: Tensor, scaler: str, site: str, form: ProductForm, groups: int) -> None:
-    backward = _active(scaler)
-    if backward is not None and backward.measuring:
-        where = backward.sites.open(site)
-        backward.propose(where, gradient, Factor(factor, form, groups), narrow(gradient.dtype))
-
-
-def _watch_loss(gradient: Tensor, scaler: str, site: str, stored: torch.dtype) -> None:
-    backward = _active(scaler)
-    if backward is not None and backward.measuring:
-        backward.propose_at_loss(backward.sites.open(site), gradient, narrow(stored))
+        backward.measurements.add(where, kind.removesuffix(SHARED), multiply_by_power(gradient, exponent), None)
 
 
 factors_of_edges = define_operator(
@@ -117,121 +96,48 @@ factors_of_edges = define_operator(
 observe_gradients = define_operator(
     "observe_gradients(Tensor[] gradients, str scaler, str site, str kinds) -> ()", _observe, lambda *_: None, host=True
 )
-round_gradient = define_operator(
-    "round_gradient(Tensor gradient, str scaler) -> Tensor", _round_tensor, lambda x, _: torch.empty_like(x), host=True
-)
-watch_operands = define_operator(
-    "watch_operands(Tensor gradient, Tensor factor, str scaler, str site, str form, int groups) -> ()",
-    _watch,
-    lambda *_: None,
-    host=True,
-)
-watch_loss = define_operator(
-    "watch_loss(Tensor gradient, str scaler, str site, ScalarType stored) -> ()",
-    _watch_loss,
-    lambda *_: None,
-    host=True,
-)
 # Inductor cuts an expression where it reads too much, and with that decides what it computes by vectors and what one by
 # one: exp, for instance, in other last bits. A loss's gradient, which much may read, is moved apart from all that.
 move_number = define_operator(
     "moved_number(Tensor gradient, Tensor factor) -> Tensor", torch.mul, lambda gradient, _: torch.empty_like(gradient)
 )
-for _operator in (observe_gradients, watch_operands, watch_loss):
-    torch.fx.node.has_side_effect(_operator)
+torch.fx.node.has_side_effect(observe_gradients)
 
 
 def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
-    """Write moves between sites, roundings and measurements into a backward graph."""
+    """Write moves between sites, and measurements, into a backward graph."""
     placement = Placement(module, plan)
     edges = placement.list_edges()
     writer = Writer(module, scaler, placement.list_keys(), edges)
-    if plan.watches:
-        dtypes = placement.list_dtypes()
-        for edge in edges:
-            if edge.source == GLOBAL and edge.target in dtypes:
-                writer.watch_loss(edge, dtypes[edge.target])
-    for edge in edges:
-        if plan.rounds and edge.source != GLOBAL:
-            # For this edge alone.
-            with module.graph.inserting_before(min(edge.readers)):
-                edge.rounded = writer.write(round_gradient, edge.node, scaler)
     moved = {writer.move(edge): edge for edge in edges}
-    products = list(placement.list_products(moved))
-    watching = {product.node: writer.watch(product) for product in _select_watched(products)} if plan.watches else {}
-    entering = {one.node: list(placement.list_entering(one, moved)) for one in products} if plan.rounds else {}
-    final = _round(writer, moved, entering, watching) if plan.rounds else {}
-    for key, gradients in _find_limiting(placement, products, moved, entering, plan.rounds).items():
-        writer.observe(key, [(final.get(node, node), kind, shared) for node, kind, shared in gradients])
+    for key, gradients in _list_limiting_gradients(placement, moved).items():
+        writer.observe(key, gradients)
     module.graph.lint()
     module.recompile()
 
 
-def _select_watched(products: Iterable[Product]) -> Iterator[Product]:
-    """Yield the products that pass gradients on; for a site without one, the first that makes parameters' gradients."""
-    by_key: dict[str, list[Product]] = {}
-    for product in products:
-        by_key.setdefault(product.key, []).append(product)
-    for those in by_key.values():
-        passing = [one for one in those if any(kind == "passed" for _, kind, _ in one.makes)]
-        yield from passing or those[:1]
-
-
-# By the node of a product, the gradients that enter its function's derivative, and what reads each there.
-Entering = dict[Node, list[tuple[Node, list[Node]]]]
-
-
-def _round(
-    writer: Writer, moved: dict[Node, Edge], entering: Entering, watching: dict[Node, Node | None]
-) -> dict[Node, Node]:
-    """Write roundings of gradients that arrive at a site or enter a product; return what each one becomes.
-
-    What shows the policy a product's factors reads what the product does.
-    """
-    final = {node: writer.round(node) for node, edge in moved.items() if edge.target != GLOBAL}
-    for product, pairs in entering.items():
-        watch = watching.get(product)
-        for node, readers in pairs:
-            if node not in final:
-                final[node] = writer.round(node, [])
-            for reader in readers if watch is None else (*readers, watch):
-                reader.replace_input_with(node, final[node])
-    return final
-
-
-def _find_limiting(
-    placement: Placement,
-    products: Iterable[Product],
-    moved: dict[Node, Edge],
-    entering: Entering,
-    rounds: bool,
-) -> dict[str, list[tuple[Node, str, bool]]]:
+def _list_limiting_gradients(placement: Placement, moved: dict[Node, Edge]) -> dict[str, list[tuple[Node, str, bool]]]:
     """Return the gradients to measure at each site: all that may overflow there, without views of the same.
 
-    That is what its products read and make and, in a narrow format, what comes to it, becomes narrow there or leaves
-    it, between which and its products other functions may lie.
+    That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it,
+    between which and its products other functions may lie.
     """
     found: dict[str, dict[Node, tuple[Node, str, bool]]] = {}
 
     def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
         found.setdefault(key, {}).setdefault(find_base(node), (node, kind, shared))
 
-    def narrow(node: Node) -> bool:
-        return rounds or node.meta["val"].dtype == torch.float16
-
-    for product in products:
-        # What is rounded is measured as it enters its site's product, and as it leaves the site.
-        read = [x for x, _ in entering[product.node]] if rounds else [] if product.shared else product.reads
-        for node in read:
+    for product in placement.list_products(moved):
+        for node in [] if product.shared else product.reads:
             add(product.key, node, "received")
-        for gradient in () if rounds else product.makes:
+        for gradient in product.makes:
             add(product.key, *gradient)
     for node, edge in moved.items():
-        if edge.target != GLOBAL and narrow(node):
+        if edge.target != GLOBAL and is_float16(node):
             add(edge.target, node, "received")
         left = placement.find_stored(edge.node)
-        if edge.source != GLOBAL and narrow(left):
-            add(edge.source, edge.rounded or left, placement.name_kind(left))
+        if edge.source != GLOBAL and is_float16(left):
+            add(edge.source, left, placement.name_kind(left))
     for node, key in placement.sites.items():
         if key != GLOBAL and is_narrowing(node):
             # It was wide when it came to the site.
@@ -267,8 +173,7 @@ class Writer:
         vector = self._vector(node)
         with self._module.graph.inserting_before(min(edge.readers)):
             factor = self.write(torch.ops.aten.select.int, vector, 0, self._edge_numbers[edge.source, edge.target])
-            moves = edge.rounded or node
-            wide = self.write(cast, moves, torch.float32) if half else moves
+            wide = self.write(cast, node, torch.float32) if half else node
             times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else move_number
             moved = self.write(times, wide, factor)
             moved = self.write(cast, moved, dtype) if half else moved
@@ -276,34 +181,12 @@ class Writer:
             reader.replace_input_with(node, moved)
         return moved
 
-    def round(self, node: Node, readers: Collection[Node] | None = None) -> Node:
-        """Round a node to the scaler's format, for all its readers or those that are given."""
-        with self._module.graph.inserting_after(node):
-            result = self.write(round_gradient, node, self._scaler)
-        taken = list(node.users) if readers is None else readers
-        node.replace_all_uses_with(result, delete_user_cb=lambda reader: reader is not result and reader in taken)
-        return result
-
     def observe(self, key: str, gradients: Collection[tuple[Node, str, bool]]) -> None:
         """Add a measurement of gradients at a site, with their kinds and whether they have the global exponent."""
         nodes, kinds, shared = zip(*gradients)
         words = PART.join(kind + SHARED * s for kind, s in zip(kinds, shared))
         with self._module.graph.inserting_after(max(nodes)):
             self.write(observe_gradients, list(nodes), self._scaler, key, words)
-
-    def watch(self, product: Product) -> Node | None:
-        """Add a call that shows the policy both factors of a product; None where these have no `Factor`."""
-        factor = product.find_factor()
-        if factor is None:
-            return None
-        gradient, other, form, groups = factor
-        with self._module.graph.inserting_before(product.node):
-            return self.write(watch_operands, gradient, other, self._scaler, product.key, form, groups)
-
-    def watch_loss(self, edge: Edge, stored: torch.dtype) -> None:
-        """Add a call that shows the policy a gradient at the global exponent, before it moves to a site."""
-        with self._module.graph.inserting_before(min(edge.readers)):
-            self.write(watch_loss, edge.node, self._scaler, edge.target, stored)
 
     def _vector(self, like: Node) -> Node:
         """Return the factors of all edges, on the device of a node."""
@@ -365,6 +248,12 @@ def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., An
     """Return a backend of torch.compile for models with a scaler."""
     if name not in _COMPILERS:
         raise ValueError(f"the backend is one of {', '.join(_COMPILERS)}, got {name!r}")
+    if backward.format is not None or backward.policy.wants_operands:
+        reason = "format= rounds" if backward.format is not None else f"policy {backward.policy.name!r} reads"
+        raise NotImplementedError(
+            f"{reason} what every product reads, which a compiled graph does not show: leave the model uncompiled, or "
+            "take the scaler without format= and with policy='amax'"
+        )
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
         check_breaks(inputs, backward)
@@ -443,13 +332,13 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
     behind = list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
     broken = {name for node in behind if hasattr(node, "variable") for name in _name_owners(node.variable, backward)}
     names = _shorten(sorted(broken))
-    said = f"torch.compile breaks the model's graph and leaves {names} uncompiled"
-    remedy = "torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too"
-    if names and backward.format is not None:
-        raise NotImplementedError(f"{said}, whose gradients would not be rounded to {backward.format.name}: {remedy}")
     if names:
-        words = f"{said}, where all gradients have the global exponent: {remedy}, which gives them their own"
-        warnings.warn(words, stacklevel=2)
+        warnings.warn(
+            f"torch.compile breaks the model's graph and leaves {names} uncompiled, where all gradients have the "
+            "global exponent: torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too, which "
+            "gives them their own",
+            stacklevel=2,
+        )
 
 
 def _name_owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
@@ -481,11 +370,7 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Pla
     """Return the sites of a forward graph's functions, with the keys of the eager front end, and of its parameters."""
     placeholders = module.graph.find_nodes(op="placeholder")
     parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
-    plan = Plan(
-        tuple(node in parameters for node in placeholders),
-        rounds=backward.format is not None,
-        watches=backward.policy.wants_operands,
-    )
+    plan = Plan(tuple(node in parameters for node in placeholders))
     _Walk(backward, parameters, plan).run(module)
     for key in dict.fromkeys(plan.keys.values()):
         backward.sites.open(key)
@@ -540,8 +425,6 @@ class _Walk:
                 self._parameters[x] = self._parameters[y]
             elif self._carries(y):
                 self._sites[x] = GLOBAL if is_apart else self._sites.get(y, GLOBAL)
-        if is_apart:
-            self._plan.apart.add(join_path(stack))
         calls = self._calls
         self._calls = Counter() if is_apart else calls
         self.run(body, stack)
@@ -563,13 +446,6 @@ class _Walk:
         if getattr(node.target, "__name__", "") == _CUSTOM:
             # What its backward does is named so, whichever of them it is.
             self._plan.keys["/".join([*path.split("/")[:-1], _IN_CUSTOM])] = site
-        whole = self._find_whole(node)
-        if whole is not None:
-            self._plan.wholes[path] = whole
-        given = pytree.tree_leaves((node.args, node.kwargs))
-        repeats = any(sum(x is y for y in given) > 1 for x in differentiable)
-        if repeats and not isinstance(node.target, FunctionType):
-            self._plan.repeating.add(path)
         if kind in ("product", "cell"):
             self._plan.products.add(path)
         elif all(x in self._parameters for x in differentiable):

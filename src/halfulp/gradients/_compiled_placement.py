@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ._site import GLOBAL
 Role = Literal["product", "opening", "linear", "part", "widening", "shape", "other"]
 
 # Functions of a gradient and one more operand, by the places of both.
-MATRIX = {
+_MATRIX = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "outer"), (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), (1, 2)),
 }
@@ -72,8 +72,8 @@ def find_role(node: Node, gradients: Mapping[Node, None]) -> Role:
         return "shape"
     if not is_floating(node):
         return "other"
-    if name in MATRIX:
-        return "product" if _is_one_factor(node, gradients, *MATRIX[name]) else "other"
+    if name in _MATRIX:
+        return "product" if _is_one_factor(node, gradients, *_MATRIX[name]) else "other"
     if name == "_trilinear":
         return "product" if sum(x in gradients for x in node.args[:3]) == 1 else "other"
     if name.endswith(("_backward", "_backward_data")) or name in ("_fused_rms_norm_backward",):
@@ -156,6 +156,12 @@ def is_narrowing(node: Node) -> bool:
     return node.all_input_nodes[0].meta["val"].dtype != torch.float16
 
 
+def is_float16(node: Node) -> bool:
+    """Return whether a node's value is a float16 tensor."""
+    value = node.meta["val"]
+    return isinstance(value, Tensor) and value.dtype == torch.float16
+
+
 def _is_widening(node: Node, gradients: Mapping[Node, None]) -> bool:
     if getattr(node.target, "_opname", None) not in _CASTS:
         return False
@@ -179,27 +185,16 @@ class Plan:
         keys: The site of each function of the forward graph, by its path there.
         products: The paths of those that are products.
         opening: The paths of others that open a site, as they read parameters alone.
-        rounds: Whether gradients are rounded to a format of their own.
-        repeating: The paths of those that are given one tensor more than once, each of which is read by itself.
-        wholes: The calls of modules that the eager front end meets as one function, by the paths of what runs there.
-        apart: The paths of bodies whose arguments and results have gradients at the global exponent.
-        watches: Whether the policy reads the operands of products.
     """
 
     parameters: tuple[bool, ...]
     keys: dict[str, str] = dataclasses.field(default_factory=dict)
     products: set[str] = dataclasses.field(default_factory=set)
     opening: set[str] = dataclasses.field(default_factory=set)
-    repeating: set[str] = dataclasses.field(default_factory=set)
-    wholes: dict[str, str] = dataclasses.field(default_factory=dict)
-    apart: set[str] = dataclasses.field(default_factory=set)
-    rounds: bool = False
-    watches: bool = False
 
     def make_key(self) -> tuple:
         """Return the cache key: all that a backward graph depends on."""
-        listed = (tuple(sorted(paths)) for paths in (self.products, self.opening, self.repeating, self.apart))
-        return tuple(self.keys.items()), *listed, tuple(self.wholes.items()), self.parameters, self.rounds, self.watches
+        return tuple(self.keys.items()), tuple(sorted(self.products)), tuple(sorted(self.opening)), self.parameters
 
     @functools.cached_property
     def ranks(self) -> dict[str, int]:
@@ -219,13 +214,12 @@ def join_path(stack: Sequence[tuple]) -> str:
 
 @dataclasses.dataclass
 class Edge:
-    """A gradient that moves from one site to another for some of its readers, as a rounded copy where there is one."""
+    """A gradient that moves from one site to another for some of its readers."""
 
     node: Node
     source: str
     target: str
     readers: list[Node]
-    rounded: Node | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,29 +227,16 @@ class Product:
     """A gradient times another factor.
 
     Attributes:
-        node: Its function.
         key: Its site.
         shared: Whether it works at the global exponent and not at its site's.
         reads: The gradients among its arguments, as it reads them.
         makes: The gradients that it makes: which, of what kind, and whether they have the global exponent.
     """
 
-    node: Node
     key: str
     shared: bool
     reads: Sequence[Node]
     makes: Sequence[tuple[Node, str, bool]]
-
-    def find_factor(self) -> tuple[Node, Node, str, int] | None:
-        """Return a gradient, the other factor, and its form and groups as in `Factor`; None without one."""
-        args: Any = self.node.args
-        name = getattr(self.node.target, "_opname", None)
-        if name in ("mm", "bmm", "addmm", "baddbmm"):
-            a, b = (args[i] for i in MATRIX[name])
-            return (a, b, "left", 1) if a in self.reads else (b, a, "right", 1)
-        if name == "convolution_backward":
-            return args[0], args[2], "transposed" if args[7] else "convolution", args[9]
-        return None
 
 
 class Placement:
@@ -273,10 +254,7 @@ class Placement:
         self._output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
         self.gradients: dict[Node, None] = {}
         self.roles: dict[Node, Role] = {}
-        # Sums of gradients of one tensor, for which autograd names no forward function.
-        self._adds: set[Node] = set()
         self._calls: dict[Node, str] = {}
-        self._pinned: dict[Node, str] = {}
         self._collect(module.graph.nodes)
         self._products = {add: product for add in self.gradients if (product := self._find_fused_product(add))}
         self._sums = {product: add for add, product in self._products.items()}
@@ -295,27 +273,10 @@ class Placement:
                 self.gradients[node] = None
             elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
                 self.roles[node] = role = self._role(node)
-                adds = node.target is torch.ops.aten.add.Tensor and all(x in self.gradients for x in node.args[:2])
-                if adds and self._path(node) is None:
-                    self._adds.add(node)
                 if role in ("product", "opening"):
                     self._calls[node] = self._key(node)
-                elif role == "linear" and self._plan.rounds:
-                    path = self._find_one_function(node) if node in self._adds else self._path(node)
-                    if path is not None:
-                        self._pinned[node] = self._plan.keys[path]
                 if role != "shape" and is_floating(node):
                     self.gradients[node] = None
-
-    def _find_one_function(self, add: Node) -> str | None:
-        """Return the one function in whose derivative all terms of a sum are computed; None if there are several."""
-        made = list(add.all_input_nodes)
-        for x in made:
-            made += x.all_input_nodes if x in self._adds else ()
-        paths = [self._path(x) for x in made if x not in self._adds]
-        known = [path for path in paths if path is not None]
-        is_one = known == paths and len({self._plan.wholes.get(path, path) for path in known}) == 1
-        return known[0] if is_one and known[0] not in self._plan.repeating else None
 
     def _role(self, node: Node) -> Role:
         role, path = find_role(node, self.gradients), self._path(node)
@@ -330,45 +291,12 @@ class Placement:
         paths = (join_path(stack[:end]) for end in range(len(stack), 0, -1))
         return next((path for path in paths if path in self._plan.keys), None)
 
-    def _whole(self, node: Node) -> str | None:
-        """Return the function, as the eager front end sees it, to whose derivative a node belongs."""
-        path = self._path(node)
-        return None if path is None else self._plan.wholes.get(path, path)
-
-    def _is_within(self, node: Node, whole: str) -> bool:
-        """Return whether a gradient is made within a function's derivative, and not only added up there."""
-        if node not in self.roles:
-            return False
-        if node in self._adds:
-            return any(self._is_within(x, whole) for x in node.all_input_nodes)
-        return self._whole(node) == whole
-
-    def list_entering(self, product: Product, moved: Collection[Node]) -> Iterator[tuple[Node, list[Node]]]:
-        """Return the gradients on their way into the derivative of the function to which a product belongs.
-
-        With each, what reads it there. Of gradients that such a function makes for itself the eager front end sees
-        none; those of a tensor that it reads and gives are two.
-        """
-        whole, seen = self._whole(product.node), set()
-        ahead = [(x, product.node) for x in product.reads]
-        while ahead:
-            node, reader = ahead.pop()
-            if whole is None or not self._is_within(node, whole):
-                inside = (x for x in node.users if x is product.node or (whole and self._is_within(x, whole)))
-                yield node, [reader] if whole is None else list(inside)
-            elif node not in seen:
-                seen.add(node)
-                ahead += [(x, node) for x in node.all_input_nodes if x in self.gradients or x in moved]
-
     def _key(self, node: Node) -> str:
         path = self._path(node)
         return f"backward.{node.name}" if path is None else self._plan.keys[path]
 
     def _find_fused_product(self, add: Node) -> Node | None:
         """Return the product that a compiler may fuse with this sum into one addmm; the last of two."""
-        if self._plan.rounds:
-            # What is rounded before it is added is computed apart.
-            return None
         if add.target is not torch.ops.aten.add.Tensor or self.roles[add] != "linear":
             return None
         mm = torch.ops.aten.mm.default
@@ -380,8 +308,6 @@ class Placement:
             return None
         if reader in self._products:
             return self._find_working_site(self._products[reader])
-        if reader in self._pinned:
-            return self._pinned[reader]
         if self.roles[reader] in ("product", "opening"):
             return self._find_working_site(reader)
         return GLOBAL if self.roles[reader] == "other" else self._preferred[reader]
@@ -392,27 +318,13 @@ class Placement:
         Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
         """
         value = product.meta["val"]
-        own = self._plan.rounds or not isinstance(value, Tensor) or value.dtype in HALF
+        own = not isinstance(value, Tensor) or value.dtype in HALF
         own = own or self._leads[self._sums.get(product, product)]
         return self._calls[product] if own else GLOBAL
 
-    def _find_body(self, node: Node) -> str:
-        """Return the body with a path in `Plan.apart` that a gradient is made in; that of a sum is its arguments'."""
-        if node in self._adds:
-            bodies = {self._find_body(x) for x in node.all_input_nodes}
-            return bodies.pop() if len(bodies) == 1 else ""
-        path = self._path(node) if self._plan.apart else None
-        return max((one for one in self._plan.apart if path and path.startswith(f"{one}/")), key=len, default="")
-
     def _set_preferred_site(self, node: Node) -> None:
-        """Set the site at which a gradient's readers want it: the global one where it enters another body."""
-        body = self._find_body(node) if self._plan.apart else ""
-        wanted = []
-        for reader in node.users:
-            site = self._find_needed(reader)
-            if site is not None:
-                enters = self._plan.apart and reader.op != "output" and self._find_body(reader)
-                wanted.append(GLOBAL if enters and body != enters else site)
+        """Set the site at which a gradient's readers want it."""
+        wanted = [site for reader in node.users if (site := self._find_needed(reader)) is not None]
         self._preferred[node] = max(wanted, key=self._plan.find_rank) if wanted else None
         self._leads[node] = any(self._goes_on(node, reader) for reader in node.users)
 
@@ -432,23 +344,13 @@ class Placement:
             return self._find_working_site(self._products[node])
         if role == "other":
             return GLOBAL
-        if node in self._pinned:
-            return self._pinned[node]
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
         if role in ("part", "widening"):
             return inputs[0]
-        if self._plan.rounds and len(inputs) > 1 and self._preferred[node] is None:
-            # A parameter's gradients add up as where they are accumulated: each rounded, at the global exponent.
-            return GLOBAL
-        if self._is_narrow(node):
+        if is_float16(node):
             # What is made for parameters, such as a bias, is made of what a product reads.
             inputs += [site for x in node.all_input_nodes if (site := self._preferred.get(x))]
         return self._preferred[node] or max(inputs, key=self._plan.find_rank)
-
-    def _is_narrow(self, node: Node) -> bool:
-        """Return whether a narrow format stores a gradient."""
-        value = node.meta["val"]
-        return self._plan.rounds or (isinstance(value, Tensor) and value.dtype == torch.float16)
 
     def _read_at(self, reader: Node, node: Node) -> str:
         """Return the site at which a reader takes a gradient."""
@@ -459,8 +361,7 @@ class Placement:
 
     def list_keys(self) -> list[str]:
         """Return all sites, the global one and then the others in forward order."""
-        known = {*self._calls.values(), *self._pinned.values()} - {GLOBAL}
-        return [GLOBAL, *sorted(known, key=self._plan.find_rank)]
+        return [GLOBAL, *sorted(set(self._calls.values()) - {GLOBAL}, key=self._plan.find_rank)]
 
     def list_edges(self) -> list[Edge]:
         """Return every gradient that moves, once for each site that it moves to."""
@@ -476,14 +377,6 @@ class Placement:
         """Return a gradient before it became wider, which it does before it moves."""
         return gradient.all_input_nodes[0] if self.roles.get(gradient) == "widening" else gradient
 
-    def list_dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtype of the gradient that each site's first product reads."""
-        dtypes: dict[str, torch.dtype] = {}
-        for node, key in self._calls.items():
-            read = next(x for x in node.all_input_nodes if x in self.gradients)
-            dtypes.setdefault(key, read.meta["val"].dtype)
-        return dtypes
-
     def name_kind(self, gradient: Node) -> str:
         """Return the kind of measurement of a gradient that a site gives: "passed" or "weight"."""
         return "passed" if self._leads[gradient] else "weight"
@@ -497,10 +390,9 @@ class Placement:
 
     def _product(self, node: Node, moved: Collection[Node]) -> Product:
         reads = [x for x in node.all_input_nodes if x in self.gradients or x in moved]
-        # What comes to a site is rounded, and a product rounds what it reads; no other function does.
         reads = reads if self.roles[node] == "product" else []
         several = isinstance(node.meta["val"], tuple | list)
         made = [*node.users] if several else [self._sums.get(node, node)]
         made = [x for x in made if x in self.gradients and is_floating(x)]
         makes = [(x, self.name_kind(x), self.sites[x] == GLOBAL) for x in made]
-        return Product(node, self._calls[node], self._find_working_site(node) == GLOBAL, reads, makes)
+        return Product(self._calls[node], self._find_working_site(node) == GLOBAL, reads, makes)

@@ -106,7 +106,6 @@ class Controller:
         self,
         policy: Policy,
         *,
-        mode: str,
         start: int,
         format: Format | str | torch.dtype | None,
         rounding: Rounding | str,
@@ -114,13 +113,6 @@ class Controller:
         floor: int,
         ceiling: int,
     ) -> None:
-        if mode not in ("function", "module"):
-            raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
-        if mode == "module" and policy.wants_operands:
-            raise ValueError(
-                f"policy {policy.name!r} reads the operands of products, which mode='module' does not see: take "
-                "mode='function', or policy='amax'"
-            )
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
         if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
@@ -157,7 +149,6 @@ class Controller:
         self._sources: dict[Site, None] = {}
         self._suspects: list[Site] = []
         self._skipped = False
-        self.backward.processes.catch_up = self.catch_up
         # Whether exponents are to blame for that: not for a loss that is no number.
         self._overflowed = False
         self._measure_next = False
@@ -181,11 +172,7 @@ class Controller:
         backward, global_site = self.backward, self.sites.global_site
         finite = all(to_host([torch.isfinite(local_values(loss)).all() for loss in self.losses]))
         found = find_overflow_sources(self._measured) if finite and self.policy.per_site else []
-        if backward.processes.in_join:
-            # Nobody can be asked: it may be another's.
-            finite, unknown = True, False
-        else:
-            finite, unknown = map(bool, self._agree("skipped step", int(finite), int(not found)))
+        finite, unknown = map(bool, self._agree("skipped step", int(finite), int(not found)))
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         self._overflowed = True
@@ -207,17 +194,11 @@ class Controller:
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
-        before = self.sites.global_site.exponent
         if self.policy.per_site:
             self._update_sites()
         else:
             self._update_global_site()
-        if self.backward.processes.in_join and self.policy.measures:
-            # Nobody can be asked: the global exponent follows from the skipped steps, which all processes know.
-            falls = self._skipped and (self._skips_in_row > 1 or not self.policy.per_site)
-            self._set(self.sites.global_site, before - _FALL // 2 if falls else before)
-            self._measure_next = False
-        elif self.backward.measuring or self._skipped:
+        if self.backward.measuring or self._skipped:
             global_site = self.sites.global_site
             exponent, calm = self._agree("update", global_site.exponent, int(not self._measure_next))
             global_site.exponent, self._measure_next = exponent, not calm
@@ -226,14 +207,6 @@ class Controller:
     def _agree(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
         return self.backward.processes.agree(occasion, self.iteration, list(values), self.backward.find_device)
-
-    def catch_up(self) -> None:
-        """Copy the counters of the process with the most iterations, at the end of a ``join()``."""
-        global_site = self.sites.global_site
-        numbers = [self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent]
-        numbers = self.backward.processes.read_furthest(numbers, self.backward.find_device())
-        self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent = numbers
-        self.backward.measuring = is_measured(self.iteration, self._restarted, self.interval)
 
     def restart(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""

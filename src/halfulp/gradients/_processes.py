@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 import typing
 import weakref
 from collections import defaultdict
@@ -15,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.algorithms.join import JoinHook
 
 from .. import __version__
 from .._messages import a_kind, differences, listed
@@ -25,57 +23,6 @@ from ..rounding._random_bits import mix64
 from ..subclass import sharded_modules
 from ..subclass.models._conversion import check_module
 from ..subclass.models._parameter_holders import shard_groups
-
-
-class WatchedJoin(JoinHook):
-    """A wrapper's ``join_hook``, which also tells a scaler when a ``join()`` begins and ends."""
-
-    def __init__(self, wrapper: nn.parallel.DistributedDataParallel, end: Callable[[], None]) -> None:
-        self.wrapper = weakref.ref(wrapper)
-        # The wrapper's own hook while a join() runs.
-        self._own: JoinHook | None = None
-        self._end = end
-        wrapper.__dict__["join_hook"] = self
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a ``join()`` is active, in which processes may have run out of inputs."""
-        wrapper = self.wrapper()
-        if wrapper is None or self._own is None:
-            return False
-        return wrapper._join_config.enable and not wrapper._join_config.throw_on_early_termination
-
-    def __call__(self, **kwargs: Any) -> JoinHook:
-        """Begin a ``join()`` of the wrapper."""
-        wrapper = self.wrapper()
-        assert wrapper is not None  # it calls this
-        self._own = type(wrapper).join_hook(wrapper, **kwargs)
-        return self
-
-    def main_hook(self) -> None:
-        """Run the wrapper's own hook for a process without inputs; the scaler sends nothing."""
-        assert self._own is not None
-        self._own.main_hook()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Broadcast the last process's model and scaler counters at the end of a ``join()``."""
-        assert self._own is not None
-        self._own.post_hook(is_last_joiner)
-        self._own = None
-        self._end()
-
-    def restore(self) -> None:
-        """Restore the wrapper's own hook."""
-        wrapper = self.wrapper()
-        if wrapper is not None and wrapper.__dict__.get("join_hook") is self:
-            del wrapper.__dict__["join_hook"]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the wrapper has no scaler.
-        wrapper = self.wrapper()
-        assert wrapper is not None  # it holds this
-        return types.MethodType, (type(wrapper).join_hook, wrapper)
-
 
 # One for each occasion at which processes meet; they are part of the message.
 OCCASIONS = ("step", "skipped step", "update")
@@ -87,26 +34,18 @@ class Processes:
     They meet at every step whose gradients a scaler checks, after a skipped one, and at the update of an iteration that
     was measured or skipped, all of which they know alike; a message is six integers, of which each rank learns the
     least. It goes to the wrapper's own group, and tells who is out of step, so that nobody takes another's message for
-    an answer. Within a wrapper's ``join()`` nothing is sent, as some processes have no inputs left; at its end they
-    take over the numbers of the one that went furthest.
+    an answer.
     """
 
     def __init__(self) -> None:
         self._groups: list[Any] = []
         self._models: list[weakref.ref[nn.Module]] = []
-        self._joins: list[WatchedJoin] = []
-        # Called in every process when a join() ends.
-        self.catch_up: Callable[[], None] = lambda: None
-
-    @property
-    def in_join(self) -> bool:
-        """Whether processes may have run out of inputs, in ``join()``."""
-        return any(join.is_active for join in self._joins)
+        self._wrappers: weakref.WeakSet[nn.parallel.DistributedDataParallel] = weakref.WeakSet()
 
     def watch(self, model: nn.Module) -> None:
         """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._watch_wrapper(model, known=True)
+            self._watch_wrapper(model)
         self._models.append(weakref.ref(model))
         for group in _list_groups(model):
             self._add_group(group)
@@ -117,15 +56,22 @@ class Processes:
             return
         active = nn.parallel.DistributedDataParallel._active_ddp_module
         if active is not None:
-            self._watch_wrapper(active, known=False)
+            self._watch_wrapper(active)
         for model in (one() for one in self._models):
             for group in () if model is None else _list_groups(model):
                 self._add_group(group)
 
     def agree(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
         """Return the minimum of each value (two at most) over all processes that share gradients."""
-        if self.in_join or not self._groups:
+        if not self._groups:
             return values
+        joins = (wrapper._join_config for wrapper in self._wrappers)
+        if any(join.enable and not join.throw_on_early_termination for join in joins):
+            raise NotImplementedError(
+                "in join() of a DistributedDataParallel some processes run out of inputs, and cannot agree on an "
+                "AdaptiveGradScaler's steps: give all as many batches, as DistributedSampler(..., drop_last=True) "
+                "does, or take join(throw_on_early_termination=True)"
+            )
         place = OCCASIONS.index(occasion)
         message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
         found = torch.tensor(message, device=device(), dtype=torch.int64)
@@ -148,31 +94,9 @@ class Processes:
                 )
         return least[4 : 4 + len(values)]
 
-    def read_furthest(self, numbers: list[int], device: torch.device) -> list[int]:
-        """Return the numbers of the process whose first number is the largest."""
-        mine = torch.tensor(numbers, device=device, dtype=torch.int64)
-        for group in self._groups:
-            every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(every, mine, group=group)
-            mine = max(every, key=lambda one: int(one[0]))
-        return mine.tolist()
-
-    def restore(self) -> None:
-        """Restore the wrappers' own join hooks."""
-        for join in self._joins:
-            join.restore()
-        self._joins.clear()
-
-    def _watch_wrapper(self, wrapper: nn.parallel.DistributedDataParallel, known: bool) -> None:
-        if any(join.wrapper() is wrapper for join in self._joins):
-            return
-        if not known and wrapper._join_config.enable:
-            raise ValueError(
-                "the model runs in a DistributedDataParallel whose join() began before its AdaptiveGradScaler knew of "
-                "it, so that they would not end together: make the scaler of the wrapper, AdaptiveGradScaler(ddp)"
-            )
+    def _watch_wrapper(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
+        self._wrappers.add(wrapper)
         self._add_group(wrapper.process_group)
-        self._joins.append(WatchedJoin(wrapper, lambda: self.catch_up()))
 
     def _add_group(self, group: Any) -> None:
         if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):

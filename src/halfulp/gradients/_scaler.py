@@ -28,7 +28,6 @@ from ._reports import LastStep, Recorder, SiteTable
 from ._site import HIGHEST, parse_exponent
 from ._state import check_entries, check_sites, index_sites, reduce_scaler, resume_scaler, save_sites
 from .eager._attach import attach, unwrap
-from .eager._backward import check_units
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
@@ -65,10 +64,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         float32_outputs: Whether float16 outputs of the model become float32, so that the gradient of a loss computed
             outside is not rounded before it is scaled; None does so under autocast to float16, where sites have
             exponents of their own.
-        mode: ``"function"`` watches every torch function of the forward pass; ``"module"`` gives each module with
-            parameters and no parts, and each ``nn.MultiheadAttention``, one site, for models whose functions cannot be
-            watched. There ``format`` rounds where gradients enter and leave such a module, and `scale` refuses a
-            loss whose modules take or give tensors by attributes.
         enabled: False makes all methods those of a disabled GradScaler, and leaves the model alone.
 
     Raises:
@@ -97,26 +92,23 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         floor: int = -30,
         ceiling: int = HIGHEST,
         float32_outputs: bool | None = None,
-        mode: str = "function",
         enabled: bool = True,
     ) -> None:
         before, models, policy = set(vars(self)), list_models(model), get_policy(policy)
         device = next((p.device.type for one in models for p in one.parameters()), "cpu")
         super().__init__(device, init_scale=init_scale, enabled=enabled)
         self._options: dict[str, Any] = {"policy": policy, "init_scale": init_scale, "interval": interval}
-        self._options |= {"format": format, "rounding": rounding, "floor": floor, "ceiling": ceiling, "mode": mode}
+        self._options |= {"format": format, "rounding": rounding, "floor": floor, "ceiling": ceiling}
         self._options |= {"float32_outputs": float32_outputs}
         self.last_step: LastStep | None = None
         self._recorders: list[Recorder] = []
         self._unscaled = UnscaledGradients()
         self._exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
-        self._mode = mode
         self._scale_was_read = False
         self._growth_interval = getattr(policy, "growth_interval", 2000)
         self._controller = Controller(
             policy,
-            mode=mode,
             start=parse_exponent("init_scale", init_scale),
             format=format,
             rounding=rounding,
@@ -131,7 +123,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             try:
                 for i, one in enumerate(models):
                     prefix = str(i) if len(models) > 1 else ""
-                    self._detach.append(attach(one, backward, wide=wide, prefix=prefix, mode=mode))
+                    self._detach.append(attach(one, backward, wide=wide, prefix=prefix))
             except (TypeError, ValueError):
                 self.detach()
                 raise
@@ -149,8 +141,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """Return the loss times ``get_scale()``; a backward pass from there has exponents. Nested lists and tuples too.
 
         Raises:
-            ValueError: the loss reads a tensor that left the model, or with ``mode="module"`` one of its modules, by
-                another way than its output.
+            ValueError: the loss reads a tensor that left the model by another way than its output.
         """
         if not self._enabled:
             return outputs
@@ -167,10 +158,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         backward = self._controller.backward
         backward.end_unless_differentiating()
         if output.grad_fn is not None and not backward.second_order:
-            if self._mode == "module":
-                check_units(output.grad_fn, backward.sites.global_site)
-            else:
-                backward.check_exits(output.grad_fn)
+            backward.check_exits(output.grad_fn)
         scaled = output * self._make_scale(output.device)
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
@@ -401,16 +389,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._unscaled.clear()
 
-    def mode_of(self, model: nn.Module) -> str:
-        """Return the mode in which a model is watched: "function" or "module".
-
-        Raises:
-            ValueError: it is not the one model of this scaler.
-        """
-        if len(self._models) != 1 or self._models[0]() is not model:
-            raise ValueError("the scaler is not this model's alone: make one for the model, AdaptiveGradScaler(model)")
-        return self._mode
-
     def merge(self, *keys: str, reason: str = "by hand") -> None:
         """Let sites follow the global exponent from now on.
 
@@ -500,7 +478,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         for detach in self._detach:
             detach()
         self._detach.clear()
-        self._controller.backward.processes.restore()
         self._enabled = False
 
 

@@ -47,7 +47,7 @@ SITES = [
 
 def _watched(model: nn.Module, exponent: int = 0, **given) -> Backward:
     backward = Backward(Sites(exponent), get_policy("amax"), **given)
-    attach(model, backward, wide=None, prefix="", mode="function")
+    attach(model, backward, wide=None, prefix="")
     return backward
 
 
@@ -197,7 +197,7 @@ def _check_edges(backward: Backward, compiled: bool) -> None:
 def test_each_of_several_models_has_sites_of_its_own(seed):
     models, backward, x = [_mlp(), _mlp()], Backward(Sites(0), get_policy("amax")), torch.randn(5, 6)
     for i, model in enumerate(models):
-        attach(model, backward, wide=None, prefix=str(i), mode="function")
+        attach(model, backward, wide=None, prefix=str(i))
     compiled = [_compiled(model, backward) for model in models]
     loss = sum(one(x).square().sum() for one in compiled)
     loss.register_hook(lambda _: backward.begin(()))
@@ -437,11 +437,11 @@ def test_names_of_backends(seed):
         make_backend(backward, "eager")
 
 
-def test_modules_as_sites_are_compiled_by_the_scalers_backend_alone(seed):
+def test_a_model_is_compiled_by_the_scalers_backend_alone(seed):
     model, x = _mlp(), torch.randn(5, 6)
     model(x).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
-    scaler = hu.AdaptiveGradScaler(model, mode="module")
+    scaler = hu.AdaptiveGradScaler(model)
     other = torch.compile(model, backend="aot_eager")
     with pytest.raises(ValueError, match="compiled by another backend"):
         other(x)

@@ -5,7 +5,7 @@ import torch
 
 from halfulp._torch_floor import is_older
 from halfulp.gradients import _compiled_placement
-from halfulp.gradients._compiled_placement import MATRIX, find_role
+from halfulp.gradients._compiled_placement import _MATRIX, find_role
 
 aten = torch.ops.aten
 # All matrix products of two dimensions and more, and the shapes of their arguments; what is added comes first.
@@ -23,7 +23,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("table", ["_MOVES", "_VIEWS", "_SHAPES", "_NEW", "_CASTS", "_FILLS", "MATRIX"])
+@pytest.mark.parametrize("table", ["_MOVES", "_VIEWS", "_SHAPES", "_NEW", "_CASTS", "_FILLS", "_MATRIX"])
 def test_functions_that_are_known_by_name_are_torchs(table):
     if is_older(torch.__version__, "2.13"):
         pytest.skip("older versions lack some of the operators")
@@ -45,7 +45,7 @@ def _node(name: str, shapes: tuple) -> tuple[torch.fx.Node, list[torch.fx.Node]]
 
 
 def test_every_matrix_product_is_in_the_table():
-    assert MATRIX.keys() == SHAPES.keys()
+    assert _MATRIX.keys() == SHAPES.keys()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -56,7 +56,7 @@ def test_a_product_is_linear_in_the_factors_at_its_places(name, seed):
     def of(*given):
         return operator(*given)
 
-    for place in MATRIX[name]:
+    for place in _MATRIX[name]:
         zero, twice = list(values), list(values)
         zero[place], twice[place] = torch.zeros_like(values[place]), 2 * values[place]
         rest = of(*zero)

@@ -10,7 +10,7 @@ import torch
 import halfulp as hu
 from halfulp.gradients.eager import _attach, _replay
 from halfulp.gradients.eager import _backward as _site_boundaries
-from halfulp.gradients.eager._attach import Forward
+from halfulp.gradients.eager._attach import WatchedForward
 from halfulp.gradients.eager._replay import walk
 
 from ...samples import drawn
@@ -341,7 +341,7 @@ def test_steps_that_a_hook_takes_in_the_middle_of_backward(seed):
 
 
 def scaler_forwards(model):
-    return [module.forward for module in model.modules() if isinstance(module.__dict__.get("forward"), Forward)]
+    return [module.forward for module in model.modules() if isinstance(module.__dict__.get("forward"), WatchedForward)]
 
 
 def test_a_walk_tells_nodes_of_before_from_those_of_now():

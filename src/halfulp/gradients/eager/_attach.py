@@ -1,12 +1,9 @@
-"""Attaching a scaler to a model, whose forward passes run in regions, or whose modules are sites, from then on."""
+"""Attaching a scaler to a model, whose forward passes run in regions from then on."""
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import copy
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,10 +18,9 @@ from ...kernels import define_operator
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
-from .._functions import list_differentiable, map_tensors, memoize
-from .._site import Site, copy_with_strides, narrow
-from ._backward import Backward, check_leaf, get_region, is_differentiating, mark
-from ._region import ParameterNames, Region, hook_weight_edge, make_view
+from .._functions import map_tensors
+from ._backward import Backward, get_region, is_differentiating
+from ._region import ParameterNames, Region
 from ._replay import Replays
 
 
@@ -47,16 +43,38 @@ class NotScriptedError(NotImplementedError, AttributeError):
     """Raised to torch.jit.script for an attribute that it needs; to others the attribute is missing."""
 
 
-class Forward(GraphReader):
-    """Replaces a module's ``forward``; copies of the module get its own one back."""
+Role = Literal["model", "part", "layer"]
 
-    def __init__(self, module: nn.Module, backward: Backward) -> None:
+
+class WatchedForward(GraphReader):
+    """The ``forward`` of a model or of a part, which runs in a region whenever gradients are recorded.
+
+    Copies of the module get its own one back.
+
+    Args:
+        module: the model, or one of its modules.
+        backward: what its edges belong to.
+        wide: whether float16 that leaves a region becomes float32; None: under autocast to float16.
+        names: of the model's parameters.
+        place: what runs in the module is named after it.
+        role: "model"; "part", a module with parts, or "layer", one without, which make regions where they are called
+            by themselves, as by a training step that does not call the model.
+    """
+
+    def __init__(
+        self, module: nn.Module, backward: Backward, wide: bool | None, names: ParameterNames, place: str, role: Role
+    ) -> None:
         self._module = weakref.ref(module)
         self._backward = backward
         self._own = module.__dict__.get("forward")
         # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
         self.inner = self.__wrapped__ = module.forward
         module.forward = self
+        self._wide = wide
+        self._names = names
+        self._place = place
+        self._role = role
+        self._replays = Replays(backward, names)
 
     @property
     def __code__(self) -> types.CodeType:
@@ -82,7 +100,9 @@ class Forward(GraphReader):
         return self._run_with_edges(args, kwargs)
 
     def _mark_outputs(self, out: Any) -> Any:
-        """Mark outputs in a compiled graph for the scaler's backend."""
+        """Mark the model's outputs in a compiled graph for the scaler's backend."""
+        if self._role != "model":
+            return out
         wide = self._is_widening()
         widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
         return map_tensors(widened, lambda x: scaled_here(x, self._backward.handle))
@@ -100,167 +120,9 @@ class Forward(GraphReader):
 
         return forward
 
-    @abc.abstractmethod
-    def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
-        """Return the forward pass with edges; the plain one where `is_traced`."""
-
-    @abc.abstractmethod
-    def _is_widening(self) -> bool:
-        """Return whether float16 outputs become float32."""
-
-    def restore(self) -> None:
-        """Restore the module's previous forward."""
-        module = self._module()
-        if module is not None:
-            module.__dict__.pop("forward", None)
-            if self._own is not None:
-                module.forward = self._own
-
-    def __deepcopy__(self, memo: dict) -> Callable:
-        return get_plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
-
-    def __reduce__(self) -> tuple:
-        return get_plain_forward, (self._module(),)
-
-
-def get_plain_forward(module: nn.Module) -> types.MethodType:
-    """Return the ``forward`` of a module's class."""
-    return types.MethodType(type(module).forward, module)
-
-
-def is_traced() -> bool:
-    """Return whether torch.jit or torch.func records or transforms the forward pass."""
-    return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
-
-
-# Modules whose forward reads their parts' parameters and does not call the parts.
-WHOLE = (nn.MultiheadAttention,)
-
-
-class ModuleForward(Forward):
-    """A ``forward`` with edges at the module's boundaries, inside of which gradients are at the module's site."""
-
-    def __init__(self, module: nn.Module, backward: Backward, site: Site) -> None:
-        super().__init__(module, backward)
-        self._site = site
-        self._lock = threading.RLock()
-        self._inside = False
-
-    def _is_widening(self) -> bool:
-        return False
-
-    def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
-        if is_traced():
-            return self.inner(*args, **kwargs)
-        # While a thread is inside, the module's parameters are views.
-        with self._lock:
-            return self.inner(*args, **kwargs) if self._inside else self._run_between_boundaries(args, kwargs)
-
-    def _run_between_boundaries(self, args: tuple, kwargs: dict) -> Any:
-        self._backward.find_processes()
-        self._backward.reached.setdefault(self._site)
-        args, kwargs = map_tensors((args, kwargs), memoize(self._enter))
-        given = list(list_differentiable((args, kwargs)))
-        versions = [x._version for x in given]
-        with self._separate_parameters() as weight_edges:
-            out = self.inner(*args, **kwargs)
-        if versions != [x._version for x in given]:
-            raise NotImplementedError(
-                f"module {self._site.key!r} writes into its argument, whose gradient then goes round the exponents: "
-                "let it work on a clone, or take mode='function'"
-            )
-        first, global_site = next(list_differentiable(out), None), self._backward.sites.global_site
-        if first is not None:
-            self._site.stored = narrow(first.dtype)
-            for view in weight_edges:
-                hook_weight_edge(view, self._backward.get_weight_edge_hook(self._site, first.dtype))
-                mark(view.grad_fn, self._site, global_site, global_site)
-        return map_tensors(out, memoize(self._leave))
-
-    @contextlib.contextmanager
-    def _separate_parameters(self) -> Iterator[list[Tensor]]:
-        """Replace the module's parameters by views with nodes of their own; return the views."""
-        module: Any = self._module()  # its forward runs, so it is there
-        holders = list(module.modules())
-        parameters = {id(x): x for holder in holders for x in list_differentiable(holder._parameters)}
-        for x in parameters.values():
-            check_leaf(x)
-        views = {key: make_view(x, sparse=True) for key, x in parameters.items()}
-        kept = [(holder, dict(holder._parameters), holder.__dict__.get("_flat_weights")) for holder in holders]
-        self._inside = True
-        try:
-            for holder, own, listed in kept:
-                holder._parameters.update({name: views.get(id(x), x) for name, x in own.items()})
-                if listed is not None:
-                    # Recurrent layers read this list.
-                    holder.__dict__["_flat_weights"] = [views.get(id(x), x) for x in listed]
-            yield list(views.values())
-        finally:
-            self._inside = False
-            for holder, own, listed in kept:
-                holder._parameters.update(own)
-                if listed is not None:
-                    holder.__dict__["_flat_weights"] = listed
-
-    def _enter(self, x: Tensor) -> Tensor:
-        return self._edge(x.view_as(x), self._backward.sites.global_site, self._site)
-
-    def _leave(self, x: Tensor) -> Tensor:
-        if x.is_leaf:
-            return x
-        # A reader may write into it, and a write into a view would go round the hook.
-        if self._backward.format is not None:
-            node: Any = x.grad_fn
-            node.register_prehook(self._backward.round_all)
-        return self._edge(copy_with_strides(x), self._site, self._backward.sites.global_site)
-
-    def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
-        """Return a tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
-        node: Any = out.grad_fn
-        node.register_prehook(self._backward.get_edge_hook(source, target))
-        mark(node, target, source, self._backward.sites.global_site)
-        return out
-
-
-def list_site_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are sites, with their keys: those with parameters and no parts, and whole attentions."""
-    if isinstance(model, WHOLE) or next(model.children(), None) is None:
-        if next(model.parameters(), None) is not None:
-            yield prefix or "model", model
-        return
-    for name, part in model.named_children():
-        yield from list_site_modules(part, f"{prefix}.{name}" if prefix else name)
-
-
-Role = Literal["model", "part", "layer"]
-
-
-class WatchedForward(Forward):
-    """The ``forward`` of a model or of a part, which runs in a region whenever gradients are recorded.
-
-    Args:
-        module: the model, or one of its modules.
-        backward: what its edges belong to.
-        wide: whether float16 that leaves a region becomes float32; None: under autocast to float16.
-        names: of the model's parameters.
-        place: what runs in the module is named after it.
-        role: "model"; "part", a module with parts, or "layer", one without, which make regions where they are called
-            by themselves, as by a training step that does not call the model.
-    """
-
-    def __init__(
-        self, module: nn.Module, backward: Backward, wide: bool | None, names: ParameterNames, place: str, role: Role
-    ) -> None:
-        super().__init__(module, backward)
-        self._wide = wide
-        self._names = names
-        self._place = place
-        self._role = role
-        self._replays = Replays(backward, names)
-
     def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
         region = get_region()
-        if region is None and is_traced():
+        if region is None and (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()):
             return self.inner(*args, **kwargs)
         if region is None and is_differentiating():
             # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
@@ -295,11 +157,31 @@ class WatchedForward(Forward):
                 replays.learn(recording, (args, kwargs), out, region.begun)
             return region.leave(out, self._is_widening())
 
-    def _mark_outputs(self, out: Any) -> Any:
-        return super()._mark_outputs(out) if self._role == "model" else out
-
     def _is_widening(self) -> bool:
         return is_under_float16() if self._wide is None else self._wide
+
+    def restore(self) -> None:
+        """Restore the module's previous forward."""
+        module = self._module()
+        if module is not None:
+            module.__dict__.pop("forward", None)
+            if self._own is not None:
+                module.forward = self._own
+
+    def __deepcopy__(self, memo: dict) -> Callable:
+        return get_plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
+
+    def __reduce__(self) -> tuple:
+        return get_plain_forward, (self._module(),)
+
+
+def get_plain_forward(module: nn.Module) -> types.MethodType:
+    """Return the ``forward`` of a module's class."""
+    return types.MethodType(type(module).forward, module)
+
+
+# Modules whose forward reads their parts' parameters and does not call the parts.
+WHOLE = (nn.MultiheadAttention,)
 
 
 def is_under_float16() -> bool:
@@ -331,7 +213,7 @@ def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str, mode: str) -> Callable[[], None]:
+def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str) -> Callable[[], None]:
     """Attach a scaler's edges to a model; returns a function that detaches them."""
     wrapper, model = model, unwrap(model)
     check_model(model)
@@ -341,16 +223,10 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     backward.names.add(names)
     # The backend of a compiler finds sites by the products that the model writes.
     leave_compiled_products(model)
-    forwards: list[Forward] = []
-    if mode == "module":
-        keys: dict[nn.Module, str] = {}
-        for key, module in list_site_modules(model, prefix):
-            keys.setdefault(module, key)
-        forwards += [ModuleForward(module, backward, backward.sites.open(key)) for module, key in keys.items()]
-    else:
-        for place, part, role in list_parts(model):
-            place = ".".join(filter(None, (prefix, place)))
-            forwards.append(WatchedForward(part, backward, wide, names, place, role))
+    forwards = [
+        WatchedForward(part, backward, wide, names, ".".join(filter(None, (prefix, place))), role)
+        for place, part, role in list_parts(model)
+    ]
 
     def detach() -> None:
         leave_compiled_products(model, False)
@@ -371,7 +247,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def check_model(model: nn.Module) -> None:
     """Refuse models whose backward pass cannot be watched."""
-    if any(isinstance(vars(module).get("forward"), Forward) for module in model.modules()):
+    if any(isinstance(vars(module).get("forward"), WatchedForward) for module in model.modules()):
         raise ValueError(
             "the model has an AdaptiveGradScaler already, and two would scale twice: use that one, or call its "
             "detach() before"

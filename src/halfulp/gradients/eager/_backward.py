@@ -93,27 +93,6 @@ class Unmarked:
         return place >= 0 and number < self._ends[place]
 
 
-def check_units(node: Any, global_site: Site) -> None:
-    """Check that a loss and its leaves are at the global exponent, and that exponents change at boundaries only."""
-    found: dict[Any, Site] = {}
-    pending = [(node, global_site)]
-    while pending:
-        node, site = pending.pop()
-        above, below = node.metadata.get(global_site, (site, site))
-        wanted = global_site if node._sequence_nr() >= LEAF else found.get(node, above)
-        if wanted is not site:
-            name = "a leaf" if node._sequence_nr() >= LEAF else f"made by {node.name()}"
-            key = (wanted if site is global_site else site).key
-            raise ValueError(
-                f"module {key!r} reads or gives a tensor ({name}) by another way than its arguments, results and own "
-                "parameters, such as an attribute or an object other than a list, tuple, dict or data class, so that "
-                "its gradient would have wrong units: pass it, return it, or take mode='function'"
-            )
-        if node not in found:
-            found[node] = above
-            pending += [(following, below) for following, _ in node.next_functions if following is not None]
-
-
 Hook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
 ALIVE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
@@ -241,8 +220,8 @@ class Backward:
                 f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
                 "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
                 "an object other than a list, tuple, dict or data class, or by a forward hook: return it from forward "
-                "in one of these, or take AdaptiveGradScaler(mode='module'), where what modules return may be kept "
-                "anywhere (as numbers that a function computed, losses of their own, may be in any mode)"
+                "in one of these, or take policy='dynamic', one scale for all (numbers that a function computed, which "
+                "may be losses of their own, may be kept anywhere)"
             )
         if any(one not in marks and self.unmarked.has(one) for one in behind):
             self.use_one_scale()

@@ -413,7 +413,7 @@ class Region(TorchFunctionMode):
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
-                "torch.func): call it inside a torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
+                "torch.func): call it inside a torch.autograd.Function, or take policy='dynamic'"
             )
         self._backward.mark_outside(node)
 
@@ -562,7 +562,7 @@ class Region(TorchFunctionMode):
         if versions != [x._version for x in list_differentiable(moved)]:
             raise NotImplementedError(
                 f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
-                "gradient then goes round the exponents: let it work on a clone, or take mode='module'"
+                "gradient then goes round the exponents: let it work on a clone"
             )
         return self._assign_site(out, self._global_site, "plain")
 
