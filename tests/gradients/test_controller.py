@@ -454,7 +454,7 @@ def test_the_memory_of_an_overflow_ends(seed):
 AGREE = """
 import os, sys, torch
 import torch.distributed as dist
-from halfulp.gradients._processes import Processes
+from halfulp.gradients._controller import Processes
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)

@@ -123,6 +123,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             try:
                 for i, one in enumerate(models):
                     prefix = str(i) if len(models) > 1 else ""
+                    # A compiled forward pass does not tell who called it.
+                    self._controller.processes.watch(one)
                     self._detach.append(attach(one, backward, wide=wide, prefix=prefix))
             except (TypeError, ValueError):
                 self.detach()

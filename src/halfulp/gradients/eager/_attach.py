@@ -215,10 +215,8 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str) -> Callable[[], None]:
     """Attach a scaler's edges to a model; returns a function that detaches them."""
-    wrapper, model = model, unwrap(model)
+    model = unwrap(model)
     check_model(model)
-    # A compiled forward pass does not tell who called it.
-    backward.processes.watch(wrapper)
     names = ParameterNames(model, prefix)
     backward.names.add(names)
     # The backend of a compiler finds sites by the products that the model writes.

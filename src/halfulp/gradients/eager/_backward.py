@@ -21,7 +21,6 @@ from ...kernels import untraced
 from ...rounding import Nearest, Rounding, Stochastic, quantize
 from .._functions import Factor
 from .._policy import Policy
-from .._processes import Processes
 from .._site import Following, Measurements, Site, Sites, narrow
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
@@ -152,8 +151,8 @@ class Backward:
         self.roundings = 0
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
         self.idle = not policy.per_site and not policy.measures and format is None
-        # Those that add their gradients to these.
-        self.processes = Processes()
+        # Looks for the processes that add their gradients to these.
+        self.find_groups: Callable[[], None] = lambda: None
         self.active = False
         self.measuring = True
         self.passes = 0
@@ -247,7 +246,7 @@ class Backward:
     def find_processes(self) -> None:
         """Find, once in an iteration, which processes share the gradients."""
         if not self.reached and not self.forwards:
-            self.processes.find_groups()
+            self.find_groups()
 
     def check_seen(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""

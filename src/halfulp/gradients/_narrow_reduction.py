@@ -1,13 +1,12 @@
-"""Processes that share gradients: they agree on overflows and exponents, and may send bfloat16 with nothing lost."""
+"""Gradients that processes send each other in bfloat16, with what rounding loses kept for the next step."""
 
 from __future__ import annotations
 
 import functools
 import sys
 import typing
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,118 +19,8 @@ from .._messages import a_kind, differences, listed
 from .._torch_versions import ALL_GATHER, lacks
 from ..rounding import Stochastic, quantize
 from ..rounding._random_bits import mix64
-from ..subclass import sharded_modules
 from ..subclass.models._conversion import check_module
 from ..subclass.models._parameter_holders import shard_groups
-
-# One for each occasion at which processes meet; they are part of the message.
-OCCASIONS = ("step", "skipped step", "update")
-
-
-class Processes:
-    """The processes that share a scaler's gradients, by DistributedDataParallel or FSDP2.
-
-    They meet at every step whose gradients a scaler checks, after a skipped one, and at the update of an iteration that
-    was measured or skipped, all of which they know alike; a message is six integers, of which each rank learns the
-    least. It goes to the wrapper's own group, and tells who is out of step, so that nobody takes another's message for
-    an answer.
-    """
-
-    def __init__(self) -> None:
-        self._groups: list[Any] = []
-        self._models: list[weakref.ref[nn.Module]] = []
-        self._wrappers: weakref.WeakSet[nn.parallel.DistributedDataParallel] = weakref.WeakSet()
-
-    def watch(self, model: nn.Module) -> None:
-        """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._watch_wrapper(model)
-        self._models.append(weakref.ref(model))
-        for group in _list_groups(model):
-            self._add_group(group)
-
-    def find_groups(self) -> None:
-        """Look for wrappers again, once in an iteration, in the forward pass of a model."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        active = nn.parallel.DistributedDataParallel._active_ddp_module
-        if active is not None:
-            self._watch_wrapper(active)
-        for model in (one() for one in self._models):
-            for group in () if model is None else _list_groups(model):
-                self._add_group(group)
-
-    def agree(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
-        """Return the minimum of each value (two at most) over all processes that share gradients."""
-        if not self._groups:
-            return values
-        joins = (wrapper._join_config for wrapper in self._wrappers)
-        if any(join.enable and not join.throw_on_early_termination for join in joins):
-            raise NotImplementedError(
-                "in join() of a DistributedDataParallel some processes run out of inputs, and cannot agree on an "
-                "AdaptiveGradScaler's steps: give all as many batches, as DistributedSampler(..., drop_last=True) "
-                "does, or take join(throw_on_early_termination=True)"
-            )
-        place = OCCASIONS.index(occasion)
-        message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
-        found = torch.tensor(message, device=device(), dtype=torch.int64)
-        for group in self._groups:
-            try:
-                dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
-                least = found.tolist()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"AdaptiveGradScaler waited for the other processes at the {occasion} of iteration {iteration}: "
-                    "one of them died, or does not call scaler.step() and scaler.update() as often as this one. "
-                    f"torch.distributed says: {error}"
-                ) from error
-            if least[0] != -least[1] or least[2] != -least[3]:
-                others = f"from {least[0]} to {-least[1]}, at {OCCASIONS[least[2]]!r} to {OCCASIONS[-least[3]]!r}"
-                raise RuntimeError(
-                    f"processes that share gradients are out of step: this one is at the {occasion} of iteration "
-                    f"{iteration}, all are at iterations {others}. Call scaler.step() and scaler.update() equally "
-                    "often in every process, and load the same state in all"
-                )
-        return least[4 : 4 + len(values)]
-
-    def _watch_wrapper(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
-        self._wrappers.add(wrapper)
-        self._add_group(wrapper.process_group)
-
-    def _add_group(self, group: Any) -> None:
-        if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):
-            self._groups.append(group)
-
-
-def _list_groups(model: nn.Module) -> Iterator[Any]:
-    """Return the process groups of FSDP2 in a model."""
-    # Whoever shards a model has loaded these.
-    fsdp, dtensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
-    if dtensor is None:
-        return
-    sharded: set[int] = set()
-    modules = list(model.modules())
-    for module in modules:
-        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            for group in shard_groups(module):
-                sharded |= {id(one.sharded_param) for one in group.fsdp_params}
-                yield from group.mesh_info.mesh.get_all_groups()
-    if any(isinstance(m, dtensor.DTensor) and id(m) not in sharded for x in modules for m in x._parameters.values()):
-        _check_split(model, sharded, dtensor.DTensor)
-
-
-def _check_split(model: nn.Module, sharded: set[int], kind: type) -> None:
-    """Refuse parameters that are split among processes by tensor parallel."""
-    groups = (group for module in sharded_modules() for group in shard_groups(module))
-    held = {id(one.sharded_param) for group in groups for one in group.fsdp_params} | sharded
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, kind) and id(parameter) not in held:
-            raise ValueError(
-                f"parameter {name!r} is a DTensor of a parallel plan (tensor parallel): processes would hold parts of "
-                "one gradient at exponents of their own. AdaptiveGradScaler takes DistributedDataParallel and "
-                "fully_shard; for tensor parallel take torch.amp.GradScaler, or bfloat16"
-            )
-
 
 Rounding = Literal["feedback", "stochastic"]
 ROUNDINGS = ("feedback", "stochastic")
