@@ -235,7 +235,7 @@ DAMAGED = [
     ("state", "progress", [ABSENT, None, 3, [1, 1, True, 0, 0], [0] * 6, [1, 1, 1, 0, 0, 0], [1, -1, True, 0, 0, 0]]),
     ("state", "progress", ["111000", [1.0, 1, True, 0, 0, 0], [1, math.nan, True, 0, 0, 0], [True, 1, True, 0, 0, 0]]),
     ("state", "progress", [[1, 1, True, 0, 2, 0], [1, 1, True, 0, 0, -1]]),
-    ("site", "memory", [ABSENT, None, [], [0, 0], [61, 0, None], [0, -1, None], [0, 0.5, None], [None, 0, -61]]),
+    ("site", "memory", [ABSENT, None, [], [0, 0, None], [61, 0], [0, -1], [0, 0.5], [-61, 0]]),
     ("site", "exponent", [ABSENT, None, "3", True, 3.0, math.nan, 61, -61]),
     ("global", "exponent", [ABSENT, 17]),
     ("site", "merged", [ABSENT, True, 3]),

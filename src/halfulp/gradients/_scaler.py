@@ -229,6 +229,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: as `unscale_`; no gradients, where torch's GradScaler wants some; ``closure=`` is given.
             RuntimeError: called twice since the last update.
+            TypeError: the optimizer's step takes ``grad_scaler=``.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -238,18 +239,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         self._unscaled.check(optimizer, self._models, divided=state["stage"] is OptState.UNSCALED)
-        whole = is_taking_scaler(optimizer)
-        if whole:
-            self._make_scale(torch.device(self._device))
-            warnings.warn(
-                "the optimizer's step takes grad_scaler=, which torch.amp.GradScaler is going to stop giving: let it "
-                "read the attributes grad_scale and found_inf that are set on it during a step",
-                FutureWarning,
-                stacklevel=2,
+        if is_handling_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            raise TypeError(
+                "the optimizer's step takes grad_scaler=, the older form of torch's contract: let it read the "
+                "attributes grad_scale and found_inf, which are set on it during a step"
             )
-            take: Callable[..., Any] = optimizer.step
-            result = take(*args, **kwargs, grad_scaler=self)
-        elif state["stage"] is OptState.READY and not is_idle(optimizer):
+        if state["stage"] is OptState.READY and not is_idle(optimizer):
             self.unscale_(optimizer)
         if self._controller.backward.passes:
             self._controller.backward.check_seen()
@@ -257,7 +252,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read(flags)
         self.last_step = self._controller.skip() if overflowed else LastStep(applied=True)
-        return result if whole else step_unscaled(optimizer, flags, overflowed, args, kwargs)
+        return step_unscaled(optimizer, flags, overflowed, args, kwargs)
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -676,18 +671,9 @@ def is_handling_overflow(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def is_taking_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step takes the scaler and unscales by itself: the older form of the contract."""
-    return is_handling_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
-
-
 def is_idle(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is stepped without any gradient, as GradScaler steps torch's fused ones."""
-    return (
-        is_handling_overflow(optimizer)
-        and not is_taking_scaler(optimizer)
-        and next(_list_with_gradients(optimizer), None) is None
-    )
+    return is_handling_overflow(optimizer) and next(_list_with_gradients(optimizer), None) is None
 
 
 def collect_flags(

@@ -34,8 +34,7 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
             "measured": site.measured,
             "narrow": site.format is not None,
             "overflows": site.overflows,
-            # The third stood for a suspicion.
-            "memory": [site.memory.exponent, site.memory.until, None],
+            "memory": [site.memory.exponent, site.memory.until],
             "history": [dict(entry) for entry in site.history],
         }
         for site in sites
@@ -55,13 +54,13 @@ def index_sites(state_dict: Any) -> Any:
 
 def check_entries(state_dict: Any) -> None:
     """Check every entry of a scaler's state, or of a GradScaler's, which has neither sites nor progress."""
-    _check("the state_dict", state_dict, _TORCH)
+    _check("the state_dict", state_dict, _TORCH_ENTRIES)
     parse_exponent("'scale' of the state_dict", state_dict["scale"])
     if not {"sites", "progress"} & state_dict.keys():
         return
     _check("the state_dict", state_dict, _HALFULP_ENTRIES)
     for key, values in state_dict["sites"].items():
-        _check(f"site {key!r} of the state_dict", values, _GLOBAL_SITE if key == GLOBAL else _SITE)
+        _check(f"site {key!r} of the state_dict", values, _GLOBAL_SITE_ENTRIES if key == GLOBAL else _SITE_ENTRIES)
     scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL]["exponent"]
     if scale != 2.0**exponent:
         raise ValueError(
@@ -83,43 +82,29 @@ def _check(place: str, given: object, wanted: _Wanted) -> None:
             )
 
 
-def _is_whole(given: object, low: float = 0, high: float = math.inf) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and low <= given <= high
-
-
-def _is_exponent(given: object) -> bool:
-    return _is_whole(given, LOWEST, HIGHEST)
-
-
-def _is_size(given: object) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < math.inf
-
-
-def _is_row(given: object, *kinds: Callable[[Any], bool]) -> bool:
-    """Return whether a list has as many numbers as there are kinds, each of its kind."""
-    return (
-        isinstance(given, (list, tuple))
-        and len(given) == len(kinds)
-        and all(kind(one) for kind, one in zip(kinds, given))
-    )
-
-
-def _is_progress(given: Any) -> bool:
-    """Return whether these are `Controller.progress`, whose measured iterations are not counted from a later one."""
-    counts = (_is_whole, _is_whole, _is_bool, _is_whole, _is_whole, _is_whole, _is_whole)
-    return _is_row(given, *counts) and given[4] <= given[0]
+def _is_whole(low: float = 0, high: float = math.inf) -> Callable[[Any], bool]:
+    return lambda given: type(given) is int and low <= given <= high
 
 
 def _is_bool(given: object) -> bool:
     return isinstance(given, bool)
 
 
-def _is_limit(given: object) -> bool:
-    return given is None or _is_exponent(given)
+def _is_size(given: object) -> bool:
+    return type(given) in (int, float) and 0 <= given < math.inf
 
 
-def _is_binade(given: object) -> bool:
-    return given is None or _is_whole(given, -_FARTHEST, _FARTHEST)
+def _is_none_or(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda given: given is None or kind(given)
+
+
+def _is_row(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check for a list of as many numbers as there are kinds, each of its kind."""
+    return lambda given: (
+        isinstance(given, (list, tuple))
+        and len(given) == len(kinds)
+        and all(kind(one) for kind, one in zip(kinds, given))
+    )
 
 
 def _is_history(given: object) -> bool:
@@ -128,31 +113,32 @@ def _is_history(given: object) -> bool:
     )
 
 
-def _is_sites(given: object) -> bool:
-    return isinstance(given, Mapping) and GLOBAL in given and all(isinstance(key, str) for key in given)
-
-
-_TORCH: _Wanted = {
+# Of `Controller.progress`, whose measured iterations are not counted from a later one.
+_COUNTS = _is_row(*([_is_whole()] * 2), _is_bool, *([_is_whole()] * 4))
+_TORCH_ENTRIES: _Wanted = {
     "scale": _is_size,
     "growth_factor": _is_size,
     "backoff_factor": _is_size,
-    "growth_interval": _is_whole,
-    "_growth_tracker": _is_whole,
+    "growth_interval": _is_whole(),
+    "_growth_tracker": _is_whole(),
 }
-_HALFULP_ENTRIES: _Wanted = {"sites": _is_sites, "progress": _is_progress}
-_SITE: _Wanted = {
-    "exponent": _is_exponent,
-    "merged": lambda given: given is None or isinstance(given, str),
+_HALFULP_ENTRIES: _Wanted = {
+    "sites": lambda given: isinstance(given, Mapping) and GLOBAL in given and all(isinstance(k, str) for k in given),
+    "progress": lambda given: _COUNTS(given) and given[4] <= given[0],
+}
+_SITE_ENTRIES: _Wanted = {
+    "exponent": _is_whole(LOWEST, HIGHEST),
+    "merged": _is_none_or(lambda given: isinstance(given, str)),
     "measured": _is_bool,
     "narrow": _is_bool,
-    "overflows": _is_whole,
-    "memory": lambda given: _is_row(given, _is_limit, _is_whole, _is_limit),
+    "overflows": _is_whole(),
+    "memory": _is_row(_is_none_or(_is_whole(LOWEST, HIGHEST)), _is_whole()),
     "history": _is_history,
 }
-_GLOBAL_SITE: _Wanted = {
-    **_SITE,
+_GLOBAL_SITE_ENTRIES: _Wanted = {
+    **_SITE_ENTRIES,
     "merged": lambda given: given is None,
-    "reference": lambda given: _is_row(given, _is_binade, _is_whole),
+    "reference": _is_row(_is_none_or(_is_whole(-_FARTHEST, _FARTHEST)), _is_whole()),
 }
 
 
@@ -186,7 +172,7 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
         site.measured = values["measured"]
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
-        site.memory = Memory(*values["memory"][:2])
+        site.memory = Memory(*values["memory"])
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
 

@@ -104,7 +104,6 @@ PAPER_LEAST_PRODUCT = 1e-15  # abs_range takes no product of minima for smaller 
 
 Version = Literal["product", "sum"]
 
-_BISECTIONS = 64  # a range of 2^12 binades shrinks below the spacing of float64
 _ROUNDING_OF_LOGS = 2.0**-36  # a sum of a few logarithms below 2^11 is nearer than this to the true one
 
 
@@ -197,23 +196,18 @@ def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float,
     return LogScale(log_alpha, math.log2(u_max) - _log2(gradient.amax))
 
 
-def element_wise(
-    g: Tensor, w: Tensor, fan: int, *, u_min: float, u_max: float, rescue_share: float | None = None
-) -> LogScale:
+def element_wise(g: Tensor, w: Tensor, fan: int, *, u_min: float, u_max: float) -> LogScale:
     """Return the rule that looks at every product p = g_ik w_kj that is not zero, without making them.
 
         alpha = min(max over p of max(u_min / |p|, 1), min over p of u_max / (K |p|))
 
-    Only the extremes of |g_ik| and |w_kj| for every inner index k count. With ``rescue_share`` = r the scales
-    max(u_min / |p|, 1) are sorted and the lowest int(r x their number) kept: the smallest products may underflow.
-    The threshold is then found by bisection on the number of products above it, on the host.
+    Only the extremes of |g_ik| and |w_kj| for every inner index k count.
 
     Args:
         g: gradient of the layer's output, (..., K); of a convolution with the channels moved to the end.
         w: weight, (K, ...), as torch stores a linear layer's and an ungrouped convolution's.
         fan: the terms in each sum.
         u_min, u_max: of the format.
-        rescue_share: of the products, from 0 (none is rescued) to 1 (all, as without it).
 
     >>> g, w = torch.tensor([[2.0**-20, 0.0]]), torch.tensor([[2.0**-9], [2.0**-30]])
     >>> element_wise(g, w, 2, u_min=2.0**-24, u_max=65504.0)
@@ -230,8 +224,6 @@ def element_wise(
     least, largest = low.min().item(), high.max().item()
     if largest == -math.inf:
         return NOTHING
-    if rescue_share is not None:
-        least = _find_rescued(g, w, rescue_share, least, largest)
     return LogScale(math.log2(u_min) - least, math.log2(u_max) - (math.log2(fan) + largest))
 
 
@@ -274,24 +266,6 @@ def _find_extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least nonzero magnitude (else infinity) and the largest one of every column."""
     size = rows.abs()
     return torch.where(size == 0, torch.inf, size).amin(0), size.amax(0)
-
-
-def _find_rescued(g: Tensor, w: Tensor, share: float, least: float, largest: float) -> float:
-    """Return log2 of the k-th largest product, k = int(share x number of products); infinity where k is 0."""
-    g, w = (x.to("cpu").double().abs().log2().T.contiguous() for x in (g, w))
-    w = w.sort().values
-
-    def above(threshold: float) -> int:
-        return w.numel() // len(w) * g.numel() - int(torch.searchsorted(w, threshold - g).sum())
-
-    kept = int(share * int(((g > -math.inf).sum(1) * (w > -math.inf).sum(1)).sum()))
-    if not kept:
-        return math.inf
-    low, high = least - 1, largest + 1
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if above(middle) >= kept else (low, middle)
-    return low
 
 
 # Rows and columns of a product of which all sums are made.
@@ -438,26 +412,13 @@ class UnderflowBound(OperandStatisticsPolicy):
 
 @dataclasses.dataclass(frozen=True)
 class ElementWise(OperandStatisticsPolicy):
-    """No single product of two elements may underflow, unless a sum could then overflow.
-
-    Args:
-        rescue_share: Only this share of the products is to be saved, the largest of them; None means all.
-    """
-
-    rescue_share: float | None = None
+    """No single product of two elements may underflow, unless a sum could then overflow."""
 
     name = "element-wise"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rescue = self.rescue_share
-        if rescue is not None and not (_is_number(rescue) and 0 <= rescue <= 1):
-            raise ValueError(f"rescue_share is None or from 0 to 1; got {rescue!r}")
-
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """See `element_wise`."""
-        limits: dict[str, Any] = {"rescue_share": self.rescue_share, **_find_limits(format)}
-        return [element_wise(operands.gradient, operands.weight, operands.fan, **limits)]
+        return [element_wise(operands.gradient, operands.weight, operands.fan, **_find_limits(format))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,8 +66,6 @@ def collective_rule(
         return operator.decompose  # older names, which give way to the operators of _c10d_functional
     if operator._schema.name == _MARKS_WAITED:
         return rules[torch.ops._c10d_functional.wait_tensor.default]
-    if operator.namespace == "_dtensor" and operator._schema.name.endswith("::shard_dim_alltoall"):
-        return _shard_dim_alltoall
     plain = _plain_form(operator)
     if plain is None or plain not in rules:
         return refused
@@ -207,17 +205,6 @@ def _finished_work() -> Any:
     future.set_result(None)
     c10d: Any = torch._C._distributed_c10d
     return c10d._create_work_from_future(future).boxed()
-
-
-def _shard_dim_alltoall(x: Tensor, gather_dim: int, shard_dim: int, group: Any) -> Tensor:
-    """Reshard from one dimension to another: send piece r to rank r, and concatenate the pieces received."""
-    size = group_size(group)
-    if x.shape[shard_dim] % size:
-        raise ValueError(f"dimension {shard_dim} of size {x.shape[shard_dim]} cannot be divided among {size} ranks")
-    pieces = torch.cat(x.chunk(size, shard_dim))
-    rows = [pieces.shape[0] // size] * size
-    received = _run_and_wait(torch.ops._c10d_functional.all_to_all_single.default)(pieces, rows, rows, group)
-    return torch.cat(received.chunk(size), gather_dim)
 
 
 def group_size(group: Any) -> int:

@@ -108,19 +108,13 @@ def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
 class _Around:
     """A forward that somebody else has given a module itself, with its products in float32."""
 
-    module: nn.Module | None = None  # what earlier versions pickled has none
-
     def __init__(self, own: Callable[..., Any], module: nn.Module) -> None:
         self.own = self.__wrapped__ = own
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        if self.module is not None:
-            return _run(self.own, self.module, args, kwargs)
-        if not widened_dtypes() or _is_active() or torch.compiler.is_compiling():
-            return self.own(*args, **kwargs)
-        return _call_under_mode(self.own, args, kwargs)
+        return _run(self.own, self.module, args, kwargs)
 
 
 def _put_on(module: nn.Module) -> None:
