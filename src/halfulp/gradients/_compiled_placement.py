@@ -1,4 +1,4 @@
-"""Placement: gives every gradient of a backward graph a site, and says which move where sites meet."""
+"""SitePlacement: gives every gradient of a backward graph a site, and says which move where sites meet."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ._site import GLOBAL
+from ._find_site import GLOBAL_KEY
 
 # Opening: linear, in the derivative of a function that reads parameters alone, whose gradients have its site.
-Role = Literal["product", "opening", "linear", "part", "widening", "shape", "other"]
+NodeRole = Literal["product", "opening", "linear", "part", "widening", "shape", "other"]
 
 # Functions of a gradient and one more operand, by the places of both.
-_MATRIX = {
+_FACTOR_PLACES = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "outer"), (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm"), (1, 2)),
 }
-_RECURRENT = ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward")
+_RECURRENT_BACKWARD_NAMES = ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_backward")
 # Linear in all tensors of floating point together: none of them may be a constant but zero.
-_MOVES = {
+_LINEAR_MOVE_NAMES = {
     *("add", "sub", "rsub", "neg", "sum", "mean", "cumsum", "cat", "stack", "where", "masked_fill", "tril", "triu"),
     *("view", "_unsafe_view", "reshape", "_reshape_copy", "permute", "transpose", "t", "expand", "squeeze"),
     *("unsqueeze", "clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "view_of"),
@@ -48,92 +48,120 @@ _MOVES = {
     *("_fft_r2c", "_fft_c2r", "_fft_c2c", "view_copy", "permute_copy", "expand_copy", "slice_copy", "select_copy"),
 }
 # Arguments that may be a number, and then fill in or are added: zero alone is linear.
-_FILLS = {
+_FILL_VALUE_PLACES = {
     **dict.fromkeys(("add", "sub", "rsub"), (0, 1)),
     **{"where": (1, 2), "masked_fill": (2,), "constant_pad_nd": (2,), "scatter": (3,), "index_fill": (3,)},
 }
 # a * b + c, by the places of a, b and c.
-_FUSED = {"fma": (0, 1, 2), "addcmul": (1, 2, 0)}
-_SHAPES = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "sym_size", "sym_stride")
-_NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "sym_numel", "sym_storage_offset", "new_empty_strided")
-_VIEWS = ("view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "reshape", "_unsafe_view", "clone")
-_CASTS = ("_to_copy", "convert_element_type")
-HALF = (torch.float16, torch.bfloat16)
+_MULTIPLY_ADD_PLACES = {"fma": (0, 1, 2), "addcmul": (1, 2, 0)}
+_SHAPE_ONLY_NAMES = (
+    "empty_like",
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "rand_like",
+    "randn_like",
+    "sym_size",
+    "sym_stride",
+)
+_NEW_TENSOR_NAMES = (
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "sym_numel",
+    "sym_storage_offset",
+    "new_empty_strided",
+)
+_VIEW_NAMES = (
+    "view",
+    "permute",
+    "transpose",
+    "t",
+    "expand",
+    "unsqueeze",
+    "squeeze",
+    "reshape",
+    "_unsafe_view",
+    "clone",
+)
+_CAST_NAMES = ("_to_copy", "convert_element_type")
+DTYPES_OF_16_BITS = (torch.float16, torch.bfloat16)
 
 
-def find_role(node: Node, gradients: Mapping[Node, None]) -> Role:
+def find_node_role(node: Node, gradients: Mapping[Node, None]) -> NodeRole:
     """Return how a function treats the gradients among its arguments."""
     if node.target is operator.getitem:
         return "part"
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims", "mkldnn"):
         return "other"
     name = node.target._opname
-    if name in _SHAPES or name in _NEW:
+    if name in _SHAPE_ONLY_NAMES or name in _NEW_TENSOR_NAMES:
         return "shape"
-    if not is_floating(node):
+    if not is_floating_tensor(node):
         return "other"
-    if name in _MATRIX:
-        return "product" if _is_one_factor(node, gradients, *_MATRIX[name]) else "other"
+    if name in _FACTOR_PLACES:
+        return "product" if _has_one_gradient_factor(node, gradients, *_FACTOR_PLACES[name]) else "other"
     if name == "_trilinear":
         return "product" if sum(x in gradients for x in node.args[:3]) == 1 else "other"
     if name.endswith(("_backward", "_backward_data")) or name in ("_fused_rms_norm_backward",):
-        nodes = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x)]
+        nodes = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor_node(x)]
         if nodes[0] not in gradients or any(x in gradients for x in nodes[1:]):
             return "other"
-        product = name == "convolution_backward" or "attention" in name or name in _RECURRENT
+        product = name == "convolution_backward" or "attention" in name or name in _RECURRENT_BACKWARD_NAMES
         return "product" if product else "linear"
-    if name in _FUSED:
-        return "linear" if _is_one_factor(node, gradients, *_FUSED[name][:2]) else "other"
+    if name in _MULTIPLY_ADD_PLACES:
+        return "linear" if _has_one_gradient_factor(node, gradients, *_MULTIPLY_ADD_PLACES[name][:2]) else "other"
     if name == "mul":
         return "linear" if (node.args[0] in gradients) != (node.args[1] in gradients) else "other"
     if name == "copy":
-        return _role_of_copy(node, gradients)
+        return _find_copy_role(node, gradients)
     if name == "div":
         plain = "rounding_mode" not in node.kwargs or node.kwargs["rounding_mode"] is None
         return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
-    if name not in _MOVES or not _is_data_movement(node, name, gradients):
+    if name not in _LINEAR_MOVE_NAMES or not _is_data_movement(node, name, gradients):
         return "other"
-    return "widening" if _is_widening(node, gradients) else "linear"
+    return "widening" if _is_widening_cast(node, gradients) else "linear"
 
 
-def is_floating(node: Node) -> bool:
+def is_floating_tensor(node: Node) -> bool:
     """Return whether a node's value is a floating tensor, which may hold a gradient."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
 
 
-def _is_one_factor(node: Node, gradients: Mapping[Node, None], a: int, b: int) -> bool:
+def _has_one_gradient_factor(node: Node, gradients: Mapping[Node, None], a: int, b: int) -> bool:
     """Return whether one of two factors is a gradient, and all addends of their product are gradients or zero."""
     if (node.args[a] in gradients) == (node.args[b] in gradients):
         return False
     added = [x for i, x in enumerate(node.args) if i not in (a, b) and isinstance(x, Node)]
-    return all(x in gradients or _is_zero(x) for x in added if _is_tensor(x))
+    return all(x in gradients or _is_made_of_zeros(x) for x in added if _is_tensor_node(x))
 
 
 def _is_data_movement(node: Node, name: str, gradients: Mapping[Node, None]) -> bool:
-    places = [node.args[i] for i in _FILLS.get(name, ()) if i < len(node.args)]
+    places = [node.args[i] for i in _FILL_VALUE_PLACES.get(name, ()) if i < len(node.args)]
     if any(isinstance(x, int | float) and x != 0 for x in [*places, node.kwargs.get("value", 0)]):
         return False
-    tensors = [x for x in node.all_input_nodes if _is_tensor(x) and is_floating(x)]
-    return all(x in gradients or _is_zero(x) for x in tensors)
+    tensors = [x for x in node.all_input_nodes if _is_tensor_node(x) and is_floating_tensor(x)]
+    return all(x in gradients or _is_made_of_zeros(x) for x in tensors)
 
 
-def _role_of_copy(node: Node, gradients: Mapping[Node, None]) -> Role:
+def _find_copy_role(node: Node, gradients: Mapping[Node, None]) -> NodeRole:
     """Return the second argument in the shape of the first."""
     shape, source = node.args[:2]
     assert isinstance(shape, Node)
     assert isinstance(source, Node)
-    if _is_zero(source):
+    if _is_made_of_zeros(source):
         return "shape"
     same = shape.meta["val"].dtype == source.meta["val"].dtype
     return "linear" if source in gradients and same else "other"
 
 
-def _is_tensor(node: Node) -> bool:
+def _is_tensor_node(node: Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
-def _is_zero(node: object) -> bool:
+def _is_made_of_zeros(node: object) -> bool:
     """Return whether a tensor is made of zeros, possibly through views and copies."""
     if not isinstance(node, Node) or not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -144,14 +172,14 @@ def _is_zero(node: object) -> bool:
         value = node.args[0 if name == "scalar_tensor" else 1]
         return isinstance(value, int | float) and value == 0
     if name == "copy":
-        return _is_zero(node.args[1])
-    one = len(node.all_input_nodes) == 1 and name in _MOVES and name not in _FILLS
-    return one and _is_zero(node.all_input_nodes[0])
+        return _is_made_of_zeros(node.args[1])
+    one = len(node.all_input_nodes) == 1 and name in _LINEAR_MOVE_NAMES and name not in _FILL_VALUE_PLACES
+    return one and _is_made_of_zeros(node.all_input_nodes[0])
 
 
-def is_narrowing(node: Node) -> bool:
+def is_cast_to_float16(node: Node) -> bool:
     """Return whether a node casts a wider tensor to float16."""
-    if getattr(node.target, "_opname", None) not in _CASTS or node.meta["val"].dtype != torch.float16:
+    if getattr(node.target, "_opname", None) not in _CAST_NAMES or node.meta["val"].dtype != torch.float16:
         return False
     return node.all_input_nodes[0].meta["val"].dtype != torch.float16
 
@@ -162,22 +190,22 @@ def is_float16(node: Node) -> bool:
     return isinstance(value, Tensor) and value.dtype == torch.float16
 
 
-def _is_widening(node: Node, gradients: Mapping[Node, None]) -> bool:
-    if getattr(node.target, "_opname", None) not in _CASTS:
+def _is_widening_cast(node: Node, gradients: Mapping[Node, None]) -> bool:
+    if getattr(node.target, "_opname", None) not in _CAST_NAMES:
         return False
     narrow = node.all_input_nodes[0].meta["val"].dtype
-    return narrow in HALF and node.meta["val"].dtype not in HALF
+    return narrow in DTYPES_OF_16_BITS and node.meta["val"].dtype not in DTYPES_OF_16_BITS
 
 
-def find_base(node: Node) -> Node:
+def find_viewed_node(node: Node) -> Node:
     """Return the tensor that a node is a view of."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _VIEWS:
+    while isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _VIEW_NAMES:
         node = node.all_input_nodes[0]
     return node
 
 
 @dataclasses.dataclass
-class Plan:
+class SitePlan:
     """The sites of a forward graph's functions, and what else the pass over its backward graph needs of it.
 
     Attributes:
@@ -192,22 +220,22 @@ class Plan:
     products: set[str] = dataclasses.field(default_factory=set)
     opening: set[str] = dataclasses.field(default_factory=set)
 
-    def make_key(self) -> tuple:
+    def make_cache_key(self) -> tuple:
         """Return the cache key: all that a backward graph depends on."""
         return tuple(self.keys.items()), tuple(sorted(self.products)), tuple(sorted(self.opening)), self.parameters
 
     @functools.cached_property
     def ranks(self) -> dict[str, int]:
         """The places of sites in the order of the forward pass."""
-        opened = dict.fromkeys(key for key in self.keys.values() if key != GLOBAL)
+        opened = dict.fromkeys(key for key in self.keys.values() if key != GLOBAL_KEY)
         return {key: i for i, key in enumerate(opened, 1)}
 
-    def find_rank(self, key: str) -> int:
+    def find_site_rank(self, key: str) -> int:
         """Return the position of a site: the global one first, then those that the forward pass does not have."""
-        return -1 if key == GLOBAL else self.ranks.get(key, 0)
+        return -1 if key == GLOBAL_KEY else self.ranks.get(key, 0)
 
 
-def join_path(stack: Sequence[tuple]) -> str:
+def join_function_path(stack: Sequence[tuple]) -> str:
     """Return the name of a graph's function, behind the names of the functions that it is nested in."""
     return "/".join(name for name, _ in stack)
 
@@ -223,7 +251,7 @@ class Edge:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class GradientProduct:
     """A gradient times another factor.
 
     Attributes:
@@ -239,7 +267,7 @@ class Product:
     makes: Sequence[tuple[Node, str, bool]]
 
 
-class Placement:
+class SitePlacement:
     """The sites of all gradients of a backward graph.
 
     A product's gradients are at the product's site: the one that it reads and those that it makes. Any other function
@@ -249,13 +277,13 @@ class Placement:
     that a compiler may compute as one, since the two together round otherwise than one after the other.
     """
 
-    def __init__(self, module: GraphModule, plan: Plan) -> None:
+    def __init__(self, module: GraphModule, plan: SitePlan) -> None:
         self._plan = plan
         self._output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
         self.gradients: dict[Node, None] = {}
-        self.roles: dict[Node, Role] = {}
+        self.roles: dict[Node, NodeRole] = {}
         self._calls: dict[Node, str] = {}
-        self._collect(module.graph.nodes)
+        self._collect_gradients(module.graph.nodes)
         self._products = {add: product for add in self.gradients if (product := self._find_fused_product(add))}
         self._sums = {product: add for add, product in self._products.items()}
         self._preferred: dict[Node, str | None] = {}
@@ -264,35 +292,35 @@ class Placement:
             self._set_preferred_site(node)
         self.sites: dict[Node, str] = {}
         for node in self.gradients:
-            self.sites[node] = self._site(node)
+            self.sites[node] = self._find_site(node)
 
-    def _collect(self, nodes: Iterable[Node]) -> None:
+    def _collect_gradients(self, nodes: Iterable[Node]) -> None:
         """Find all gradients, which are computed from the tangents, and their roles."""
         for node in nodes:
             if node.op == "placeholder" and "tangents" in node.name:
                 self.gradients[node] = None
             elif node.op not in ("placeholder", "output") and any(x in self.gradients for x in node.all_input_nodes):
-                self.roles[node] = role = self._role(node)
+                self.roles[node] = role = self._find_role(node)
                 if role in ("product", "opening"):
-                    self._calls[node] = self._key(node)
-                if role != "shape" and is_floating(node):
+                    self._calls[node] = self._find_site_key(node)
+                if role != "shape" and is_floating_tensor(node):
                     self.gradients[node] = None
 
-    def _role(self, node: Node) -> Role:
-        role, path = find_role(node, self.gradients), self._path(node)
+    def _find_role(self, node: Node) -> NodeRole:
+        role, path = find_node_role(node, self.gradients), self._find_forward_path(node)
         if role == "product" and path is not None and path not in self._plan.products:
             # A step of another function's derivative, of which the eager front end sees the whole.
-            return "other" if self._plan.keys[path] == GLOBAL else "linear"
+            return "other" if self._plan.keys[path] == GLOBAL_KEY else "linear"
         return "opening" if role == "linear" and path in self._plan.opening else role
 
-    def _path(self, node: Node) -> str | None:
+    def _find_forward_path(self, node: Node) -> str | None:
         """Return the forward function to whose derivative a node belongs."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
-        paths = (join_path(stack[:end]) for end in range(len(stack), 0, -1))
+        paths = (join_function_path(stack[:end]) for end in range(len(stack), 0, -1))
         return next((path for path in paths if path in self._plan.keys), None)
 
-    def _key(self, node: Node) -> str:
-        path = self._path(node)
+    def _find_site_key(self, node: Node) -> str:
+        path = self._find_forward_path(node)
         return f"backward.{node.name}" if path is None else self._plan.keys[path]
 
     def _find_fused_product(self, add: Node) -> Node | None:
@@ -302,7 +330,7 @@ class Placement:
         mm = torch.ops.aten.mm.default
         return next((x for x in reversed(add.all_input_nodes) if x.target is mm and len(x.users) == 1), None)
 
-    def _find_needed(self, reader: Node) -> str | None:
+    def _find_needed_site(self, reader: Node) -> str | None:
         """Return the site at which a reader needs its gradients; None if any will do."""
         if reader.op == "output" or self.roles[reader] in ("shape", "widening"):
             return None
@@ -310,7 +338,7 @@ class Placement:
             return self._find_working_site(self._products[reader])
         if self.roles[reader] in ("product", "opening"):
             return self._find_working_site(reader)
-        return GLOBAL if self.roles[reader] == "other" else self._preferred[reader]
+        return GLOBAL_KEY if self.roles[reader] == "other" else self._preferred[reader]
 
     def _find_working_site(self, product: Node) -> str:
         """Return the site of a product's gradients; the global one if it makes only parameters' and all are wide.
@@ -318,17 +346,17 @@ class Placement:
         Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
         """
         value = product.meta["val"]
-        own = not isinstance(value, Tensor) or value.dtype in HALF
+        own = not isinstance(value, Tensor) or value.dtype in DTYPES_OF_16_BITS
         own = own or self._leads[self._sums.get(product, product)]
-        return self._calls[product] if own else GLOBAL
+        return self._calls[product] if own else GLOBAL_KEY
 
     def _set_preferred_site(self, node: Node) -> None:
         """Set the site at which a gradient's readers want it."""
-        wanted = [site for reader in node.users if (site := self._find_needed(reader)) is not None]
-        self._preferred[node] = max(wanted, key=self._plan.find_rank) if wanted else None
-        self._leads[node] = any(self._goes_on(node, reader) for reader in node.users)
+        wanted = [site for reader in node.users if (site := self._find_needed_site(reader)) is not None]
+        self._preferred[node] = max(wanted, key=self._plan.find_site_rank) if wanted else None
+        self._leads[node] = any(self._leads_beyond_parameters(node, reader) for reader in node.users)
 
-    def _goes_on(self, node: Node, reader: Node) -> bool:
+    def _leads_beyond_parameters(self, node: Node, reader: Node) -> bool:
         """Return whether a gradient goes to more than parameters through a reader."""
         if reader.op != "output":
             return self.roles[reader] in ("product", "other") or self._leads.get(reader, False)
@@ -336,63 +364,63 @@ class Placement:
         is_known = len(gradients) == len(self._plan.parameters)
         return is_known and not self._plan.parameters[gradients.index(node)]
 
-    def _site(self, node: Node) -> str:
+    def _find_site(self, node: Node) -> str:
         role = self.roles.get(node, "other")
         if role in ("product", "opening"):
             return self._find_working_site(node)
         if node in self._products:
             return self._find_working_site(self._products[node])
         if role == "other":
-            return GLOBAL
+            return GLOBAL_KEY
         inputs = [self.sites[x] for x in node.all_input_nodes if x in self.gradients]
         if role in ("part", "widening"):
             return inputs[0]
         if is_float16(node):
             # What is made for parameters, such as a bias, is made of what a product reads.
             inputs += [site for x in node.all_input_nodes if (site := self._preferred.get(x))]
-        return self._preferred[node] or max(inputs, key=self._plan.find_rank)
+        return self._preferred[node] or max(inputs, key=self._plan.find_site_rank)
 
-    def _read_at(self, reader: Node, node: Node) -> str:
+    def _find_reading_site(self, reader: Node, node: Node) -> str:
         """Return the site at which a reader takes a gradient."""
         role = "other" if reader.op == "output" else self.roles[reader]
         if role == "other":
-            return GLOBAL
+            return GLOBAL_KEY
         return self.sites[reader if role in ("product", "opening", "linear") else node]
 
-    def list_keys(self) -> list[str]:
+    def list_site_keys(self) -> list[str]:
         """Return all sites, the global one and then the others in forward order."""
-        return [GLOBAL, *sorted(set(self._calls.values()) - {GLOBAL}, key=self._plan.find_rank)]
+        return [GLOBAL_KEY, *sorted(set(self._calls.values()) - {GLOBAL_KEY}, key=self._plan.find_site_rank)]
 
     def list_edges(self) -> list[Edge]:
         """Return every gradient that moves, once for each site that it moves to."""
         found: dict[tuple[Node, str], Edge] = {}
         for node, source in self.sites.items():
             for reader in node.users:
-                target = self._read_at(reader, node)
+                target = self._find_reading_site(reader, node)
                 if target != source:
                     found.setdefault((node, target), Edge(node, source, target, [])).readers.append(reader)
         return list(found.values())
 
-    def find_stored(self, gradient: Node) -> Node:
+    def find_stored_gradient(self, gradient: Node) -> Node:
         """Return a gradient before it became wider, which it does before it moves."""
         return gradient.all_input_nodes[0] if self.roles.get(gradient) == "widening" else gradient
 
-    def name_kind(self, gradient: Node) -> str:
+    def name_gradient_kind(self, gradient: Node) -> str:
         """Return the kind of measurement of a gradient that a site gives: "passed" or "weight"."""
         return "passed" if self._leads[gradient] else "weight"
 
-    def list_products(self, moved: Collection[Node]) -> Iterator[Product]:
+    def list_products(self, moved: Collection[Node]) -> Iterator[GradientProduct]:
         """Yield all products after gradients moved, and what else gives a site its parameters' gradients."""
         for node in self._calls:
             # What leads to the gradient of a parameter that was read without a product is a step on the way.
             if self.roles[node] != "opening" or not any(self.roles.get(x) == "opening" for x in node.users):
-                yield self._product(node, moved)
+                yield self._describe_product(node, moved)
 
-    def _product(self, node: Node, moved: Collection[Node]) -> Product:
+    def _describe_product(self, node: Node, moved: Collection[Node]) -> GradientProduct:
         reads = [x for x in node.all_input_nodes if x in self.gradients or x in moved]
         reads = reads if self.roles[node] == "product" else []
         several = isinstance(node.meta["val"], tuple | list)
         made = [*node.users] if several else [self._sums.get(node, node)]
-        made = [x for x in made if x in self.gradients and is_floating(x)]
-        makes = [(x, self.name_kind(x), self.sites[x] == GLOBAL) for x in made]
-        return Product(self._calls[node], self._find_working_site(node) == GLOBAL, reads, makes)
+        made = [x for x in made if x in self.gradients and is_floating_tensor(x)]
+        makes = [(x, self.name_gradient_kind(x), self.sites[x] == GLOBAL_KEY) for x in made]
+        return GradientProduct(self._calls[node], self._find_working_site(node) == GLOBAL_KEY, reads, makes)

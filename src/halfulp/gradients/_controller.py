@@ -1,4 +1,4 @@
-"""Controller: sets exponents at the end of each iteration, in step with the other processes that share gradients."""
+"""The controller sets exponents at the end of each iteration, in step with the processes that share gradients."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..subclass import shard_groups, sharded_modules
 from ._policy import Amax, Policy
 from ._reports import LastStep
 from ._site import (
-    GLOBAL,
+    GLOBAL_KEY,
     HIGHEST,
     LOWEST,
+    GradientReading,
     Measurement,
-    Memory,
-    Reading,
+    OverflowMemory,
     Site,
     Sites,
-    group_by_site,
-    local_values,
-    recover_sizes,
-    to_host,
+    copy_to_host,
+    get_local_values,
+    group_readings_by_site,
+    recover_vanished_sizes,
 )
 from ._state import load_sites
 from .eager._backward import Backward
@@ -75,7 +75,7 @@ def find_overflow_sources(measured: list[Measurement]) -> list[Site]:
     """
     flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
     found = [] if flow is None else [flow.site]
-    for site, kinds in group_by_site(measured).items():
+    for site, kinds in group_readings_by_site(measured).items():
         others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
         alone = all(others) and (others or flow is None)
         if "weight" in kinds and not kinds["weight"].finite and alone:
@@ -83,7 +83,7 @@ def find_overflow_sources(measured: list[Measurement]) -> list[Site]:
     return found
 
 
-def is_overflow_near(kinds: dict[str, Reading], exponent: int) -> bool:
+def is_overflow_near(kinds: dict[str, GradientReading], exponent: int) -> bool:
     """Return whether gradients of this size may overflow at an exponent: they reach half of the largest number."""
     return any(
         reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
@@ -92,11 +92,11 @@ def is_overflow_near(kinds: dict[str, Reading], exponent: int) -> bool:
 
 
 # For so many intervals an overflow is remembered.
-_MEMORY = 8
+_REMEMBERED_INTERVALS = 8
 # After so many skipped steps in a row all exponents of the iteration fall as one scale, by so many powers of two.
-_ROW, _FALL = 4, 8
+_SKIPS_BEFORE_COMMON_FALL, _COMMON_FALL = 4, 8
 # So far a site stays below the exponent at which it overflowed.
-_SHORT = 4
+_MARGIN_BELOW_OVERFLOW = 4
 
 
 # processes that share gradients -------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ _SHORT = 4
 OCCASIONS = ("step", "skipped step", "update")
 
 
-class Processes:
+class GradientSharingProcesses:
     """The processes that share a scaler's gradients, by DistributedDataParallel or FSDP2.
 
     They meet at every step whose gradients a scaler checks, after a skipped one, and at the update of an iteration that
@@ -122,9 +122,9 @@ class Processes:
     def watch(self, model: nn.Module) -> None:
         """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._watch_wrapper(model)
+            self._add_wrapper(model)
         self._models.append(weakref.ref(model))
-        for group in _list_groups(model):
+        for group in _list_fsdp_groups(model):
             self._add_group(group)
 
     def find_groups(self) -> None:
@@ -133,12 +133,14 @@ class Processes:
             return
         active = nn.parallel.DistributedDataParallel._active_ddp_module
         if active is not None:
-            self._watch_wrapper(active)
+            self._add_wrapper(active)
         for model in (one() for one in self._models):
-            for group in () if model is None else _list_groups(model):
+            for group in () if model is None else _list_fsdp_groups(model):
                 self._add_group(group)
 
-    def agree(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
+    def agree_on_minimum(
+        self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]
+    ) -> list[int]:
         """Return the minimum of each value (two at most) over all processes that share gradients."""
         if not self._groups:
             return values
@@ -171,7 +173,7 @@ class Processes:
                 )
         return least[4 : 4 + len(values)]
 
-    def _watch_wrapper(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
+    def _add_wrapper(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
         self._wrappers.add(wrapper)
         self._add_group(wrapper.process_group)
 
@@ -180,7 +182,7 @@ class Processes:
             self._groups.append(group)
 
 
-def _list_groups(model: nn.Module) -> Iterator[Any]:
+def _list_fsdp_groups(model: nn.Module) -> Iterator[Any]:
     """Return the process groups of FSDP2 in a model."""
     # Whoever shards a model has loaded these.
     fsdp, dtensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
@@ -194,10 +196,10 @@ def _list_groups(model: nn.Module) -> Iterator[Any]:
                 sharded |= {id(one.sharded_param) for one in group.fsdp_params}
                 yield from group.mesh_info.mesh.get_all_groups()
     if any(isinstance(m, dtensor.DTensor) and id(m) not in sharded for x in modules for m in x._parameters.values()):
-        _check_split(model, sharded, dtensor.DTensor)
+        _refuse_tensor_parallel(model, sharded, dtensor.DTensor)
 
 
-def _check_split(model: nn.Module, sharded: set[int], kind: type) -> None:
+def _refuse_tensor_parallel(model: nn.Module, sharded: set[int], kind: type) -> None:
     """Refuse parameters that are split among processes by tensor parallel."""
     groups = (group for module in sharded_modules() for group in shard_groups(module))
     held = {id(one.sharded_param) for group in groups for one in group.fsdp_params} | sharded
@@ -210,11 +212,12 @@ def _check_split(model: nn.Module, sharded: set[int], kind: type) -> None:
             )
 
 
-class Controller:
+class ExponentController:
     """Sets every exponent at the end of an iteration, from measurements and overflows.
 
     Whether an iteration is measured, and the global exponent, are the same in all processes: they follow from the
-    number of the iteration, from which steps were skipped, and from what `_agree` says. Other exponents may differ.
+    number of the iteration, from which steps were skipped, and from what `_agree_on_minimum` says. Other exponents may
+    differ.
     """
 
     def __init__(
@@ -248,7 +251,7 @@ class Controller:
             raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")
         self.sites = Sites(start, uniform=not policy.per_site)
         self.backward = Backward(self.sites, policy, format, rounding)
-        self.processes = Processes()
+        self.processes = GradientSharingProcesses()
         self.backward.find_groups = self.processes.find_groups
         self.policy = policy
         self.interval = interval
@@ -278,7 +281,7 @@ class Controller:
         self.following.read += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
         found = any(value != 0 for value in values[: len(flags)])
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
-        return not self._agree("step", int(not found))[0]
+        return not self._agree_on_minimum("step", int(not found))[0]
 
     def skip(self) -> LastStep:
         """Record a skipped step and return its reason, with the sites whose gradients overflowed.
@@ -287,9 +290,9 @@ class Controller:
         """
         self._skipped = True
         backward, global_site = self.backward, self.sites.global_site
-        finite = all(to_host([torch.isfinite(local_values(loss)).all() for loss in self.losses]))
+        finite = all(copy_to_host([torch.isfinite(get_local_values(loss)).all() for loss in self.losses]))
         found = find_overflow_sources(self._measured) if finite and self.policy.per_site else []
-        finite, unknown = map(bool, self._agree("skipped step", int(finite), int(not found)))
+        finite, unknown = map(bool, self._agree_on_minimum("skipped step", int(finite), int(not found)))
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         self._overflowed = True
@@ -317,17 +320,17 @@ class Controller:
             self._update_global_site()
         if self.backward.measuring or self._skipped:
             global_site = self.sites.global_site
-            exponent, calm = self._agree("update", global_site.exponent, int(not self._measure_next))
+            exponent, calm = self._agree_on_minimum("update", global_site.exponent, int(not self._measure_next))
             global_site.exponent, self._measure_next = exponent, not calm
         self._begin_iteration()
 
-    def _agree(self, occasion: str, *values: int) -> list[int]:
+    def _agree_on_minimum(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
-        return self.processes.agree(occasion, self.iteration, list(values), self.backward.find_device)
+        return self.processes.agree_on_minimum(occasion, self.iteration, list(values), self.backward.find_device)
 
     def restart(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""
-        self._set(self.sites.global_site, exponent)
+        self._set_exponent(self.sites.global_site, exponent)
         self._begin_iteration()
 
     def assign(self, exponents: Mapping[str, int]) -> None:
@@ -337,10 +340,10 @@ class Controller:
             raise ValueError(
                 f"no sites {', '.join(unknown)}; the sites are {', '.join(site.key for site in self.sites)}"
             )
-        self.sites.set_reference(None)
+        self.sites.set_reference_binade(None)
         for site in self.sites:
-            self._set(site, exponents.get(site.key, 0))
-            site.memory = Memory()
+            self._set_exponent(site, exponents.get(site.key, 0))
+            site.memory = OverflowMemory()
         self._begin_iteration()
 
     @property
@@ -363,9 +366,9 @@ class Controller:
 
     def adopt(self, exponent: int, since: int) -> None:
         """Adopt another scaler's scale and its count of steps without an overflow."""
-        self.sites.set_reference(None)
+        self.sites.set_reference_binade(None)
         for site in self.sites:
-            self._set(site, exponent)
+            self._set_exponent(site, exponent)
         self.sites.start = self.start = exponent
         self.since = since
 
@@ -383,12 +386,12 @@ class Controller:
         """Load the sites of a state."""
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
-            self._set(self.sites[key], values["exponent"])
+            self._set_exponent(self.sites[key], values["exponent"])
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
         self._restarted, self._skips_in_row = progress[4:6]
-        self.sites.global_site.loss_binade, self.following.resumes = given[GLOBAL]["reference"]
+        self.sites.global_site.loss_binade, self.following.resumes = given[GLOBAL_KEY]["reference"]
         self.following.decide(self.iteration)
-        self.sites.note_lowest()
+        self.sites.note_lowest_exponent()
 
     # sites with exponents of their own ------------------------------------------------------------------------
 
@@ -403,21 +406,23 @@ class Controller:
         narrow = any(one.reading.format for one in self._measured)
         if self.sites.global_site.loss_binade is None:
             self.following.update_reference(narrow, self.floor, self.ceiling)
-        readings = group_by_site(self._measured)
-        fallen = self._lower_overflowed(readings)
-        lost = recover_sizes(self.backward.list_edges(), readings, self.following.measured_lift)
+        readings = group_readings_by_site(self._measured)
+        fallen = self._lower_overflowed_sites(readings)
+        lost = recover_vanished_sizes(self.backward.list_edges(), readings, self.following.measured_lift)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
-                self._set_by_policy(site, kinds, site in lost)
-        self._measure_next = bool(lost) or self._raise_all(readings)
+                self._set_site_by_policy(site, kinds, site in lost)
+        self._measure_next = bool(lost) or self._raise_vanished_sites(readings)
         global_site = self.sites.global_site
         if measuring and not self._sources and not global_site.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
-            self._set(global_site, self._limit(global_site, min(self.start, global_site.exponent + 1)))
+            self._set_exponent(
+                global_site, self._limit_below_overflow(global_site, min(self.start, global_site.exponent + 1))
+            )
         self.following.update_reference(narrow, self.floor, self.ceiling)
-        self.sites.note_lowest()
+        self.sites.note_lowest_exponent()
 
-    def _lower_overflowed(self, readings: dict[Site, dict[str, Reading]]) -> Collection[Site]:
+    def _lower_overflowed_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> Collection[Site]:
         """Lower the sites that overflowed and those that the overflow reached; return them.
 
         Who it was is not known of an iteration that was not measured, and all fall. After several skips in a row, all
@@ -425,9 +430,9 @@ class Controller:
         """
         for site in self._sources:
             site.overflows += 1
-            self._remember(site, site.exponent)
-        if self._skips_in_row > _ROW:
-            return self._lower_together()
+            self._remember_overflow(site, site.exponent)
+        if self._skips_in_row > _SKIPS_BEFORE_COMMON_FALL:
+            return self._lower_sites_to_one_exponent()
         reached = [
             site for site, kinds in readings.items() if any(one.format and not one.finite for one in kinds.values())
         ]
@@ -436,30 +441,30 @@ class Controller:
             # At least to the exponent that the policy derives from its history.
             wanted = None if self.policy.wants_operands else self.policy.exponent(site)
             after = self.policy.exponent_after_overflow(site)
-            self._set(site, after if wanted is None else min(after, wanted))
+            self._set_exponent(site, after if wanted is None else min(after, wanted))
         return fallen
 
-    def _lower_together(self) -> Collection[Site]:
+    def _lower_sites_to_one_exponent(self) -> Collection[Site]:
         """Lower all sites to one exponent, after lowering single ones did not stop the overflows.
 
         It does not follow losses where one pass reaches several outputs, of which the first one may mislead.
         """
         if self.following.several:
-            self.following.resumes = self.iteration + _MEMORY * self.interval
+            self.following.resumes = self.iteration + _REMEMBERED_INTERVALS * self.interval
         reached = {**self.backward.reached, self.sites.global_site: None}
         # The global exponent falls at once to the others, which are far below it by now.
         own = [site for site in reached if not site.follows_global]
         highest = max(site.exponent for site in own or reached)
         for site in self.sites:
-            self._set(site, min(site.exponent, highest - _FALL))
+            self._set_exponent(site, min(site.exponent, highest - _COMMON_FALL))
         return reached
 
-    def _remember(self, site: Site, exponent: int) -> None:
+    def _remember_overflow(self, site: Site, exponent: int) -> None:
         """Record that a site overflowed at an exponent."""
         site.memory.at(self.iteration)  # forgets what is old
-        site.memory.note(exponent, self.iteration + _MEMORY * self.interval)
+        site.memory.note(exponent, self.iteration + _REMEMBERED_INTERVALS * self.interval)
 
-    def _set_by_policy(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
+    def _set_site_by_policy(self, site: Site, kinds: dict[str, GradientReading], lost: bool) -> None:
         """Set the exponent of a measured site that did not overflow; ``lost``: all gradients arrive as zero."""
         site.remember(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
@@ -470,29 +475,35 @@ class Controller:
             # The measurement limits the exponent better than the memory does.
             site.memory.exponent = None
         if exponent is not None:
-            self._set(site, self._limit_halfway(site, exponent) if lost else self._limit(site, exponent))
+            self._set_exponent(
+                site,
+                self._limit_halfway_to_overflow(site, exponent) if lost else self._limit_below_overflow(site, exponent),
+            )
 
-    def _raise_all(self, readings: dict[Site, dict[str, Reading]]) -> bool:
+    def _raise_vanished_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> bool:
         """Raise all measured sites if every gradient was stored as zero."""
         narrow = [reading for kinds in readings.values() for reading in kinds.values() if reading.format]
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
-            self._set(site, self._limit_halfway(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)))
+            self._set_exponent(
+                site,
+                self._limit_halfway_to_overflow(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)),
+            )
         return True
 
-    def _limit(self, site: Site, exponent: int) -> int:
+    def _limit_below_overflow(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent, limited below the last overflow while that is remembered."""
         overflowed = site.memory.at(self.iteration)
         if overflowed is None:
             return exponent
-        return min(exponent, overflowed - self._find_margin(site))
+        return min(exponent, overflowed - self._find_overflow_margin(site))
 
-    def _find_margin(self, site: Site) -> int:
+    def _find_overflow_margin(self, site: Site) -> int:
         """Return how many powers of two a site stays below the exponent at which it overflowed."""
-        return min(_SHORT, site.exponent - self.policy.exponent_after_overflow(site))
+        return min(_MARGIN_BELOW_OVERFLOW, site.exponent - self.policy.exponent_after_overflow(site))
 
-    def _limit_halfway(self, site: Site, exponent: int) -> int:
+    def _limit_halfway_to_overflow(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent if it is below the last overflow's, else one halfway to it.
 
         A site that does not overflow there any more, as it is there or above, may go anywhere.
@@ -503,7 +514,7 @@ class Controller:
         half = (site.exponent + overflowed) // 2
         if self.policy.per_site:
             # All gradients underflow at this exponent: allow it back up halfway.
-            site.memory.exponent = max(overflowed, half + self._find_margin(site))
+            site.memory.exponent = max(overflowed, half + self._find_overflow_margin(site))
         return half
 
     # one scale for all ----------------------------------------------------------------------------------------
@@ -511,12 +522,12 @@ class Controller:
     def _update_global_site(self) -> None:
         """Set the global exponent, for policies with one scale for all gradients."""
         global_site = self.sites.global_site
-        readings = group_by_site(self._measured)
+        readings = group_readings_by_site(self._measured)
         for site, kinds in readings.items():
             site.remember(kinds)
         for site in self._sources:
             site.overflows += 1
-            self._remember(site, site.exponent)
+            self._remember_overflow(site, site.exponent)
         self.since += 1
         wanted = self.policy.global_exponent(global_site.exponent, self._skipped, self.since, self.iteration + 1)
         if wanted is None:
@@ -526,9 +537,9 @@ class Controller:
             wanted = self.policy.exponent_after_overflow(global_site) if self._skipped else found
         if wanted is not None and (wanted != global_site.exponent or self._skipped):
             self.since = 0
-            self._set(global_site, wanted)
+            self._set_exponent(global_site, wanted)
 
-    def _find_measured_exponent(self, readings: dict[Site, dict[str, Reading]]) -> int | None:
+    def _find_measured_exponent(self, readings: dict[Site, dict[str, GradientReading]]) -> int | None:
         """Return the exponent that all measured gradients allow, below any overflow that they do not explain.
 
         That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
@@ -544,9 +555,9 @@ class Controller:
             return wanted
         if any(is_overflow_near(kinds, overflowed) for kinds in readings.values()):
             global_site.memory.exponent = None
-        return self._limit_halfway(global_site, wanted)
+        return self._limit_halfway_to_overflow(global_site, wanted)
 
-    def _set(self, site: Site, exponent: int) -> None:
+    def _set_exponent(self, site: Site, exponent: int) -> None:
         """Set a site's exponent, clamped to floor and ceiling."""
         site.exponent = max(self.floor, min(self.ceiling, exponent))
 
@@ -562,7 +573,7 @@ class Controller:
         self.following.decide(self.iteration)
         if self.following.on and not followed:
             # Exponents of meanwhile are meant for losses of meanwhile.
-            self.sites.set_reference(None)
+            self.sites.set_reference_binade(None)
         for site in self.sites:
             site.proposals.clear()
         self._measured.clear()

@@ -23,14 +23,14 @@ from ..subclass.models._conversion import check_module
 from ..subclass.models._parameter_holders import shard_groups
 
 Rounding = Literal["feedback", "stochastic"]
-ROUNDINGS = ("feedback", "stochastic")
-VERSION = 1
+ALLOWED_ROUNDINGS = ("feedback", "stochastic")
+STATE_VERSION = 1
 _WIRE, _WIDE = torch.bfloat16, torch.float32
-_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+_GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
-class _Debt:
+class _RoundingRemainders:
     """The remainders that rounding has kept back from gradients, of one parameter or one FSDP2 group.
 
     Attributes:
@@ -58,7 +58,7 @@ class NarrowReduction:
         self.rounding, self.bytes_sent, self.names = rounding, 0, names
         self._seed, self._scaler, self.group = seed, scaler, group
         self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._debts: defaultdict[str, _Debt] = defaultdict(_Debt)
+        self._remainders: defaultdict[str, _RoundingRemainders] = defaultdict(_RoundingRemainders)
         self._scale = self._read_scale()
         self._check_ranks()
 
@@ -77,9 +77,9 @@ class NarrowReduction:
         """Return this rank's state, under a key with its rank: every rank saves its own, in a file or by DCP."""
         held = {
             name: {key: value for key, value in vars(debt).items() if value is not None}
-            for name, debt in self._debts.items()
+            for name, debt in self._remainders.items()
         }
-        head = {"version": VERSION, "rounding": self.rounding, "ranks": self.size, "scale": self._scale}
+        head = {"version": STATE_VERSION, "rounding": self.rounding, "ranks": self.size, "scale": self._scale}
         return {**head, f"rank_{self._rank}": held}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -92,9 +92,10 @@ class NarrowReduction:
         version, mine = state_dict.get("version"), f"rank_{self._rank}"
         if not isinstance(version, int):
             raise ValueError(f"this is no state of reduce_in_bfloat16, it has the keys {listed(state_dict)}")
-        if version > VERSION:
+        if version > STATE_VERSION:
             raise ValueError(
-                f"a state of version {version} of reduce_in_bfloat16, and this halfulp reads {VERSION}: update halfulp"
+                f"a state of version {version} of reduce_in_bfloat16, and this halfulp reads {STATE_VERSION}: update "
+                "halfulp"
             )
         saved = next((key for key in state_dict if key.startswith("rank_")), "no rank")
         theirs = f"{mine if mine in state_dict else saved} of {state_dict['ranks']}, {state_dict['rounding']!r}"
@@ -111,7 +112,9 @@ class NarrowReduction:
             name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
             for name, held in state_dict[mine].items()
         }
-        self._debts = defaultdict(_Debt, {name: _Debt(**held) for name, held in copied.items()})
+        self._remainders = defaultdict(
+            _RoundingRemainders, {name: _RoundingRemainders(**held) for name, held in copied.items()}
+        )
         self._scale = state_dict["scale"]
 
     def average_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -120,40 +123,42 @@ class NarrowReduction:
         if bucket.buffer().is_sparse:
             raise NotImplementedError("sparse gradients are not sent in bfloat16: make the embedding with sparse=False")
         if self.size > 1:
-            self._follow_scale()
+            self._rescale_remainders()
             names = [self.names[parameter] for parameter in bucket.parameters()]
             gradients = bucket.gradients()
-            sent = [self._round(name, "sent", gradient.reshape(-1)) for name, gradient in zip(names, gradients)]
-            rows = [self._split(payload) for payload in sent]
+            sent = [
+                self._round_to_bfloat16(name, "sent", gradient.reshape(-1)) for name, gradient in zip(names, gradients)
+            ]
+            rows = [self._split_into_rows(payload) for payload in sent]
             widths = [row.shape[1] for row in rows]
-            mean = self._sum_rows(torch.cat(rows, 1)) / self.size
-            mine = [self._round(name, "summed", part) for name, part in zip(names, mean.split(widths))]
-            for gradient, part in zip(gradients, self._gather(torch.cat(mine)).split(widths, 1)):
+            mean = self._exchange_and_sum_rows(torch.cat(rows, 1)) / self.size
+            mine = [self._round_to_bfloat16(name, "summed", part) for name, part in zip(names, mean.split(widths))]
+            for gradient, part in zip(gradients, self._gather_rows(torch.cat(mine)).split(widths, 1)):
                 gradient.copy_(part.reshape(-1)[: gradient.numel()].view_as(gradient))
             for name in names:
-                self._debts[name].count += 1
+                self._remainders[name].count += 1
         finished.set_result(bucket.buffer())
         return finished
 
-    def scatter(self, name: str, output: Tensor, given: Tensor, op: Any) -> None:
+    def scatter_gradients(self, name: str, output: Tensor, given: Tensor, op: Any) -> None:
         """Sum or average a flat group of FSDP2's gradients over the ranks into this rank's shard."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(
                 f"fully_shard asks for {op}, as after set_gradient_divide_factor: reduce_in_bfloat16 sums and averages"
             )
-        self._follow_scale()
-        rows = self._round(name, "sent", given.reshape(-1)).view(self.size, -1)
-        total = self._sum_rows(rows)
+        self._rescale_remainders()
+        rows = self._round_to_bfloat16(name, "sent", given.reshape(-1)).view(self.size, -1)
+        total = self._exchange_and_sum_rows(rows)
         total = total / self.size if op == dist.ReduceOp.AVG else total
-        output.copy_(total if output.dtype == _WIDE else self._round(name, "summed", total))
-        self._debts[name].count += 1
+        output.copy_(total if output.dtype == _WIDE else self._round_to_bfloat16(name, "summed", total))
+        self._remainders[name].count += 1
 
-    def _round(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
+    def _round_to_bfloat16(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
         """Round a flat tensor to bfloat16, and keep back what is lost."""
-        debt = self._debts[name]
+        debt = self._remainders[name]
         if given.dtype == _WIRE:
             return given
-        if given.dtype not in _GRADIENTS:
+        if given.dtype not in _GRADIENT_DTYPES:
             raise NotImplementedError(f"{name}: a gradient of {given.dtype}: {_WIRE} would lose most of it")
         if self.rounding == "stochastic":
             key = mix64(self._seed, *map(ord, name), self._rank, part == "sent")
@@ -172,12 +177,12 @@ class NarrowReduction:
         setattr(debt, part, torch.where(lost.isfinite(), lost, 0.0))
         return payload
 
-    def _split(self, payload: Tensor) -> Tensor:
+    def _split_into_rows(self, payload: Tensor) -> Tensor:
         """Return a row for each rank, padded with zeros."""
         width = -(-payload.numel() // self.size)
         return nn.functional.pad(payload, (0, width * self.size - payload.numel())).view(self.size, width)
 
-    def _sum_rows(self, rows: Tensor) -> Tensor:
+    def _exchange_and_sum_rows(self, rows: Tensor) -> Tensor:
         """Send row k to rank k; return the float32 sum of the rows received, in the order of ranks."""
         # As bytes: gloo has no bfloat16 everywhere, and nothing is added on the wire.
         sent = rows.contiguous().view(torch.uint8)
@@ -186,7 +191,7 @@ class NarrowReduction:
         self.bytes_sent += sent.numel() - sent.numel() // self.size
         return functools.reduce(torch.add, received.view(_WIRE).to(_WIDE).unbind())
 
-    def _gather(self, mine: Tensor) -> Tensor:
+    def _gather_rows(self, mine: Tensor) -> Tensor:
         """Return every rank's row."""
         sent = mine.view(torch.uint8)
         received = torch.empty(self.size * sent.numel(), dtype=torch.uint8, device=sent.device)
@@ -197,18 +202,18 @@ class NarrowReduction:
     def _read_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
-    def _follow_scale(self) -> None:
+    def _rescale_remainders(self) -> None:
         """Rescale the kept remainders to the scale of the arriving gradients."""
         scale = self._read_scale()
         if scale != self._scale:
             ratio, self._scale = scale / self._scale, scale
-            for debt in self._debts.values():
+            for debt in self._remainders.values():
                 for owed in (debt.sent, debt.summed):
                     if owed is not None:
                         owed.mul_(ratio)
 
 
-class _Scatter:
+class _FsdpReduceScatter:
     """The reduce-scatter of one module's group, in the place of FSDP2's own."""
 
     def __init__(self, reduction: NarrowReduction, name: str) -> None:
@@ -220,17 +225,17 @@ class _Scatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self.reduction.scatter(self.name, output_tensor, input_tensor, op)
+        self.reduction.scatter_gradients(self.name, output_tensor, input_tensor, op)
         return None
 
 
-def _average(reduction: NarrowReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _average_bucket_hook(reduction: NarrowReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return reduction.average_bucket(bucket)
 
 
 if dist.is_available():
     # torch compares annotations, and knows no strings.
-    _average.__annotations__ = typing.get_type_hints(_average)
+    _average_bucket_hook.__annotations__ = typing.get_type_hints(_average_bucket_hook)
 
 
 def reduce_in_bfloat16(
@@ -278,19 +283,19 @@ def reduce_in_bfloat16(
     ValueError: reduce_in_bfloat16 takes a DistributedDataParallel or a model of fully_shard, got a Linear: wrap it
     """
     check_module(model, "reduce_in_bfloat16")
-    if rounding not in ROUNDINGS:
+    if rounding not in ALLOWED_ROUNDINGS:
         raise ValueError(f"rounding={rounding!r}: allowed are 'feedback' and 'stochastic'")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed={seed!r}: an int, the same on every rank")
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise TypeError(f"scaler= takes the GradScaler or AdaptiveGradScaler of these gradients, got {a_kind(scaler)}")
-    _refuse_parts(model)
+    _refuse_unsupported_models(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         if getattr(model, "_comm_hooks", None):
             raise ValueError("this DistributedDataParallel has a communication hook, and takes no second one")
         names = {parameter: name for name, parameter in model.module.named_parameters()}
         reduction = NarrowReduction(rounding, seed, scaler, model.process_group, names)
-        model.register_comm_hook(reduction, _average)
+        model.register_comm_hook(reduction, _average_bucket_hook)
         return reduction
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # there once something is sharded
     sharded = {m: name or "root" for name, m in model.named_modules() if kind and isinstance(m, kind)}
@@ -310,11 +315,11 @@ def reduce_in_bfloat16(
     names = {module: name for module, name in sharded.items() if shard_groups(module)}
     reduction = NarrowReduction(rounding, seed, scaler, meshes[0].get_group(), names)
     for module, name in reduction.names.items():
-        module.set_custom_reduce_scatter(_Scatter(reduction, name))
+        module.set_custom_reduce_scatter(_FsdpReduceScatter(reduction, name))
     return reduction
 
 
-def _refuse_parts(model: nn.Module) -> None:
+def _refuse_unsupported_models(model: nn.Module) -> None:
     if type(model).__name__ == "FullyShardedDataParallel":
         raise NotImplementedError(
             "FSDP1 flattens parameters: shard the model by fully_shard, or take its own bf16 hook"

@@ -22,10 +22,10 @@ from .._messages import a_kind
 from ..formats import Format
 from ..kernels import uncompiled
 from ..rounding import Rounding
-from ._controller import Controller
+from ._controller import ExponentController
 from ._policy import Policy, get_policy
-from ._reports import LastStep, Recorder, SiteTable
-from ._site import HIGHEST, parse_exponent
+from ._reports import LastStep, SiteRecorder, SiteTable
+from ._site import HIGHEST, parse_scale_exponent
 from ._state import check_entries, check_sites, index_sites, reduce_scaler, resume_scaler, save_sites
 from .eager._attach import attach, unwrap
 
@@ -101,15 +101,15 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._options |= {"format": format, "rounding": rounding, "floor": floor, "ceiling": ceiling}
         self._options |= {"float32_outputs": float32_outputs}
         self.last_step: LastStep | None = None
-        self._recorders: list[Recorder] = []
+        self._recorders: list[SiteRecorder] = []
         self._unscaled = UnscaledGradients()
         self._exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
         self._scale_was_read = False
         self._growth_interval = getattr(policy, "growth_interval", 2000)
-        self._controller = Controller(
+        self._controller = ExponentController(
             policy,
-            start=parse_exponent("init_scale", init_scale),
+            start=parse_scale_exponent("init_scale", init_scale),
             format=format,
             rounding=rounding,
             interval=interval,
@@ -161,7 +161,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         backward.end_unless_differentiating()
         if output.grad_fn is not None and not backward.second_order:
             backward.check_exits(output.grad_fn)
-        scaled = output * self._make_scale(output.device)
+        scaled = output * self._make_scale_tensor(output.device)
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
             node.register_prehook(backward.begin)
@@ -183,7 +183,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             return
         controller = self._controller
         by_hand = (controller.losses or self._scale_was_read) and next(
-            _list_with_gradients(optimizer), None
+            _list_parameters_with_gradients(optimizer), None
         ) is not None
         if not (controller.backward.passes or by_hand):
             raise ValueError(
@@ -195,7 +195,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             )
         controller.backward.end_unless_differentiating()
         self._unscaled.check(optimizer, self._models)
-        self._make_scale(torch.device(self._device))
+        self._make_scale_tensor(torch.device(self._device))
         super().unscale_(optimizer)
 
     def _unscale_grads_(
@@ -211,7 +211,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             (scaled, inv_scale),
             (divided, torch.ones_like(inv_scale) if divided else inv_scale),
         ):
-            for alike in _group_by_mesh(parameters):
+            for alike in _group_by_device_mesh(parameters):
                 held: Any = SimpleNamespace(param_groups=[{"params": alike}])
                 for device, flag in super()._unscale_grads_(held, factor, found_inf, allow_fp16).items():
                     flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
@@ -244,15 +244,15 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "the optimizer's step takes grad_scaler=, the older form of torch's contract: let it read the "
                 "attributes grad_scale and found_inf, which are set on it during a step"
             )
-        if state["stage"] is OptState.READY and not is_idle(optimizer):
+        if state["stage"] is OptState.READY and not is_stepped_without_gradients(optimizer):
             self.unscale_(optimizer)
         if self._controller.backward.passes:
             self._controller.backward.check_seen()
-        flags = collect_flags(optimizer, state["found_inf_per_device"], self._device)
+        flags = collect_overflow_flags(optimizer, state["found_inf_per_device"], self._device)
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read(flags)
         self.last_step = self._controller.skip() if overflowed else LastStep(applied=True)
-        return step_unscaled(optimizer, flags, overflowed, args, kwargs)
+        return step_with_unscaled_gradients(optimizer, flags, overflowed, args, kwargs)
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -272,7 +272,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "update() before a step: no gradients were checked since the last update(); call "
                 "scaler.step(optimizer), or scaler.unscale_(optimizer), first"
             )
-        exponent = None if new_scale is None else parse_exponent("new_scale", float(new_scale))
+        exponent = None if new_scale is None else parse_scale_exponent("new_scale", float(new_scale))
         unread = [state for state in states if state["stage"] is OptState.UNSCALED]
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read(flags):
@@ -294,12 +294,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         It need not fall where a step is skipped, as sites have scales of their own: ask ``last_step.applied``.
         """
         self._scale_was_read = True
-        return self._scale_now()
+        return self._compute_global_scale()
 
-    def _scale_now(self) -> float:
+    def _compute_global_scale(self) -> float:
         return 2.0**self._controller.sites.global_site.exponent if self._enabled else 1.0
 
-    def _make_scale(self, device: torch.device) -> Tensor:
+    def _make_scale_tensor(self, device: torch.device) -> Tensor:
         """Return the global scale as GradScaler's tensor."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
@@ -307,7 +307,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if self._exponent != self._controller.sites.global_site.exponent:
             # A new tensor, as autograd may have saved the old one.
             self._exponent = self._controller.sites.global_site.exponent
-            self._scale = torch.full_like(self._scale, self._scale_now())
+            self._scale = torch.full_like(self._scale, self._compute_global_scale())
         return self._scale.to(device, non_blocking=True)
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -334,7 +334,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
         """
-        _check_kept("growth", new_factor, self._growth_factor)
+        _refuse_other_factor("growth", new_factor, self._growth_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Raise unless the factor is the policy's own.
@@ -342,7 +342,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
         """
-        _check_kept("backoff", new_factor, self._backoff_factor)
+        _refuse_other_factor("backoff", new_factor, self._backoff_factor)
 
     # what it tells --------------------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """
         return SiteTable.of(self._controller.sites, pattern, kind, sort, limit)
 
-    def record(self, path: str | os.PathLike[str]) -> Recorder:
+    def record(self, path: str | os.PathLike[str]) -> SiteRecorder:
         """Start writing ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
 
         Returns:
@@ -372,7 +372,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: another ending, or a file that cannot be written.
         """
-        recorder = Recorder(path)
+        recorder = SiteRecorder(path)
         self._recorders.append(recorder)
         return recorder
 
@@ -411,7 +411,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """Return GradScaler's entries and each site's exponent and history as plain data; empty where disabled."""
         if not self._enabled:
             return {}
-        state = {**super().state_dict(), "scale": self._scale_now()}
+        state = {**super().state_dict(), "scale": self._compute_global_scale()}
         controller = self._controller
         sites = save_sites(controller.sites, controller.following.resumes)
         return {**state, "sites": sites, "progress": controller.progress}
@@ -445,14 +445,14 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         check_entries(state_dict)
         given = state_dict.get("sites")
         if given is not None:
-            check_sites(given, {site.key for site in self._controller.sites}, self._module_names())
+            check_sites(given, {site.key for site in self._controller.sites}, self._list_module_names())
             self._controller.check_stream(state_dict["progress"])
-        self._take(state_dict)
+        self._load_checked_state(state_dict)
 
-    def _take(self, state_dict: dict[str, Any]) -> None:
+    def _load_checked_state(self, state_dict: dict[str, Any]) -> None:
         """Load a checked state of this model."""
         state_dict = index_sites(state_dict)
-        global_site = parse_exponent("the state's scale", state_dict["scale"])
+        global_site = parse_scale_exponent("the state's scale", state_dict["scale"])
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
         if state_dict.get("sites") is None:
@@ -461,7 +461,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             self._controller.sites.global_site.exponent = global_site
             self._controller.resume(state_dict["sites"], state_dict["progress"])
 
-    def _module_names(self) -> set[str]:
+    def _list_module_names(self) -> set[str]:
         """Return the qualified names of all modules, with which sites' keys begin."""
         found = {"model", ""}
         for i, model in enumerate(one() for one in self._models):
@@ -478,7 +478,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._enabled = False
 
 
-def _check_kept(name: str, new_factor: float, factor: float) -> None:
+def _refuse_other_factor(name: str, new_factor: float, factor: float) -> None:
     if new_factor != factor:
         raise NotImplementedError(
             f"scales are powers of two, which the policy chooses, got a {name} factor of {new_factor}: keep {factor}, "
@@ -498,10 +498,12 @@ def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 # unscaling and steps ------------------------------------------------------------------------------------------
 
-_BETWEEN = "call scaler.update() between the passes of a step that has several, such as a sharpness-aware one"
+_UPDATE_BETWEEN_PASSES = (
+    "call scaler.update() between the passes of a step that has several, such as a sharpness-aware one"
+)
 
 
-class _Written:
+class _GradientSnapshot:
     """A snapshot of a parameter's gradient: a weak reference to the tensor and its version counter."""
 
     def __init__(self, parameter: Tensor) -> None:
@@ -520,7 +522,7 @@ class _Written:
         return self.is_held_by(parameter) and self._version == parameter.grad._version
 
 
-class _Unscaled:
+class _UnscaledGradient:
     """What became of a parameter's gradient since its optimizer was unscaled.
 
     Attributes:
@@ -534,15 +536,15 @@ class _Unscaled:
     def __init__(self, parameter: Tensor) -> None:
         self.parameter: weakref.ref[Tensor] = weakref.ref(parameter)
         self.units: Literal["divided", "scaled", "mixed"] = "divided"
-        self.left = _Written(parameter)
-        self.begun: _Written | None = None
+        self.left = _GradientSnapshot(parameter)
+        self.begun: _GradientSnapshot | None = None
         self._adds_to_divided = False
 
     def begin(self) -> None:
         """Take a snapshot of the gradient before a scaled backward pass."""
         parameter = self.parameter()
         if parameter is not None:
-            self.begun = _Written(parameter)
+            self.begun = _GradientSnapshot(parameter)
             # A divided gradient that was changed before the pass may have been set to zero.
             was_left = self.units == "divided" and self.left.is_unchanged_in(parameter)
             self._adds_to_divided = parameter.grad is not None and (self.units == "mixed" or was_left)
@@ -552,7 +554,7 @@ class _Unscaled:
         parameter = self.parameter()
         if parameter is None or parameter.grad is None or self.begun is None or self.begun.is_unchanged_in(parameter):
             return
-        self.left, self.units = _Written(parameter), "mixed" if self._adds_to_divided else "scaled"
+        self.left, self.units = _GradientSnapshot(parameter), "mixed" if self._adds_to_divided else "scaled"
 
 
 class UnscaledGradients:
@@ -564,7 +566,7 @@ class UnscaledGradients:
     """
 
     def __init__(self) -> None:
-        self._records: dict[int, _Unscaled] = {}
+        self._records: dict[int, _UnscaledGradient] = {}
         self._pass = -1
 
     def clear(self) -> None:
@@ -574,7 +576,7 @@ class UnscaledGradients:
     def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Return an optimizer's parameters whose gradients are scaled, and those whose gradients were divided."""
         parts: tuple[list[Tensor], list[Tensor]] = [], []
-        for parameter in _list_with_gradients(optimizer):
+        for parameter in _list_parameters_with_gradients(optimizer):
             record = self._find_record(parameter)
             parts[record is not None and record.units == "divided"].append(parameter)
         return parts
@@ -588,7 +590,7 @@ class UnscaledGradients:
             RuntimeWarning: a gradient that a scaled backward pass left was written since, and will not be divided.
         """
         written = ""
-        for parameter in _list_with_gradients(optimizer):
+        for parameter in _list_parameters_with_gradients(optimizer):
             record = self._find_record(parameter)
             if record is None or record.units == "divided" or not (record.units == "mixed" or divided):
                 continue
@@ -603,19 +605,19 @@ class UnscaledGradients:
                 )
             origin = f"the gradient of {said} comes from a scaled backward pass after unscale_() of its optimizer"
             if record.left.is_unchanged_in(parameter):
-                raise ValueError(f"{origin}, and is still scaled: {_BETWEEN}")
+                raise ValueError(f"{origin}, and is still scaled: {_UPDATE_BETWEEN_PASSES}")
             # Divided by hand, or clipped as it was.
             written = written or origin
         if written:
             warnings.warn(
-                f"{written}, and was written since: it is taken as unscaled; if it is not, {_BETWEEN}",
+                f"{written}, and was written since: it is taken as unscaled; if it is not, {_UPDATE_BETWEEN_PASSES}",
                 RuntimeWarning,
                 stacklevel=3,  # the line that steps
             )
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Mark the gradients of these parameters, where present, as divided."""
-        self._records |= {id(parameter): _Unscaled(parameter) for parameter in parameters}
+        self._records |= {id(parameter): _UnscaledGradient(parameter) for parameter in parameters}
 
     def begin_pass(self, _: tuple[Any, ...]) -> None:
         """Take snapshots as a scaled backward pass begins (the hook of a scaled loss's node)."""
@@ -635,7 +637,7 @@ class UnscaledGradients:
             record.update()
             record.begun = None
 
-    def _find_record(self, parameter: Tensor) -> _Unscaled | None:
+    def _find_record(self, parameter: Tensor) -> _UnscaledGradient | None:
         """Return the record of the gradient that a parameter has; None where another tensor took its place."""
         record = self._records.get(id(parameter))
         if record is None or record.parameter() is not parameter:
@@ -646,13 +648,13 @@ class UnscaledGradients:
         return record if record.left.is_held_by(parameter) else None
 
 
-def _list_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _list_parameters_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of an optimizer that have a gradient."""
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
 
 
-def _group_by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
+def _group_by_device_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
     """Group parameters by their gradients' device mesh: torch takes no list of plain ones and DTensors, or two meshes.
 
     Plain gradients come first: what is found in them is told to other processes by what follows.
@@ -671,17 +673,17 @@ def is_handling_overflow(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def is_idle(optimizer: torch.optim.Optimizer) -> bool:
+def is_stepped_without_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is stepped without any gradient, as GradScaler steps torch's fused ones."""
-    return is_handling_overflow(optimizer) and next(_list_with_gradients(optimizer), None) is None
+    return is_handling_overflow(optimizer) and next(_list_parameters_with_gradients(optimizer), None) is None
 
 
-def collect_flags(
+def collect_overflow_flags(
     optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor], device: str | torch.device
 ) -> list[Tensor]:
-    """Return the overflow flags of an optimizer's gradients; for one that `is_idle` a flag that is not set."""
+    """Return the overflow flags of an optimizer's gradients, one that is not set where it is stepped without any."""
     flags = list(found.values())
-    if not flags and is_idle(optimizer):
+    if not flags and is_stepped_without_gradients(optimizer):
         flags = [torch.zeros((), dtype=torch.float32, device=device)]
     if not flags:
         raise ValueError(
@@ -691,7 +693,7 @@ def collect_flags(
     return flags
 
 
-def step_unscaled(
+def step_with_unscaled_gradients(
     optimizer: torch.optim.Optimizer,
     found: list[Tensor],
     overflowed: bool,

@@ -12,12 +12,12 @@ from torch import nn
 
 from .._messages import differences
 from ..formats import Format
-from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Memory, Site, Sites, parse_exponent
+from ._site import GLOBAL_KEY, HIGHEST, LOWEST, UNIFORM_SCALE_REASON, OverflowMemory, Site, Sites, parse_scale_exponent
 
 # No gradient of float64 has a binade beyond.
-_FARTHEST = 1200
+_FARTHEST_BINADE = 1200
 # By the name of an entry, whether a value may be it.
-_Wanted = dict[str, Callable[[Any], bool]]
+_EntryChecks = dict[str, Callable[[Any], bool]]
 
 
 def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
@@ -39,7 +39,7 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
         }
         for site in sites
     }
-    found[GLOBAL]["reference"] = [sites.global_site.loss_binade, resumes]
+    found[GLOBAL_KEY]["reference"] = [sites.global_site.loss_binade, resumes]
     return tuple(found.items())
 
 
@@ -54,22 +54,24 @@ def index_sites(state_dict: Any) -> Any:
 
 def check_entries(state_dict: Any) -> None:
     """Check every entry of a scaler's state, or of a GradScaler's, which has neither sites nor progress."""
-    _check("the state_dict", state_dict, _TORCH_ENTRIES)
-    parse_exponent("'scale' of the state_dict", state_dict["scale"])
+    _check_fields("the state_dict", state_dict, _TORCH_ENTRIES)
+    parse_scale_exponent("'scale' of the state_dict", state_dict["scale"])
     if not {"sites", "progress"} & state_dict.keys():
         return
-    _check("the state_dict", state_dict, _HALFULP_ENTRIES)
+    _check_fields("the state_dict", state_dict, _HALFULP_ENTRIES)
     for key, values in state_dict["sites"].items():
-        _check(f"site {key!r} of the state_dict", values, _GLOBAL_SITE_ENTRIES if key == GLOBAL else _SITE_ENTRIES)
-    scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL]["exponent"]
+        _check_fields(
+            f"site {key!r} of the state_dict", values, _GLOBAL_SITE_ENTRIES if key == GLOBAL_KEY else _SITE_ENTRIES
+        )
+    scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL_KEY]["exponent"]
     if scale != 2.0**exponent:
         raise ValueError(
-            f"'scale' of the state_dict is 2^{exponent}, the exponent of its site {GLOBAL!r}, got {scale!r}: leave "
+            f"'scale' of the state_dict is 2^{exponent}, the exponent of its site {GLOBAL_KEY!r}, got {scale!r}: leave "
             "'sites' and 'progress' out to start from the scale alone"
         )
 
 
-def _check(place: str, given: object, wanted: _Wanted) -> None:
+def _check_fields(place: str, given: object, wanted: _EntryChecks) -> None:
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} is a dict with {', '.join(wanted)}, got {reprlib.repr(given)}")
     for name, holds in wanted.items():
@@ -82,7 +84,7 @@ def _check(place: str, given: object, wanted: _Wanted) -> None:
             )
 
 
-def _is_whole(low: float = 0, high: float = math.inf) -> Callable[[Any], bool]:
+def _make_whole_number_check(low: float = 0, high: float = math.inf) -> Callable[[Any], bool]:
     return lambda given: type(given) is int and low <= given <= high
 
 
@@ -90,15 +92,15 @@ def _is_bool(given: object) -> bool:
     return isinstance(given, bool)
 
 
-def _is_size(given: object) -> bool:
+def _is_finite_size(given: object) -> bool:
     return type(given) in (int, float) and 0 <= given < math.inf
 
 
-def _is_none_or(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _allow_none(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda given: given is None or kind(given)
 
 
-def _is_row(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _make_row_check(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """Return a check for a list of as many numbers as there are kinds, each of its kind."""
     return lambda given: (
         isinstance(given, (list, tuple))
@@ -109,36 +111,40 @@ def _is_row(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 def _is_history(given: object) -> bool:
     return isinstance(given, (list, tuple)) and all(
-        isinstance(entry, Mapping) and all(map(_is_size, entry.values())) for entry in given
+        isinstance(entry, Mapping) and all(map(_is_finite_size, entry.values())) for entry in given
     )
 
 
 # Of `Controller.progress`, whose measured iterations are not counted from a later one.
-_COUNTS = _is_row(*([_is_whole()] * 2), _is_bool, *([_is_whole()] * 4))
-_TORCH_ENTRIES: _Wanted = {
-    "scale": _is_size,
-    "growth_factor": _is_size,
-    "backoff_factor": _is_size,
-    "growth_interval": _is_whole(),
-    "_growth_tracker": _is_whole(),
+_is_row_of_counts = _make_row_check(*([_make_whole_number_check()] * 2), _is_bool, *([_make_whole_number_check()] * 4))
+_TORCH_ENTRIES: _EntryChecks = {
+    "scale": _is_finite_size,
+    "growth_factor": _is_finite_size,
+    "backoff_factor": _is_finite_size,
+    "growth_interval": _make_whole_number_check(),
+    "_growth_tracker": _make_whole_number_check(),
 }
-_HALFULP_ENTRIES: _Wanted = {
-    "sites": lambda given: isinstance(given, Mapping) and GLOBAL in given and all(isinstance(k, str) for k in given),
-    "progress": lambda given: _COUNTS(given) and given[4] <= given[0],
+_HALFULP_ENTRIES: _EntryChecks = {
+    "sites": lambda given: (
+        isinstance(given, Mapping) and GLOBAL_KEY in given and all(isinstance(k, str) for k in given)
+    ),
+    "progress": lambda given: _is_row_of_counts(given) and given[4] <= given[0],
 }
-_SITE_ENTRIES: _Wanted = {
-    "exponent": _is_whole(LOWEST, HIGHEST),
-    "merged": _is_none_or(lambda given: isinstance(given, str)),
+_SITE_ENTRIES: _EntryChecks = {
+    "exponent": _make_whole_number_check(LOWEST, HIGHEST),
+    "merged": _allow_none(lambda given: isinstance(given, str)),
     "measured": _is_bool,
     "narrow": _is_bool,
-    "overflows": _is_whole(),
-    "memory": _is_row(_is_none_or(_is_whole(LOWEST, HIGHEST)), _is_whole()),
+    "overflows": _make_whole_number_check(),
+    "memory": _make_row_check(_allow_none(_make_whole_number_check(LOWEST, HIGHEST)), _make_whole_number_check()),
     "history": _is_history,
 }
-_GLOBAL_SITE_ENTRIES: _Wanted = {
+_GLOBAL_SITE_ENTRIES: _EntryChecks = {
     **_SITE_ENTRIES,
     "merged": lambda given: given is None,
-    "reference": _is_row(_is_none_or(_is_whole(-_FARTHEST, _FARTHEST)), _is_whole()),
+    "reference": _make_row_check(
+        _allow_none(_make_whole_number_check(-_FARTHEST_BINADE, _FARTHEST_BINADE)), _make_whole_number_check()
+    ),
 }
 
 
@@ -146,7 +152,7 @@ def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None
     """Compare the sites of a state with those of a scaler, or with the modules of models that have not run yet."""
     known = len(own) > 1
     missing = sorted(own - given.keys()) if known else []
-    unknown = [key for key in given if key not in own and (known or not _is_of_module(key.split("#")[0], modules))]
+    unknown = [key for key in given if key not in own and (known or not _is_key_of_module(key.split("#")[0], modules))]
     if missing or unknown:
         raise ValueError(
             f"this state_dict is of another model: it {differences(missing, sorted(unknown))}. Load the one that was "
@@ -154,7 +160,7 @@ def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None
         )
 
 
-def _is_of_module(key: str, modules: set[str]) -> bool:
+def _is_key_of_module(key: str, modules: set[str]) -> bool:
     """Return whether a key names a module, an operator in one, or a derivative that only a compiled graph has."""
     place, _, name = key.rpartition(".")
     operator = any(hasattr(home, name) for home in (torch, torch.Tensor, torch.nn.functional))
@@ -164,15 +170,15 @@ def _is_of_module(key: str, modules: set[str]) -> bool:
 def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
     """Load every site of a state; ``narrow`` is the format of those that have one."""
     for key, values in given.items():
-        site: Site = sites.global_site if key == GLOBAL else sites.open(key)
+        site: Site = sites.global_site if key == GLOBAL_KEY else sites.open(key)
         site.exponent = values["exponent"]
         # Whether one scale serves all sites comes from the current policy, not from the file.
-        if site.merged != UNIFORM:
-            site.merged = None if values["merged"] == UNIFORM else values["merged"]
+        if site.merged != UNIFORM_SCALE_REASON:
+            site.merged = None if values["merged"] == UNIFORM_SCALE_REASON else values["merged"]
         site.measured = values["measured"]
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
-        site.memory = Memory(*values["memory"])
+        site.memory = OverflowMemory(*values["memory"])
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
 
@@ -213,4 +219,4 @@ def resume_scaler(scaler: Any, state: dict[str, Any]) -> None:
     vars(scaler).update(state["own"])
     scaler.last_step, scaler._device = state["last_step"], state["device"]
     if scaler._enabled:
-        scaler._take(state["state"])
+        scaler._load_checked_state(state["state"])

@@ -9,10 +9,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import halfulp as hu
-from halfulp.gradients._compiled_backend import Partition, make_backend
-from halfulp.gradients._compiled_placement import Plan
+from halfulp.gradients._compiled_backend import ScaledPartitioner, make_backend
+from halfulp.gradients._compiled_placement import SitePlan
 from halfulp.gradients._policy import get_policy
-from halfulp.gradients._site import GLOBAL, Sites
+from halfulp.gradients._site import GLOBAL_KEY, Sites
 from halfulp.gradients.eager._attach import attach
 from halfulp.gradients.eager._backward import Backward
 from halfulp.kernels import same_bits
@@ -207,10 +207,19 @@ def test_each_of_several_models_has_sites_of_its_own(seed):
 
 def test_caches_of_graphs_tell_apart_what_the_pass_depends_on(seed):
     keys = [{"linear": "a"}, {"linear": "b"}, {"linear": "a"}]
-    uuids = [Partition("0", Plan((True,), key)).uuid() for key in keys]
+    uuids = [ScaledPartitioner("0", SitePlan((True,), key)).uuid() for key in keys]
     assert uuids[0] == uuids[2] != uuids[1]
-    plans = [Plan((False,), keys[0]), Plan((True,), keys[0], products={"linear"})]
-    assert len({*uuids, Partition("1", Plan((True,), keys[0])).uuid(), *(Partition("0", p).uuid() for p in plans)}) == 5
+    plans = [SitePlan((False,), keys[0]), SitePlan((True,), keys[0], products={"linear"})]
+    assert (
+        len(
+            {
+                *uuids,
+                ScaledPartitioner("1", SitePlan((True,), keys[0])).uuid(),
+                *(ScaledPartitioner("0", p).uuid() for p in plans),
+            }
+        )
+        == 5
+    )
 
 
 def test_exponents_do_nothing_without_a_scaled_loss(seed):
@@ -427,7 +436,7 @@ def test_input_gradients_are_at_the_global_exponent(seed):
     for _ in range(3):
         x.grad = None
         _backpropagate(compiled(x).square().sum(), model, backward)
-        assert torch.equal(x.grad * 2.0 ** -backward.sites[GLOBAL].exponent, expected)
+        assert torch.equal(x.grad * 2.0 ** -backward.sites[GLOBAL_KEY].exponent, expected)
         _shuffle(backward)
 
 

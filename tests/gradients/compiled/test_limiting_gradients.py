@@ -7,7 +7,7 @@ from torch import nn
 import halfulp as hu
 from halfulp._torch_versions import adds_gradients, is_backward
 from halfulp.gradients import _compiled_backend as _compiled
-from halfulp.gradients._compiled_backend import factors_of_edges, name_functions, observe_gradients
+from halfulp.gradients._compiled_backend import compute_edge_factors, name_forward_functions, observe_gradients
 
 from ..models.architectures import Case, build
 
@@ -43,13 +43,13 @@ def test_every_derivative_is_of_a_function(seed, monkeypatch, needs_torch):
 
     def checked(joint):
         nonlocal named
-        name_functions(joint)
+        name_forward_functions(joint)
         made = [node for node in joint.graph.nodes if is_backward(node) and node.op == "call_function"]
         made = [node for node in made if not adds_gradients(node)]
         named += len(made)
         unnamed.extend(node.format_node() for node in made if not node.meta.get("fwd_source_fn_stack"))
 
-    monkeypatch.setattr(_compiled, "name_functions", checked)
+    monkeypatch.setattr(_compiled, "name_forward_functions", checked)
     needs_torch("slices of some dimensions alone")  # in torch 2.6 the others' are copies of no function
     torch.manual_seed(seed)
     written = Case(Written(), (torch.randn(5, 8),), lambda out: out.square().sum())
@@ -108,7 +108,7 @@ def test_all_that_may_overflow_is_measured(make, seed):
     assert all(applied[12:])
 
 
-@pytest.mark.parametrize("operator", [factors_of_edges, observe_gradients])
+@pytest.mark.parametrize("operator", [compute_edge_factors, observe_gradients])
 def test_no_cuda_graph_replays_what_the_scaler_decides(operator, needs_torch):
     needs_torch("Tag.cudagraph_unsafe")
     assert torch.Tag.cudagraph_unsafe in operator.tags

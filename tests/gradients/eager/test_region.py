@@ -557,7 +557,7 @@ def test_gradients_of_gradients_are_exact_or_refused(make, loss, seed):
         assert (found[key] - gradient).norm() <= 1e-4 * gradient.norm(), key
 
 
-class Reading(nn.Module):
+class GradientReading(nn.Module):
     """Two layers, the second of which reads the first one's result and the parameter by a function of one call."""
 
     def __init__(self, read):
@@ -598,7 +598,7 @@ def graph(outputs):
 
 @pytest.mark.parametrize("name", READS)
 def test_the_graph_is_the_plain_one(name, seed):
-    model, x = Reading(READS[name]), batch()
+    model, x = GradientReading(READS[name]), batch()
     wanted = graph([model(x)])
     scaler = hu.AdaptiveGradScaler(model)
     (_, *found) = graph([model(x)])
@@ -609,7 +609,7 @@ def test_the_graph_is_the_plain_one(name, seed):
 
 @pytest.mark.parametrize("name", READS)
 def test_gradients_keep_their_bits(name, seed):
-    model, x = Reading(READS[name]), batch()
+    model, x = GradientReading(READS[name]), batch()
     wanted = plainly(seed, lambda: mean_square(model(x)), model)
     scaler = hu.AdaptiveGradScaler(model)
     found = scrambled(seed, scaler, lambda: scaler.scale(mean_square(model(x))).backward(), model)
@@ -625,7 +625,7 @@ def second(x, y):
 
 @pytest.mark.parametrize("read", [lambda x, y, v: second(y, x) * y, lambda x, y, v: second(y, v) * y])
 def test_an_argument_that_is_given_back_stays_at_its_site(read, seed):
-    model, x = Reading(read), batch()
+    model, x = GradientReading(read), batch()
     wanted = plainly(seed, lambda: mean_square(model(x)), model)
     scaler = hu.AdaptiveGradScaler(model)
     found = scrambled(seed, scaler, lambda: scaler.scale(mean_square(model(x))).backward(), model)
@@ -635,7 +635,7 @@ def test_an_argument_that_is_given_back_stays_at_its_site(read, seed):
 @pytest.mark.parametrize("older", [0, 1000])
 def test_tensors_of_another_thread_are_no_nodes_of_the_call(older, seed):
     """Autograd numbers nodes in each thread by itself: those of the inputs may be above or below the call's."""
-    model = Reading(READS["cosine_similarity"])
+    model = GradientReading(READS["cosine_similarity"])
     source, made = torch.randn(4, WIDTH, requires_grad=True), []
 
     def make():

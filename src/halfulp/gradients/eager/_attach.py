@@ -43,7 +43,7 @@ class NotScriptedError(NotImplementedError, AttributeError):
     """Raised to torch.jit.script for an attribute that it needs; to others the attribute is missing."""
 
 
-Role = Literal["model", "part", "layer"]
+ModuleRole = Literal["model", "part", "layer"]
 
 
 class WatchedForward(GraphReader):
@@ -62,7 +62,13 @@ class WatchedForward(GraphReader):
     """
 
     def __init__(
-        self, module: nn.Module, backward: Backward, wide: bool | None, names: ParameterNames, place: str, role: Role
+        self,
+        module: nn.Module,
+        backward: Backward,
+        wide: bool | None,
+        names: ParameterNames,
+        place: str,
+        role: ModuleRole,
     ) -> None:
         self._module = weakref.ref(module)
         self._backward = backward
@@ -190,7 +196,7 @@ def is_under_float16() -> bool:
     return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
 
 
-def list_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
+def list_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:
     """Yield the model and what a step may call by itself, each with the place after which what runs there is named.
 
     These are modules with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.

@@ -19,9 +19,9 @@ from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
 from ...kernels import untraced
 from ...rounding import Nearest, Rounding, Stochastic, quantize
-from .._functions import Factor
+from .._functions import SecondFactor
 from .._policy import Policy
-from .._site import Following, Measurements, Site, Sites, narrow
+from .._site import LossFollowing, Measurements, Site, Sites, find_narrow_format
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 LEAF = 2**62
@@ -162,7 +162,7 @@ class Backward:
         self.measurements = Measurements()
         self.unmarked = Unmarked()
         self._replays = True
-        self.following = Following(sites, policy.per_site and policy.measures and not policy.wants_operands)
+        self.following = LossFollowing(sites, policy.per_site and policy.measures and not policy.wants_operands)
         # The sites of this iteration's forward and backward passes.
         self.reached: dict[Site, None] = {}
         self.forwards = 0
@@ -283,7 +283,7 @@ class Backward:
             if target is self.sites.global_site and self.measuring and self.policy.wants_operands:
                 self.propose_at_loss(source, gradient, source.stored)
             changed = self._store(gradient, target, "passed")
-            changed = self.following.move(changed, source, target)
+            changed = self.following.move_between_sites(changed, source, target)
             changed = self._store(changed, source, "received")
             return None if changed is gradient else (changed,)
 
@@ -331,7 +331,7 @@ class Backward:
         self.roundings += 1
         return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
 
-    def make_operand_hook(self, site: Site, factor: Factor) -> Hook:
+    def make_operand_hook(self, site: Site, factor: SecondFactor) -> Hook:
         """Return a hook of a product's result that shows the policy both factors."""
 
         @untraced
@@ -341,19 +341,23 @@ class Backward:
 
         return look
 
-    def propose(self, site: Site, gradient: Tensor, factor: Factor, stored: Format | None) -> None:
+    def propose(self, site: Site, gradient: Tensor, factor: SecondFactor, stored: Format | None) -> None:
         """Ask the policy for bounds from a product of this gradient, if the format or ``stored`` is narrow."""
         stored = self.format or stored
         if stored is None:
             return
-        proposal = self.policy.proposed(site, factor.operands(gradient), stored, self.sites.global_site)
+        proposal = self.policy.propose_bounds(site, factor.align_operands(gradient), stored, self.sites.global_site)
         if proposal is not None:
             site.proposals.append(proposal)
 
     def propose_at_loss(self, site: Site, gradient: Tensor, stored: Format | None) -> None:
         """Ask the policy for bounds from a wide gradient at the global exponent, before the format rounds it."""
         stored = self.format or stored
-        proposal = None if stored is None else self.policy.at_the_loss(site, gradient, stored, self.sites.global_site)
+        proposal = (
+            None
+            if stored is None
+            else self.policy.propose_bounds_at_loss(site, gradient, stored, self.sites.global_site)
+        )
         if proposal is not None:
             site.proposals.append(proposal)
 
@@ -363,7 +367,7 @@ class Backward:
 
     def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
         """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
-        key = site, narrow(made_in)
+        key = site, find_narrow_format(made_in)
         if key in self._weight_edge_hooks:
             return self._weight_edge_hooks[key]
         stored = self.format or key[1]
@@ -378,7 +382,7 @@ class Backward:
                 self.measurements.add(site, "weight", changed, stored)
             # A float16 parameter sums its gradients in float32 (`check_leaf`), where leaving is exact.
             changed = changed.float() if changed.dtype == torch.float16 else changed
-            changed = self.following.move(changed, self.sites.global_site, site)
+            changed = self.following.move_between_sites(changed, self.sites.global_site, site)
             return None if changed is gradient else (changed,)
 
         self._weight_edge_hooks[key] = move_weight_gradient

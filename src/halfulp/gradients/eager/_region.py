@@ -20,15 +20,15 @@ from torch.utils import checkpoint
 
 from ...kernels import constant_result, untraced
 from .._functions import (
-    classify,
+    classify_function,
+    get_function_name,
     is_parameter,
     list_differentiable,
-    list_factors,
+    list_second_factors,
     map_tensors,
-    memoize,
-    name_of,
+    memoize_by_tensor,
 )
-from .._site import CopyWithStrides, Site, copy_with_strides, narrow
+from .._site import CopyWithStrides, Site, copy_with_strides, find_narrow_format
 from ._backward import LEAF, Backward, Hook, Widening, check_leaf, get_region, is_exit, mark, set_region
 
 COMPILED = (
@@ -253,7 +253,7 @@ def _make_move(backward: Backward, moves: Moves) -> Callable:
     if moves not in backward.reader_hooks:
 
         @untraced
-        def move(gradients: tuple, given: tuple) -> tuple | None:
+        def move_gradients(gradients: tuple, given: tuple) -> tuple | None:
             if not backward.active:
                 # Whether that is for a second derivative's sake.
                 backward.is_shut()
@@ -266,7 +266,7 @@ def _make_move(backward: Backward, moves: Moves) -> Callable:
                     found[slot] = changed[0]
             return None if found is None else tuple(found)
 
-        backward.reader_hooks[moves] = move
+        backward.reader_hooks[moves] = move_gradients
     return backward.reader_hooks[moves]
 
 
@@ -335,7 +335,7 @@ class Region(TorchFunctionMode):
         differentiable = list(list_differentiable((args, kwargs)))
         if not differentiable:
             return function(*args, **kwargs)
-        kind = classify(function)
+        kind = classify_function(function)
         if kind == "shape":
             # Only the first argument has a gradient.
             differentiable = list(list_differentiable(args[:1]))
@@ -361,7 +361,7 @@ class Region(TorchFunctionMode):
         watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
         if watches and isinstance(out, Tensor) and not out.is_leaf:
             node: Any = out.grad_fn
-            for factor in list_factors(function, args, kwargs):
+            for factor in list_second_factors(function, args, kwargs):
                 node.register_prehook(self._backward.make_operand_hook(site, factor))
         return made
 
@@ -429,7 +429,7 @@ class Region(TorchFunctionMode):
         """Return the site of this call of a product."""
         parameter = next((x for x in differentiable if is_parameter(x)), None)
         module = None if parameter is None else self._names.of(parameter)
-        key = module or ".".join([*self.path[-1:], name_of(function)])
+        key = module or ".".join([*self.path[-1:], get_function_name(function)])
         call = self._calls[key]
         self._calls[key] = call + 1
         site = self._backward.sites.open(f"{key}#{call}" if call else key)
@@ -463,7 +463,7 @@ class Region(TorchFunctionMode):
             reads.add(x, source)
             return x
 
-        return map_tensors(value, memoize(moved) if isinstance(function, FunctionType) else moved)
+        return map_tensors(value, memoize_by_tensor(moved) if isinstance(function, FunctionType) else moved)
 
     def _read(self, parameter: Tensor, site: Site, reads: Reads | None, function: Callable | None) -> Tensor:
         """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
@@ -475,7 +475,7 @@ class Region(TorchFunctionMode):
         if reads.is_movable(parameter):
             reads.add_parameter(parameter)
             return parameter
-        view = make_view(parameter, function is not None and name_of(function).startswith("embedding"))
+        view = make_view(parameter, function is not None and get_function_name(function).startswith("embedding"))
         reads.views.append(view)
         if self.recording is not None:
             self.recording.edges.add(view.grad_fn)
@@ -503,9 +503,10 @@ class Region(TorchFunctionMode):
     def _write(self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]) -> Any:
         """Run a function that writes into its first argument, whose site does not change."""
         if args and isinstance(args[0], list | tuple):
+            name = get_function_name(function)
             raise NotImplementedError(
-                f"{name_of(function)} in {'.'.join(self.path) or 'the model'} writes into several tensors whose "
-                f"gradients may have exponents of their own: write into each, or take {name_of(function).rstrip('_')}"
+                f"{name} in {'.'.join(self.path) or 'the model'} writes into several tensors whose gradients may have "
+                f"exponents of their own: write into each, or take {name.rstrip('_')}"
             )
         written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
         site = self.find_site(written) if written.requires_grad else self._find_common_site(function, differentiable)
@@ -529,7 +530,7 @@ class Region(TorchFunctionMode):
         if out.is_leaf or (reads is not None and reads.is_argument(out)):
             return out
         if kind == "product":
-            site.stored = narrow(out.dtype)
+            site.stored = find_narrow_format(out.dtype)
         if kind == "cell" and self._backward.format is not None:
             # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
             out = copy_with_strides(out)
@@ -569,7 +570,7 @@ class Region(TorchFunctionMode):
     @without_watching
     def leave(self, output: Any, wide: bool) -> Any:
         """Return a model's output at the global exponent; ``wide``: in float32 where it is float16."""
-        return map_tensors(output, memoize(lambda x: self._leave_tensor(x, wide)))
+        return map_tensors(output, memoize_by_tensor(lambda x: self._leave_tensor(x, wide)))
 
     def _leave_tensor(self, out: Tensor, wide: bool) -> Tensor:
         if out.is_leaf:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ...kernels import untraced
-from .._functions import is_parameter, list_differentiable, map_tensors, memoize
-from .._site import Site, copy_with_strides, power_of_two
+from .._functions import is_parameter, list_differentiable, map_tensors, memoize_by_tensor
+from .._site import Site, copy_with_strides, make_power_of_two
 from ._backward import LEAF, Backward, get_region, is_exit, mark, set_region
 from ._region import ParameterNames, Recording, without_watching
 
@@ -103,7 +103,7 @@ _NEW = {
 def make_multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
     """Return a hook that multiplies some of a node's gradients by powers of two while a scaled loss is differentiated.
 
-    ``moves``: which gradient, by which power, and how often the pass's lift counts (see Following).
+    ``moves``: which gradient, by which power, and how often the pass's lift counts (see LossFollowing).
     """
     following, new = backward.following, kind in _NEW
 
@@ -116,12 +116,12 @@ def make_multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, 
             for slot, exponent, sign in moves:
                 gradient, power = gradients[slot], exponent + sign * following.lift
                 if gradient is not None and power:
-                    gradient.mul_(power_of_two(power))
+                    gradient.mul_(make_power_of_two(power))
             return None
         found = list(gradients)
         for slot, exponent, sign in moves:
             if found[slot] is not None:
-                found[slot] = following.move_by(found[slot], exponent, sign)
+                found[slot] = following.move_gradient_by(found[slot], exponent, sign)
         return tuple(found)
 
     return multiply
@@ -179,7 +179,7 @@ class LearnedGraph:
 
     def _move(self, source: Site, target: Site) -> tuple[int, int]:
         """Return the power of two from ``target`` to ``source``, and the sign of the lift."""
-        return source.exponent - target.exponent, self._backward.following.find_sign(source, target)
+        return source.exponent - target.exponent, self._backward.following.find_lift_sign(source, target)
 
 
 def learn(
@@ -317,7 +317,8 @@ class Replays:
         by_tensor = {id(x): site for x, site in zip(outputs, sites)}
         to_float32 = wide()
         return map_tensors(
-            output, memoize(lambda x: x if x.is_leaf else self._leave_tensor(x, by_tensor[id(x)], order, to_float32))
+            output,
+            memoize_by_tensor(lambda x: x if x.is_leaf else self._leave_tensor(x, by_tensor[id(x)], order, to_float32)),
         )
 
     def _outside(self, node: Any) -> None:
@@ -330,7 +331,10 @@ class Replays:
             mark(node, self._global_site, self._global_site, self._global_site)
 
     def _leave_tensor(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
-        move = site.exponent - self._global_site.exponent, self._backward.following.find_sign(site, self._global_site)
+        move = (
+            site.exponent - self._global_site.exponent,
+            self._backward.following.find_lift_sign(site, self._global_site),
+        )
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
             out = out.float()
@@ -355,7 +359,7 @@ def _enter(backward: Backward, move: tuple[int, int], order: dict[Site, None], g
     gradient = gradients[0]
     if gradient is None or not any(move):
         return None
-    return backward.following.move_by(gradient, *move), *gradients[1:]
+    return backward.following.move_gradient_by(gradient, *move), *gradients[1:]
 
 
 def count_replays(scaler: Any) -> int:
