@@ -372,7 +372,9 @@ end()
 
 
 @pytest.mark.parametrize(
-    "body", [EXACT, HALF, COMPILED, OVERFLOW], ids=["exact", "float16 copies", "compiled", "one shard overflows"]
+    "body",
+    [EXACT, HALF, COMPILED, OVERFLOW],
+    ids=["exact", "float16 copies", "compiled", "one shard overflows"],
 )
 def test_two_processes(body, in_two_processes, needs_torch):
     if body is HALF:

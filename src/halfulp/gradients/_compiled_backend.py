@@ -25,19 +25,19 @@ from ..kernels import define_operator
 from . import _compiled_placement as _placement
 from . import _functions
 from ._compiled_placement import (
-    DTYPES_OF_16_BITS,
+    HALF_DTYPES,
     Edge,
     SitePlacement,
     SitePlan,
     find_viewed_node,
     is_cast_to_float16,
     is_float16,
-    join_function_path,
+    join_path,
 )
-from ._find_site import GLOBAL_KEY, multiply_by_power
 from ._functions import OperatorKind, classify_function, get_function_name
-from .eager._attach import WHOLE, scaled_here
-from .eager._backward import ALIVE, Backward, check_leaf, list_nodes_behind
+from ._site import GLOBAL_KEY, multiply_by_power
+from .eager._attach import SINGLE_SITE_MODULES, mark_scaled_output
+from .eager._backward import LIVE_BACKWARDS, Backward, list_nodes_behind, refuse_float16_gradient
 
 # Separates what a string argument of an operator lists; a site's key has neither.
 ITEM, PART = "\n", "\t"
@@ -70,7 +70,7 @@ class EdgeFactors:
 
 def _find_active_backward(scaler: str) -> Backward | None:
     """Return the scaler of that handle, if it differentiates a scaled loss."""
-    backward = ALIVE.get(scaler)
+    backward = LIVE_BACKWARDS.get(scaler)
     return backward if backward is not None and backward.active else None
 
 
@@ -93,9 +93,8 @@ def _observe_gradients(gradients: list[Tensor], scaler: str, site: str, kinds: s
     backward.reached.setdefault(where)
     for kind, gradient in zip(kinds.split(PART), gradients):
         exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED_KIND_SUFFIX) else 0
-        backward.measurements.add(
-            where, kind.removesuffix(SHARED_KIND_SUFFIX), multiply_by_power(gradient, exponent), None
-        )
+        stored = multiply_by_power(gradient, exponent)
+        backward.measurements.add(where, kind.removesuffix(SHARED_KIND_SUFFIX), stored, None)
 
 
 compute_edge_factors = define_operator(
@@ -130,15 +129,17 @@ def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
     module.recompile()
 
 
-def _list_limiting_gradients(
-    placement: SitePlacement, moved: dict[Node, Edge]
-) -> dict[str, list[tuple[Node, str, bool]]]:
+# Which gradient, of what kind, and whether it has the global exponent.
+Measured = tuple[Node, str, bool]
+
+
+def _list_limiting_gradients(placement: SitePlacement, moved: dict[Node, Edge]) -> dict[str, list[Measured]]:
     """Return the gradients to measure at each site: all that may overflow there, without views of the same.
 
     That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it,
     between which and its products other functions may lie.
     """
-    found: dict[str, dict[Node, tuple[Node, str, bool]]] = {}
+    found: dict[str, dict[Node, Measured]] = {}
 
     def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
         found.setdefault(key, {}).setdefault(find_viewed_node(node), (node, kind, shared))
@@ -184,7 +185,7 @@ class BackwardGraphWriter:
         """Multiply a node by its edge's factor (16-bit ones in float32), and let its readers take the product."""
         node = edge.node
         dtype = node.meta["val"].dtype
-        half = dtype in DTYPES_OF_16_BITS
+        half = dtype in HALF_DTYPES
         cast = torch.ops.prims.convert_element_type.default
         vector = self._get_factor_vector(node)
         with self._module.graph.inserting_before(min(edge.readers)):
@@ -197,7 +198,7 @@ class BackwardGraphWriter:
             reader.replace_input_with(node, moved)
         return moved
 
-    def write_measurement(self, key: str, gradients: Collection[tuple[Node, str, bool]]) -> None:
+    def write_measurement(self, key: str, gradients: Collection[Measured]) -> None:
         """Add a measurement of gradients at a site, with their kinds and whether they have the global exponent."""
         nodes, kinds, shared = zip(*gradients)
         words = PART.join(kind + SHARED_KIND_SUFFIX * s for kind, s in zip(kinds, shared))
@@ -274,14 +275,14 @@ def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., An
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
         warn_of_graph_breaks(inputs, backward)
         join_scaled_sums(module.graph)
-        partition = ScaledPartitioner(backward.handle, plan_sites(module, inputs, backward))
+        partition = Partitioner(backward.handle, plan_sites(module, inputs, backward))
         remove_output_marks(module, backward.handle)
         return _COMPILERS[name](module, inputs, partition, options, mode)
 
     return compile_scaled
 
 
-class ScaledPartitioner:
+class Partitioner:
     """Partitions a joint graph as torch does, and moves gradients in its backward graph: a CustomPartitionerFn."""
 
     def __init__(self, scaler: str, plan: SitePlan, inner: Any = None) -> None:
@@ -307,7 +308,7 @@ class ScaledPartitioner:
 
 
 def _compile_by_inductor(
-    module: GraphModule, inputs: Sequence, partition: ScaledPartitioner, options: dict | None, mode: str | None
+    module: GraphModule, inputs: Sequence, partition: Partitioner, options: dict | None, mode: str | None
 ):
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
@@ -318,7 +319,7 @@ def _compile_by_inductor(
 
 
 def _compile_by_aot_eager(
-    module: GraphModule, inputs: Sequence, partition: ScaledPartitioner, options: dict | None, mode: str | None
+    module: GraphModule, inputs: Sequence, partition: Partitioner, options: dict | None, mode: str | None
 ):
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -336,7 +337,7 @@ _COMPILERS = {"inductor": _compile_by_inductor, "aot_eager": _compile_by_aot_eag
 def remove_output_marks(module: GraphModule, scaler: str) -> None:
     """Remove the marks of this scaler from a graph."""
     for node in list(module.graph.nodes):
-        if node.target is scaled_here and node.args[1] == scaler:
+        if node.target is mark_scaled_output and node.args[1] == scaler:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()
@@ -395,7 +396,7 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
     for key in dict.fromkeys(plan.keys.values()):
         backward.sites.open(key)
     for parameter in parameters.values():
-        check_leaf(parameter)
+        refuse_float16_gradient(parameter)
     return plan
 
 
@@ -404,7 +405,7 @@ class _SitePlanner:
 
     def __init__(self, backward: Backward, parameters: dict[Node, nn.Parameter], plan: SitePlan) -> None:
         self._plan = plan
-        self._parts = {str(key): name for one in backward.names for key, name in one.list_parts().items()}
+        self._parts = {str(key): name for one in backward.names for key, name in one.list_parts_by_id().items()}
         self._parameters = dict(parameters)
         self._owners = {
             x: find_owning_module(x, backward) or _read_parameter_path(node).rpartition(".")[0] or "model"
@@ -427,11 +428,10 @@ class _SitePlanner:
             if node.target is torch._C._set_grad_enabled:
                 self._records = bool(node.args[0])
             elif getattr(node.target, "__name__", "") == _CHECKPOINT_OPERATOR:
-                self._sites[node] = self._visit_checkpoint(
-                    getattr(module, node.args[0].target), node, tuple(stack or ())
-                )
+                body = getattr(module, node.args[0].target)
+                self._sites[node] = self._visit_checkpoint(body, node, tuple(stack or ()))
             elif node.op in ("call_function", "call_method") and stack:
-                self._visit_node(node, join_function_path(stack))
+                self._visit_node(node, join_path(stack))
 
     def _visit_checkpoint(self, body: GraphModule, node: Node, stack: tuple) -> Any:
         """Return the sites of the results of a body that runs again during backward.
@@ -494,7 +494,7 @@ class _SitePlanner:
         whole = self._find_whole_module_call(node)
         if whole is not None:
             if whole not in self._whole:
-                self._whole[whole] = self._number_call(".".join(self._find_innermost_module(node)) or "model")
+                self._whole[whole] = self._number_call(".".join(self._find_module(node)) or "model")
             return self._whole[whole]
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             # A custom function sees gradients of the global exponent.
@@ -503,9 +503,8 @@ class _SitePlanner:
             case "product":
                 return self._open_site(node, differentiable)
             case "cell":
-                states = [
-                    x for x in pytree.tree_leaves(node.args[1:2]) if isinstance(x, Node) and self._has_gradient(x)
-                ]
+                leaves = pytree.tree_leaves(node.args[1:2])
+                states = [x for x in leaves if isinstance(x, Node) and self._has_gradient(x)]
                 site = self._read_site(states[0]) if states and states[0] not in self._parameters else GLOBAL_KEY
                 return self._open_site(node, differentiable) if site == GLOBAL_KEY else site
             case "in-place" if node.args and isinstance(node.args[0], Node) and node.args[0] in self._sites:
@@ -516,9 +515,9 @@ class _SitePlanner:
     def _read_site(self, node: Node) -> str:
         """Return the site of a node's gradient; the latest of several results'."""
         site = self._sites.get(node, GLOBAL_KEY)
-        return (
-            site if isinstance(site, str) else max(site, key=lambda key: self._ranks.get(key, -1), default=GLOBAL_KEY)
-        )
+        if isinstance(site, str):
+            return site
+        return max(site, key=lambda key: self._ranks.get(key, -1), default=GLOBAL_KEY)
 
     def _pick_result_site(self, node: Node, site: str) -> str:
         """Return the site of a result: numbers are losses, at the global exponent; one of several has its own."""
@@ -536,9 +535,7 @@ class _SitePlanner:
     def _open_site(self, node: Node, differentiable: Iterable[Node]) -> str:
         """Return the site of this call of a product, or of what reads parameters alone."""
         owner = next((self._owners[self._parameters[x]] for x in differentiable if x in self._parameters), None)
-        return self._number_call(
-            owner or ".".join([*self._find_innermost_module(node), get_function_name(node.target)])
-        )
+        return self._number_call(owner or ".".join([*self._find_module(node), get_function_name(node.target)]))
 
     def _number_call(self, key: str) -> str:
         call = self._calls[key]
@@ -547,7 +544,7 @@ class _SitePlanner:
         self._ranks.setdefault(key, len(self._ranks))
         return key
 
-    def _find_innermost_module(self, node: Node) -> list[str]:
+    def _find_module(self, node: Node) -> list[str]:
         """Return the innermost module with parts that a node runs in."""
         calls = reversed(list(node.meta.get("nn_module_stack") or {}))
         # Dynamo calls a module by its id, and what follows an @ counts its calls.
@@ -558,7 +555,10 @@ class _SitePlanner:
     def _find_whole_module_call(self, node: Node) -> str | None:
         """Return the call of a module that the eager front end meets as one product, and dynamo as its parts."""
         calls = (node.meta.get("nn_module_stack") or {}).items()
-        return next((call for call, (_, kind) in calls if isinstance(kind, type) and issubclass(kind, WHOLE)), None)
+        return next(
+            (call for call, (_, kind) in calls if isinstance(kind, type) and issubclass(kind, SINGLE_SITE_MODULES)),
+            None,
+        )
 
 
 def find_owning_module(parameter: Tensor, backward: Backward) -> str | None:

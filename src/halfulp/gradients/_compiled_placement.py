@@ -1,4 +1,4 @@
-"""SitePlacement: gives every gradient of a backward graph a site, and says which move where sites meet."""
+"""The placement gives every gradient of a backward graph a site, and says which move where sites meet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ._find_site import GLOBAL_KEY
+from ._site import GLOBAL_KEY
 
 # Opening: linear, in the derivative of a function that reads parameters alone, whose gradients have its site.
 NodeRole = Literal["product", "opening", "linear", "part", "widening", "shape", "other"]
@@ -30,19 +30,10 @@ _LINEAR_MOVE_NAMES = {
     *("view", "_unsafe_view", "reshape", "_reshape_copy", "permute", "transpose", "t", "expand", "squeeze"),
     *("unsqueeze", "clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "view_of"),
     *("broadcast_in_dim", "slice", "select", "slice_scatter", "select_scatter", "diagonal", "diagonal_scatter"),
-    *("unfold", "as_strided"),
-    *("as_strided_scatter", "split", "split_with_sizes", "unbind", "flip", "roll", "repeat", "constant_pad_nd"),
-    *(
-        "index",
-        "_unsafe_index",
-        "index_fill",
-        "index_select",
-        "gather",
-        "index_put",
-        "_unsafe_index_put",
-        "index_add",
-        "scatter",
-    ),
+    *("unfold", "as_strided", "as_strided_scatter"),
+    *("split", "split_with_sizes", "unbind", "flip", "roll", "repeat", "constant_pad_nd"),
+    *("index", "_unsafe_index", "index_fill", "index_select", "gather", "index_put", "_unsafe_index_put"),
+    *("index_add", "scatter"),
     *("scatter_add", "_to_copy", "convert_element_type", "trace", "diag_embed", "im2col", "col2im"),
     *("real", "imag", "complex", "conj", "_conj", "_conj_physical", "resolve_conj", "view_as_real", "view_as_complex"),
     *("_fft_r2c", "_fft_c2r", "_fft_c2c", "view_copy", "permute_copy", "expand_copy", "slice_copy", "select_copy"),
@@ -54,39 +45,16 @@ _FILL_VALUE_PLACES = {
 }
 # a * b + c, by the places of a, b and c.
 _MULTIPLY_ADD_PLACES = {"fma": (0, 1, 2), "addcmul": (1, 2, 0)}
-_SHAPE_ONLY_NAMES = (
-    "empty_like",
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "rand_like",
-    "randn_like",
-    "sym_size",
-    "sym_stride",
-)
-_NEW_TENSOR_NAMES = (
-    "new_empty",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "sym_numel",
-    "sym_storage_offset",
-    "new_empty_strided",
-)
-_VIEW_NAMES = (
-    "view",
-    "permute",
-    "transpose",
-    "t",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "reshape",
-    "_unsafe_view",
-    "clone",
-)
+# Of a gradient's shape alone.
+_SHAPE_ONLY_NAMES = {
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "sym_size", "sym_stride"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "sym_numel", "sym_storage_offset", "new_empty_strided"),
+}
+_VIEW_NAMES = {
+    *("view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "reshape", "_unsafe_view", "clone")
+}
 _CAST_NAMES = ("_to_copy", "convert_element_type")
-DTYPES_OF_16_BITS = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def find_node_role(node: Node, gradients: Mapping[Node, None]) -> NodeRole:
@@ -96,7 +64,7 @@ def find_node_role(node: Node, gradients: Mapping[Node, None]) -> NodeRole:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace not in ("aten", "prims", "mkldnn"):
         return "other"
     name = node.target._opname
-    if name in _SHAPE_ONLY_NAMES or name in _NEW_TENSOR_NAMES:
+    if name in _SHAPE_ONLY_NAMES:
         return "shape"
     if not is_floating_tensor(node):
         return "other"
@@ -194,7 +162,7 @@ def _is_widening_cast(node: Node, gradients: Mapping[Node, None]) -> bool:
     if getattr(node.target, "_opname", None) not in _CAST_NAMES:
         return False
     narrow = node.all_input_nodes[0].meta["val"].dtype
-    return narrow in DTYPES_OF_16_BITS and node.meta["val"].dtype not in DTYPES_OF_16_BITS
+    return narrow in HALF_DTYPES and node.meta["val"].dtype not in HALF_DTYPES
 
 
 def find_viewed_node(node: Node) -> Node:
@@ -235,7 +203,7 @@ class SitePlan:
         return -1 if key == GLOBAL_KEY else self.ranks.get(key, 0)
 
 
-def join_function_path(stack: Sequence[tuple]) -> str:
+def join_path(stack: Sequence[tuple]) -> str:
     """Return the name of a graph's function, behind the names of the functions that it is nested in."""
     return "/".join(name for name, _ in stack)
 
@@ -316,7 +284,7 @@ class SitePlacement:
     def _find_forward_path(self, node: Node) -> str | None:
         """Return the forward function to whose derivative a node belongs."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
-        paths = (join_function_path(stack[:end]) for end in range(len(stack), 0, -1))
+        paths = (join_path(stack[:end]) for end in range(len(stack), 0, -1))
         return next((path for path in paths if path in self._plan.keys), None)
 
     def _find_site_key(self, node: Node) -> str:
@@ -346,7 +314,7 @@ class SitePlacement:
         Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
         """
         value = product.meta["val"]
-        own = not isinstance(value, Tensor) or value.dtype in DTYPES_OF_16_BITS
+        own = not isinstance(value, Tensor) or value.dtype in HALF_DTYPES
         own = own or self._leads[self._sums.get(product, product)]
         return self._calls[product] if own else GLOBAL_KEY
 

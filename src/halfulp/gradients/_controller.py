@@ -375,7 +375,7 @@ class ExponentController:
     def check_stream(self, progress: list) -> None:
         """Refuse a state whose gradients were rounded by another version of the stream of random bits."""
         version = progress[6]
-        if self.backward.is_drawing and progress[3] and version != STREAM_VERSION:
+        if self.backward.is_seeded and progress[3] and version != STREAM_VERSION:
             raise ValueError(
                 f"'progress' of the state_dict is of version {version} of the stream of random bits, known is "
                 f"{STREAM_VERSION}: gradients would be rounded by other bits than the saved run's. To accept that, set "
@@ -417,7 +417,7 @@ class ExponentController:
         if measuring and not self._sources and not global_site.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
             self._set_exponent(
-                global_site, self._limit_below_overflow(global_site, min(self.start, global_site.exponent + 1))
+                global_site, self._limit_exponent(global_site, min(self.start, global_site.exponent + 1))
             )
         self.following.update_reference(narrow, self.floor, self.ceiling)
         self.sites.note_lowest_exponent()
@@ -477,7 +477,7 @@ class ExponentController:
         if exponent is not None:
             self._set_exponent(
                 site,
-                self._limit_halfway_to_overflow(site, exponent) if lost else self._limit_below_overflow(site, exponent),
+                self._limit_halfway(site, exponent) if lost else self._limit_exponent(site, exponent),
             )
 
     def _raise_vanished_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> bool:
@@ -488,11 +488,11 @@ class ExponentController:
         for site in readings:
             self._set_exponent(
                 site,
-                self._limit_halfway_to_overflow(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)),
+                self._limit_halfway(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)),
             )
         return True
 
-    def _limit_below_overflow(self, site: Site, exponent: int) -> int:
+    def _limit_exponent(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent, limited below the last overflow while that is remembered."""
         overflowed = site.memory.at(self.iteration)
         if overflowed is None:
@@ -503,7 +503,7 @@ class ExponentController:
         """Return how many powers of two a site stays below the exponent at which it overflowed."""
         return min(_MARGIN_BELOW_OVERFLOW, site.exponent - self.policy.exponent_after_overflow(site))
 
-    def _limit_halfway_to_overflow(self, site: Site, exponent: int) -> int:
+    def _limit_halfway(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent if it is below the last overflow's, else one halfway to it.
 
         A site that does not overflow there any more, as it is there or above, may go anywhere.
@@ -555,7 +555,7 @@ class ExponentController:
             return wanted
         if any(is_overflow_near(kinds, overflowed) for kinds in readings.values()):
             global_site.memory.exponent = None
-        return self._limit_halfway_to_overflow(global_site, wanted)
+        return self._limit_halfway(global_site, wanted)
 
     def _set_exponent(self, site: Site, exponent: int) -> None:
         """Set a site's exponent, clamped to floor and ceiling."""

@@ -27,7 +27,7 @@ from ._policy import Policy, get_policy
 from ._reports import LastStep, SiteRecorder, SiteTable
 from ._site import HIGHEST, parse_scale_exponent
 from ._state import check_entries, check_sites, index_sites, reduce_scaler, resume_scaler, save_sites
-from .eager._attach import attach, unwrap
+from .eager._attach import attach, get_wrapped_model
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
@@ -158,9 +158,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def _scale_output(self, output: Tensor) -> Tensor:
         """Return one loss times the scale, with hooks that open the edges in its backward pass."""
         backward = self._controller.backward
-        backward.end_unless_differentiating()
+        backward.close_unless_differentiating()
         if output.grad_fn is not None and not backward.second_order:
-            backward.check_exits(output.grad_fn)
+            backward.refuse_inner_tensors(output.grad_fn)
         scaled = output * self._make_scale_tensor(output.device)
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
@@ -193,7 +193,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "at a scale that this one does not know: in pipelines train in bfloat16, or multiply the loss by a "
                 "constant power of two and divide every stage's gradients by it"
             )
-        controller.backward.end_unless_differentiating()
+        controller.backward.close_unless_differentiating()
         self._unscaled.check(optimizer, self._models)
         self._make_scale_tensor(torch.device(self._device))
         super().unscale_(optimizer)
@@ -247,7 +247,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.READY and not is_stepped_without_gradients(optimizer):
             self.unscale_(optimizer)
         if self._controller.backward.passes:
-            self._controller.backward.check_seen()
+            self._controller.backward.warn_if_unwatched()
         flags = collect_overflow_flags(optimizer, state["found_inf_per_device"], self._device)
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read(flags)
@@ -465,7 +465,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """Return the qualified names of all modules, with which sites' keys begin."""
         found = {"model", ""}
         for i, model in enumerate(one() for one in self._models):
-            names = () if model is None else (name for name, _ in unwrap(model).named_modules())
+            names = () if model is None else (name for name, _ in get_wrapped_model(model).named_modules())
             prefix = str(i) if len(self._models) > 1 else ""
             found |= {f"{prefix}.{name}".strip(".") for name in names}
         return found

@@ -9,11 +9,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import halfulp as hu
-from halfulp.gradients._compiled_backend import ScaledPartitioner, make_backend
+from halfulp.gradients._compiled_backend import Partitioner, make_backend
 from halfulp.gradients._compiled_placement import SitePlan
 from halfulp.gradients._policy import get_policy
 from halfulp.gradients._site import GLOBAL_KEY, Sites
-from halfulp.gradients.eager._attach import attach
+from halfulp.gradients.eager._attach import attach_scaler
 from halfulp.gradients.eager._backward import Backward
 from halfulp.kernels import same_bits
 
@@ -47,7 +47,7 @@ SITES = [
 
 def _watched(model: nn.Module, exponent: int = 0, **given) -> Backward:
     backward = Backward(Sites(exponent), get_policy("amax"), **given)
-    attach(model, backward, wide=None, prefix="")
+    attach_scaler(model, backward, wide=None, prefix="")
     return backward
 
 
@@ -197,7 +197,7 @@ def _check_edges(backward: Backward, compiled: bool) -> None:
 def test_each_of_several_models_has_sites_of_its_own(seed):
     models, backward, x = [_mlp(), _mlp()], Backward(Sites(0), get_policy("amax")), torch.randn(5, 6)
     for i, model in enumerate(models):
-        attach(model, backward, wide=None, prefix=str(i))
+        attach_scaler(model, backward, wide=None, prefix=str(i))
     compiled = [_compiled(model, backward) for model in models]
     loss = sum(one(x).square().sum() for one in compiled)
     loss.register_hook(lambda _: backward.begin(()))
@@ -207,15 +207,15 @@ def test_each_of_several_models_has_sites_of_its_own(seed):
 
 def test_caches_of_graphs_tell_apart_what_the_pass_depends_on(seed):
     keys = [{"linear": "a"}, {"linear": "b"}, {"linear": "a"}]
-    uuids = [ScaledPartitioner("0", SitePlan((True,), key)).uuid() for key in keys]
+    uuids = [Partitioner("0", SitePlan((True,), key)).uuid() for key in keys]
     assert uuids[0] == uuids[2] != uuids[1]
     plans = [SitePlan((False,), keys[0]), SitePlan((True,), keys[0], products={"linear"})]
     assert (
         len(
             {
                 *uuids,
-                ScaledPartitioner("1", SitePlan((True,), keys[0])).uuid(),
-                *(ScaledPartitioner("0", p).uuid() for p in plans),
+                Partitioner("1", SitePlan((True,), keys[0])).uuid(),
+                *(Partitioner("0", p).uuid() for p in plans),
             }
         )
         == 5

@@ -21,10 +21,10 @@ from ...subclass.models._float32_products import GraphReader, class_of, leave_co
 from .._functions import map_tensors
 from ._backward import Backward, get_region, is_differentiating
 from ._region import ParameterNames, Region
-from ._replay import Replays
+from ._replay import GraphReplay
 
 
-def _refuse(out: Tensor, scaler: str) -> Tensor:
+def _refuse_other_backend(out: Tensor, scaler: str) -> Tensor:
     raise ValueError(
         "the model has an AdaptiveGradScaler but was compiled by another backend, which would keep all its gradients "
         'at one exponent in silence: compile it with torch.compile(model, backend=scaler.backend("inductor")), of the '
@@ -32,11 +32,13 @@ def _refuse(out: Tensor, scaler: str) -> Tensor:
     )
 
 
-scaled_here = define_operator(
-    "scaled_here(Tensor out, str scaler) -> Tensor", _refuse, lambda out, scaler: torch.empty_like(out)
+mark_scaled_output = define_operator(
+    "mark_scaled_output(Tensor out, str scaler) -> Tensor",
+    _refuse_other_backend,
+    lambda out, scaler: torch.empty_like(out),
 )
 # Traced by other backends on the way to its refusal.
-torch.library.register_autograd("halfulp::scaled_here", lambda _, gradient: (gradient, None))
+torch.library.register_autograd("halfulp::mark_scaled_output", lambda _, gradient: (gradient, None))
 
 
 class NotScriptedError(NotImplementedError, AttributeError):
@@ -80,7 +82,7 @@ class WatchedForward(GraphReader):
         self._names = names
         self._place = place
         self._role = role
-        self._replays = Replays(backward, names)
+        self._replays = GraphReplay(backward, names)
 
     @property
     def __code__(self) -> types.CodeType:
@@ -111,7 +113,7 @@ class WatchedForward(GraphReader):
             return out
         wide = self._is_widening()
         widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
-        return map_tensors(widened, lambda x: scaled_here(x, self._backward.handle))
+        return map_tensors(widened, lambda x: mark_scaled_output(x, self._backward.handle))
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -151,7 +153,7 @@ class WatchedForward(GraphReader):
             # Names left by parts that raised go, too.
             del region.path[depth:]
 
-    def _run_in_region(self, args: tuple, kwargs: dict, replays: Replays | None) -> Any:
+    def _run_in_region(self, args: tuple, kwargs: dict, replays: GraphReplay | None) -> Any:
         """Run the forward pass in a region, from which ``replays`` learn if they are given."""
         with Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
@@ -164,7 +166,7 @@ class WatchedForward(GraphReader):
             return region.leave(out, self._is_widening())
 
     def _is_widening(self) -> bool:
-        return is_under_float16() if self._wide is None else self._wide
+        return is_autocasting_to_float16() if self._wide is None else self._wide
 
     def restore(self) -> None:
         """Restore the module's previous forward."""
@@ -187,16 +189,16 @@ def get_plain_forward(module: nn.Module) -> types.MethodType:
 
 
 # Modules whose forward reads their parts' parameters and does not call the parts.
-WHOLE = (nn.MultiheadAttention,)
+SINGLE_SITE_MODULES = (nn.MultiheadAttention,)
 
 
-def is_under_float16() -> bool:
+def is_autocasting_to_float16() -> bool:
     """Return whether autocast to float16 is on, for any kind of device."""
     kinds = ("cpu", "cuda", "mps", "xpu")
     return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
 
 
-def list_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:
+def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:
     """Yield the model and what a step may call by itself, each with the place after which what runs there is named.
 
     These are modules with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.
@@ -219,17 +221,17 @@ def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str) -> Callable[[], None]:
+def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str) -> Callable[[], None]:
     """Attach a scaler's edges to a model; returns a function that detaches them."""
-    model = unwrap(model)
-    check_model(model)
+    model = get_wrapped_model(model)
+    refuse_unwatchable_model(model)
     names = ParameterNames(model, prefix)
     backward.names.add(names)
     # The backend of a compiler finds sites by the products that the model writes.
     leave_compiled_products(model)
     forwards = [
         WatchedForward(part, backward, wide, names, ".".join(filter(None, (prefix, place))), role)
-        for place, part, role in list_parts(model)
+        for place, part, role in list_watched_modules(model)
     ]
 
     def detach() -> None:
@@ -240,7 +242,7 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     return detach
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def get_wrapped_model(model: nn.Module) -> nn.Module:
     """Return the model inside torch's data-parallel wrappers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
@@ -249,7 +251,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def check_model(model: nn.Module) -> None:
+def refuse_unwatchable_model(model: nn.Module) -> None:
     """Refuse models whose backward pass cannot be watched."""
     if any(isinstance(vars(module).get("forward"), WatchedForward) for module in model.modules()):
         raise ValueError(

@@ -24,17 +24,17 @@ from .._policy import Policy
 from .._site import LossFollowing, Measurements, Site, Sites, find_narrow_format
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
-LEAF = 2**62
+FIRST_LEAF_NUMBER = 2**62
 # How many forward passes without edges are known.
-_KEPT = 4096
+_REMEMBERED_PASSES = 4096
 
 
-def mark(node: Any, above: Site, below: Site, global_site: Site) -> None:
+def mark_node(node: Any, above: Site, below: Site, global_site: Site) -> None:
     """Mark a node with the sites at whose exponents its gradient arrives and leaves; one mark for each scaler."""
     node.metadata[global_site] = above, below
 
 
-def is_exit(node: Any, global_site: Site) -> bool:
+def is_at_global_exponent(node: Any, global_site: Site) -> bool:
     """Return whether a node's gradient arrives at the global exponent, so that its tensor may be read anywhere."""
     return node.metadata.get(global_site, (None, None))[0] is global_site
 
@@ -53,7 +53,7 @@ def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iter
             pending += [following for following, _ in node.next_functions]
 
 
-class Unmarked:
+class UnmarkedPasses:
     """Remembers forward passes without edges, as ranges of autograd's sequence numbers.
 
     Attributes:
@@ -62,7 +62,7 @@ class Unmarked:
 
     def __init__(self) -> None:
         self.count = 0
-        self._latest: deque[tuple[int, int]] = deque(maxlen=_KEPT)
+        self._latest: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
         # In ascending order, and apart from each other.
         self._begins: list[int] = []
         self._ends: list[int] = []
@@ -71,14 +71,14 @@ class Unmarked:
         """Note a forward pass by autograd's sequence numbers before and after it."""
         self.count += 1
         self._latest.append((begin, end))
-        if len(self._begins) < 2 * _KEPT:
-            self._insert(begin, end)
+        if len(self._begins) < 2 * _REMEMBERED_PASSES:
+            self._insert_range(begin, end)
             return
         self._begins, self._ends = [], []
         for one in self._latest:
-            self._insert(*one)
+            self._insert_range(*one)
 
-    def _insert(self, begin: int, end: int) -> None:
+    def _insert_range(self, begin: int, end: int) -> None:
         """Insert a range of sequence numbers, merged with those that it overlaps (threads count separately)."""
         first, last = bisect.bisect_right(self._ends, begin), bisect.bisect_left(self._begins, end)
         if first < last:
@@ -94,23 +94,23 @@ class Unmarked:
 
 Hook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
-ALIVE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
+LIVE_BACKWARDS: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
 _handles = itertools.count()
-_local = threading.local()
+_thread_state = threading.local()
 
 
 def get_region() -> Any:
     """Return the region, or the replay of a known graph, that this thread is in; None outside of both."""
-    return getattr(_local, "region", None)
+    return getattr(_thread_state, "region", None)
 
 
 def set_region(region: Any) -> None:
     """Set the active region or replay of this thread; None for neither."""
-    _local.region = region
+    _thread_state.region = region
 
 
-class Widening(torch.autograd.Function):
-    """A view of a float16 parameter whose gradient leaves it in float32 (`check_leaf`).
+class FloatWideningView(torch.autograd.Function):
+    """A view of a float16 parameter whose gradient leaves it in float32 (`refuse_float16_gradient`).
 
     A hook may not change a gradient's dtype; ``hook`` is set on the node.
     """
@@ -160,7 +160,7 @@ class Backward:
         # Whether reentrant checkpoints ran, whose backward passes begin inside of this one.
         self.replayed = False
         self.measurements = Measurements()
-        self.unmarked = Unmarked()
+        self.unmarked = UnmarkedPasses()
         self._replays = True
         self.following = LossFollowing(sites, policy.per_site and policy.measures and not policy.wants_operands)
         # The sites of this iteration's forward and backward passes.
@@ -176,7 +176,7 @@ class Backward:
         self.handle = str(next(_handles))
         self.factors: dict[tuple, Any] = {}
         self.names: weakref.WeakSet = weakref.WeakSet()
-        ALIVE[self.handle] = self
+        LIVE_BACKWARDS[self.handle] = self
 
     # what a backward pass goes through ----------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Backward:
     def begin(self, gradients: tuple) -> None:
         """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
-            self._switch_off()
+            self._stop_for_second_order()
         self.passes += 1
         if self.second_order or self.active:
             return
@@ -198,12 +198,12 @@ class Backward:
         """Deactivate the edges."""
         self.active = False
 
-    def end_unless_differentiating(self) -> None:
+    def close_unless_differentiating(self) -> None:
         """Deactivate the edges unless a backward pass runs, also after one that raised."""
         if not is_differentiating():
             self.end()
 
-    def check_exits(self, node: Any) -> None:
+    def refuse_inner_tensors(self, node: Any) -> None:
         """Check that a tensor read outside of models depends on their forward passes through their outputs only.
 
         From any other tensor of a model every path leads over an edge, as only edges lead out of a site, and all of
@@ -225,18 +225,18 @@ class Backward:
         if any(one not in marks and self.unmarked.has(one) for one in behind):
             self.use_one_scale()
 
-    def mark_outside(self, node: Any) -> None:
+    def mark_outer_node(self, node: Any) -> None:
         """Mark a node that was made before a forward pass as one at the global exponent."""
         global_site = self.sites.global_site
-        if node is not None and not is_exit(node, global_site):
-            self.check_exits(node)
-            mark(node, global_site, global_site, global_site)
+        if node is not None and not is_at_global_exponent(node, global_site):
+            self.refuse_inner_tensors(node)
+            mark_node(node, global_site, global_site, global_site)
 
     def use_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""
         self.second_order, self._replays = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
-        self.end_unless_differentiating()
+        self.close_unless_differentiating()
 
     def may_replay(self) -> bool:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
@@ -248,7 +248,7 @@ class Backward:
         if not self.reached and not self.forwards:
             self.find_groups()
 
-    def check_seen(self) -> None:
+    def warn_if_unwatched(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""
         if self._seen or self.idle:
             return
@@ -282,15 +282,15 @@ class Backward:
             self.reached[source] = None
             if target is self.sites.global_site and self.measuring and self.policy.wants_operands:
                 self.propose_at_loss(source, gradient, source.stored)
-            changed = self._store(gradient, target, "passed")
+            changed = self._store_gradient(gradient, target, "passed")
             changed = self.following.move_between_sites(changed, source, target)
-            changed = self._store(changed, source, "received")
+            changed = self._store_gradient(changed, source, "received")
             return None if changed is gradient else (changed,)
 
         self._edge_hooks[source, target] = move_gradient
         return move_gradient
 
-    def _store(self, gradient: Tensor, site: Site, kind: str) -> Tensor:
+    def _store_gradient(self, gradient: Tensor, site: Site, kind: str) -> Tensor:
         """Return a gradient as a site stores it, and measure it; at the global exponent products read none."""
         stored = None if site is self.sites.global_site else self.format or site.stored
         if stored is self.format:
@@ -305,12 +305,12 @@ class Backward:
         return self._edge_hooks.keys()
 
     @property
-    def is_drawing(self) -> bool:
+    def is_seeded(self) -> bool:
         """Whether gradients are rounded with seeded random bits, which the count of roundings keys."""
         return isinstance(self._rounding, Stochastic) and self._rounding.seed is not None
 
     @untraced
-    def round_all(self, gradients: tuple) -> tuple | None:
+    def round_gradients(self, gradients: tuple) -> tuple | None:
         """Round a product's incoming gradients to the format (the hook of its result)."""
         if not self.active:
             return None
@@ -337,11 +337,11 @@ class Backward:
         @untraced
         def look(gradients: tuple) -> None:
             if self.active and gradients[0] is not None:
-                self.propose(site, gradients[0], factor, site.stored)
+                self.propose_bounds(site, gradients[0], factor, site.stored)
 
         return look
 
-    def propose(self, site: Site, gradient: Tensor, factor: SecondFactor, stored: Format | None) -> None:
+    def propose_bounds(self, site: Site, gradient: Tensor, factor: SecondFactor, stored: Format | None) -> None:
         """Ask the policy for bounds from a product of this gradient, if the format or ``stored`` is narrow."""
         stored = self.format or stored
         if stored is None:
@@ -380,7 +380,7 @@ class Backward:
             changed = self.round_to_format(gradient)
             if self.measuring:
                 self.measurements.add(site, "weight", changed, stored)
-            # A float16 parameter sums its gradients in float32 (`check_leaf`), where leaving is exact.
+            # A float16 parameter sums its gradients in float32 (`refuse_float16_gradient`), where leaving is exact.
             changed = changed.float() if changed.dtype == torch.float16 else changed
             changed = self.following.move_between_sites(changed, self.sites.global_site, site)
             return None if changed is gradient else (changed,)
@@ -392,12 +392,12 @@ class Backward:
         """Return whether edges are inactive, as they are for a whole iteration with a second derivative."""
         if not self.active:
             if torch.is_grad_enabled() and not self.second_order:
-                self._switch_off()
+                self._stop_for_second_order()
             return True
         # A backward pass inside of this one is none of a scaled loss, unless it is a checkpoint's.
         return torch._C._current_graph_task_id() != self._task and not self.replayed
 
-    def _switch_off(self) -> None:
+    def _stop_for_second_order(self) -> None:
         self.second_order = True
         self.active = False
         if not self._warned:
@@ -414,7 +414,7 @@ def is_differentiating() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def check_leaf(parameter: Tensor, is_sharded: Callable[[], bool] = lambda: False) -> None:
+def refuse_float16_gradient(parameter: Tensor, is_sharded: Callable[[], bool] = lambda: False) -> None:
     """Refuse a float16 parameter with a float16 gradient, which could not be unscaled without rounding.
 
     ``is_sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their

@@ -29,40 +29,50 @@ from .._functions import (
     memoize_by_tensor,
 )
 from .._site import CopyWithStrides, Site, copy_with_strides, find_narrow_format
-from ._backward import LEAF, Backward, Hook, Widening, check_leaf, get_region, is_exit, mark, set_region
+from ._backward import (
+    FIRST_LEAF_NUMBER,
+    Backward,
+    FloatWideningView,
+    Hook,
+    get_region,
+    is_at_global_exponent,
+    mark_node,
+    refuse_float16_gradient,
+    set_region,
+)
 
-COMPILED = (
+COMPILED_PART_TEXT = (
     "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
     'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
 )
 # Sets and returns what is not None while something that torch.compile was given runs. The function that only returns it
 # gives up a reference to it each time in torch 2.6, until Python crashes.
-_set_dynamo = torch._C._dynamo.eval_frame.set_eval_frame
+_set_dynamo_callback = torch._C._dynamo.eval_frame.set_eval_frame
 # Whose users have been warned.
-_warned: weakref.WeakSet = weakref.WeakSet()
+_warned_backwards: weakref.WeakSet = weakref.WeakSet()
 
 
 def is_compiled_alone() -> bool:
     """Return whether a part of the model that was compiled by itself is running."""
     if torch.compiler.is_dynamo_compiling():
-        _warn()
-        raise NotImplementedError(COMPILED)
-    callback = _set_dynamo(None)
+        _warn_of_compiled_part()
+        raise NotImplementedError(COMPILED_PART_TEXT)
+    callback = _set_dynamo_callback(None)
     if callback is None:
         return False
-    _set_dynamo(callback)
-    _warn()
+    _set_dynamo_callback(callback)
+    _warn_of_compiled_part()
     return True
 
 
 # Dynamo calls it as it traces.
 @constant_result
-def _warn() -> None:
+def _warn_of_compiled_part() -> None:
     region = get_region()
-    if region is not None and region._backward not in _warned:
-        _warned.add(region._backward)
+    if region is not None and region._backward not in _warned_backwards:
+        _warned_backwards.add(region._backward)
         given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
-        warnings.warn(f"{COMPILED}. {given_up}", stacklevel=4)
+        warnings.warn(f"{COMPILED_PART_TEXT}. {given_up}", stacklevel=4)
 
 
 def without_watching(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +110,7 @@ class ParameterNames:
         model = self._model()
         return iter(()) if model is None else model.parameters()
 
-    def list_parts(self) -> dict[int, str]:
+    def list_parts_by_id(self) -> dict[int, str]:
         """Return the names of the modules that have parts, by their ids: what runs in one is named after it."""
         model = self._model()
         modules = () if model is None else model.named_modules()
@@ -115,7 +125,7 @@ class ParameterNames:
         return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-class Recording:
+class CallRecording:
     """A record of a forward pass in a region: which call made each node, at which site, and which nodes are edges.
 
     Attributes:
@@ -152,11 +162,11 @@ class Recording:
 
 
 # Which of the gradients that a node passes on, and the hook that moves it.
-Moves = tuple[tuple[int, Hook], ...]
+SlotHooks = tuple[tuple[int, Hook], ...]
 
 
-class Reads:
-    """Moves the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
+class ArgumentMoves:
+    """SlotHooks the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
 
     Autograd runs nodes in the reverse of the order in which they were made, and adds up what they send to a tensor in
     that order. A node in between, such as a view's, would send what several nodes of one call make later, and as one
@@ -215,25 +225,25 @@ class Reads:
         global_site = self._backward.sites.global_site
         for view in self.views:
             hook_weight_edge(view, leaving)
-            mark(view.grad_fn, self._site, global_site, global_site)
+            mark_node(view.grad_fn, self._site, global_site, global_site)
         if self._hooks or self._leaves:
             for node, moves in self._list_readers(made, leaving):
-                node.register_hook(_make_move(self._backward, moves))
+                node.register_hook(_make_slot_hook(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
-                mark(node, self._site, self._site, global_site)
+                mark_node(node, self._site, self._site, global_site)
 
-    def _list_readers(self, made: Any, leaving: Hook) -> Iterator[tuple[Any, Moves]]:
+    def _list_readers(self, made: Any, leaving: Hook) -> Iterator[tuple[Any, SlotHooks]]:
         """Return the nodes of the call that read what was noted."""
         pending: list[Any] = [x.grad_fn for x in list_differentiable(made)]
         seen = {None}
         while pending:
             node = pending.pop()
-            if node in seen or not self._begun <= node._sequence_nr() < LEAF:
+            if node in seen or not self._begun <= node._sequence_nr() < FIRST_LEAF_NUMBER:
                 continue
             seen.add(node)
             moves = []
             for slot, link in enumerate(node.next_functions):
-                hook = self._hooks.get(link) or self._leaf_hook(link[0], leaving)
+                hook = self._hooks.get(link) or self._find_leaf_hook(link[0], leaving)
                 if hook is None:
                     pending.append(link[0])
                 else:
@@ -241,14 +251,14 @@ class Reads:
             if moves:
                 yield node, tuple(moves)
 
-    def _leaf_hook(self, node: Any, leaving: Hook) -> Hook | None:
-        if not self._leaves or node is None or node._sequence_nr() < LEAF:
+    def _find_leaf_hook(self, node: Any, leaving: Hook) -> Hook | None:
+        if not self._leaves or node is None or node._sequence_nr() < FIRST_LEAF_NUMBER:
             return None
         leaf = id(node.variable)
         return (self._leaves[leaf] or leaving) if leaf in self._leaves else None
 
 
-def _make_move(backward: Backward, moves: Moves) -> Callable:
+def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
     """Return a hook that moves some of the gradients that a node passes on."""
     if moves not in backward.reader_hooks:
 
@@ -273,20 +283,20 @@ def _make_move(backward: Backward, moves: Moves) -> Callable:
 def make_view(parameter: Tensor, sparse: bool) -> Tensor:
     """Return a view of a parameter, with a node of its own; ``sparse``: an alias, which takes sparse gradients."""
     if parameter.dtype == torch.float16:
-        return Widening.apply(parameter)
+        return FloatWideningView.apply(parameter)
     return torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
 
 
 def hook_weight_edge(view: Tensor, hook: Callable) -> None:
     """Let the gradient of a parameter's view go through a hook."""
     node: Any = view.grad_fn
-    if isinstance(node, Widening._backward_cls):
+    if isinstance(node, FloatWideningView._backward_cls):
         node.hook = hook
     else:
         node.register_prehook(hook)
 
 
-_TAG = "_halfulp_site"
+_SITE_ATTRIBUTE = "_halfulp_site"
 
 
 class Region(TorchFunctionMode):
@@ -294,7 +304,7 @@ class Region(TorchFunctionMode):
 
     The gradient of each tensor belongs to a site. A product opens one; any other function needs all its inputs at one
     site, the latest, and gives its results to it: gradients are linear in what arrives, so no function needs a rule.
-    Where an input belongs elsewhere, hooks of the nodes that read it move its gradient on its way back (`Reads`).
+    Where an input belongs elsewhere, hooks of the nodes that read it move its gradient back (`ArgumentMoves`).
     """
 
     replaying = False
@@ -307,12 +317,12 @@ class Region(TorchFunctionMode):
         self._names = names
         self._calls: Counter[str] = Counter()
         # What later forward passes know of this one; None where they need not.
-        self.recording: Recording | None = None
+        self.recording: CallRecording | None = None
         self._rank: dict[Site, int] = {}
 
     def __enter__(self) -> Region:
         self._outer = get_region()
-        self._backward.end_unless_differentiating()
+        self._backward.close_unless_differentiating()
         self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
         set_region(self)
@@ -342,18 +352,20 @@ class Region(TorchFunctionMode):
         if kind == "fact" or not differentiable:
             return function(*args, **kwargs)
         if kind == "property":
-            return self._property(function, args, differentiable)
+            return self._read_property(function, args, differentiable)
         if kind == "in-place":
-            return self._write(function, args, kwargs, differentiable)
-        return self._call(function, args, kwargs, self._find_call_site(kind, function, args, differentiable), kind)
+            return self._run_in_place(function, args, kwargs, differentiable)
+        return self._run_at_site(
+            function, args, kwargs, self._find_call_site(kind, function, args, differentiable), kind
+        )
 
-    def _call(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
+    def _run_at_site(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
         """Run a function with all its gradients at one site."""
-        reads = Reads(self._backward, site)
+        reads = ArgumentMoves(self._backward, site)
         # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
         taken = 1 if kind == "shape" else len(args)
-        kwargs = kwargs if kind == "shape" else self._move(kwargs, site, reads, function)
-        given = (*self._move(args[:taken], site, reads, function), *args[taken:])
+        kwargs = kwargs if kind == "shape" else self._move_arguments(kwargs, site, reads, function)
+        given = (*self._move_arguments(args[:taken], site, reads, function), *args[taken:])
         reads.begin()
         out = self._run(site, function, given, kwargs)
         reads.hook(out, out)
@@ -372,35 +384,35 @@ class Region(TorchFunctionMode):
         if self.recording is not None:
             self.recording.failed = True
 
-    def _property(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Any:
+    def _read_property(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Any:
         """Read a property of a tensor; some, such as ``x.mT``, carry the tensor's gradient."""
         out = function(*args)
         if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
             return out
-        return self._call(function, args, {}, self._find_common_site(function, differentiable), "plain")
+        return self._run_at_site(function, args, {}, self._find_common_site(function, differentiable), "plain")
 
     @without_watching
     def take(self, arguments: Any) -> None:
         """Put the model's arguments at the global exponent, whichever thread made them."""
         for x in list_differentiable(arguments):
-            if self._read_tag(x) is None:
-                self._backward.mark_outside(x.grad_fn)
+            if self._read_site(x) is None:
+                self._backward.mark_outer_node(x.grad_fn)
 
     # sites ----------------------------------------------------------------------------------------------------
 
     def find_site(self, tensor: Tensor) -> Site:
         """Return the site of a tensor's gradient; tensors made before the region are at the global one."""
-        site = self._read_tag(tensor)
+        site = self._read_site(tensor)
         if site is None and tensor._base is not None:
-            site = self._read_tag(tensor._base)
+            site = self._read_site(tensor._base)
         if site is None:
             self._refuse_unwatched(tensor)
             return self._global_site
         return site
 
-    def _read_tag(self, tensor: Tensor) -> Site | None:
+    def _read_site(self, tensor: Tensor) -> Site | None:
         """Return the site that a region of this scaler gave a tensor."""
-        site = getattr(tensor, _TAG, None)
+        site = getattr(tensor, _SITE_ATTRIBUTE, None)
         return site if site is None or site is self._global_site or site.global_site is self._global_site else None
 
     def _refuse_unwatched(self, tensor: Tensor) -> None:
@@ -409,23 +421,27 @@ class Region(TorchFunctionMode):
         if self._backward.second_order:
             # Made by a derivative within the model: all gradients have the global exponent until the next update.
             return
-        if node is not None and self.begun <= node._sequence_nr() < LEAF and not is_exit(node, self._global_site):
+        if (
+            node is not None
+            and self.begun <= node._sequence_nr() < FIRST_LEAF_NUMBER
+            and not is_at_global_exponent(node, self._global_site)
+        ):
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
                 "torch.func): call it inside a torch.autograd.Function, or take policy='dynamic'"
             )
-        self._backward.mark_outside(node)
+        self._backward.mark_outer_node(node)
 
     def _find_call_site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
         """Return the site of the gradients of a function's inputs and results; of a cell that of its state, if any."""
         if kind == "cell":
             state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
             site = self._global_site if state is None or is_parameter(state) else self.find_site(state)
-            return self._open(function, differentiable) if site is self._global_site else site
-        return (self._open if kind == "product" else self._find_common_site)(function, differentiable)
+            return self._open_site(function, differentiable) if site is self._global_site else site
+        return (self._open_site if kind == "product" else self._find_common_site)(function, differentiable)
 
-    def _open(self, function: Callable, differentiable: list[Tensor]) -> Site:
+    def _open_site(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the site of this call of a product."""
         parameter = next((x for x in differentiable if is_parameter(x)), None)
         module = None if parameter is None else self._names.of(parameter)
@@ -443,12 +459,14 @@ class Region(TorchFunctionMode):
         """Return the latest site of a function's inputs; a new site if it reads only parameters."""
         sites = [self.find_site(x) for x in differentiable if not is_parameter(x)]
         if not sites:
-            return self._open(function, differentiable)
+            return self._open_site(function, differentiable)
         return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
 
     # edges ----------------------------------------------------------------------------------------------------
 
-    def _move(self, value: Any, site: Site, reads: Reads | None, function: Callable | None = None) -> Any:
+    def _move_arguments(
+        self, value: Any, site: Site, reads: ArgumentMoves | None, function: Callable | None = None
+    ) -> Any:
         """Return arguments whose gradients all leave ``site``, or are noted in ``reads`` and will.
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
@@ -456,7 +474,7 @@ class Region(TorchFunctionMode):
 
         def moved(x: Tensor) -> Tensor:
             if is_parameter(x):
-                return self._read(x, site, reads, function)
+                return self._read_parameter(x, site, reads, function)
             source = self.find_site(x)
             if reads is None or source is site or not reads.is_movable(x):
                 return self.add_edge(x, source, site)
@@ -465,9 +483,11 @@ class Region(TorchFunctionMode):
 
         return map_tensors(value, memoize_by_tensor(moved) if isinstance(function, FunctionType) else moved)
 
-    def _read(self, parameter: Tensor, site: Site, reads: Reads | None, function: Callable | None) -> Tensor:
+    def _read_parameter(
+        self, parameter: Tensor, site: Site, reads: ArgumentMoves | None, function: Callable | None
+    ) -> Tensor:
         """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
-        check_leaf(parameter, self._names.is_sharded)
+        refuse_float16_gradient(parameter, self._names.is_sharded)
         if self._names.of(parameter) is None or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
             self._fail_recording()
         if site is self._global_site or reads is None:
@@ -494,13 +514,13 @@ class Region(TorchFunctionMode):
         node.register_prehook(self._backward.get_edge_hook(source, target))
         if self.recording is not None:
             self.recording.edges.add(node)
-        mark(node, target, source, self._global_site)
-        setattr(out, _TAG, target)
+        mark_node(node, target, source, self._global_site)
+        setattr(out, _SITE_ATTRIBUTE, target)
         return out
 
     # results --------------------------------------------------------------------------------------------------
 
-    def _write(self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]) -> Any:
+    def _run_in_place(self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]) -> Any:
         """Run a function that writes into its first argument, whose site does not change."""
         if args and isinstance(args[0], list | tuple):
             name = get_function_name(function)
@@ -510,23 +530,23 @@ class Region(TorchFunctionMode):
             )
         written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
         site = self.find_site(written) if written.requires_grad else self._find_common_site(function, differentiable)
-        reads = Reads(self._backward, site)
-        kwargs = self._move(kwargs, site, reads)
-        given = (written, *self._move(args[1:], site, reads)) if args else ()
+        reads = ArgumentMoves(self._backward, site)
+        kwargs = self._move_arguments(kwargs, site, reads)
+        given = (written, *self._move_arguments(args[1:], site, reads)) if args else ()
         reads.begin()
         out = self._run(site, function, given, kwargs)
         reads.hook([written, written._base], written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
-                self._tag_tensor(x, getattr(x, _TAG, site))
+                self._set_site(x, getattr(x, _SITE_ATTRIBUTE, site))
         return out
 
-    def _assign_site(self, out: Any, site: Site, kind: str, reads: Reads | None = None) -> Any:
+    def _assign_site(self, out: Any, site: Site, kind: str, reads: ArgumentMoves | None = None) -> Any:
         """Assign the new tensors of a function's results to ``site``, and return the results."""
         nodes: set = set()
-        return map_tensors(out, lambda x: self._tensor_at_site(x, site, kind, nodes, reads))
+        return map_tensors(out, lambda x: self._give_site(x, site, kind, nodes, reads))
 
-    def _tensor_at_site(self, out: Tensor, site: Site, kind: str, nodes: set, reads: Reads | None) -> Tensor:
+    def _give_site(self, out: Tensor, site: Site, kind: str, nodes: set, reads: ArgumentMoves | None) -> Tensor:
         if out.is_leaf or (reads is not None and reads.is_argument(out)):
             return out
         if kind == "product":
@@ -537,27 +557,27 @@ class Region(TorchFunctionMode):
         if kind in ("product", "cell") and self._backward.format is not None and out.grad_fn not in nodes:
             node: Any = out.grad_fn
             nodes.add(node)
-            node.register_prehook(self._backward.round_all)
+            node.register_prehook(self._backward.round_gradients)
         if out.dim() == 0 and site is not self._global_site and not out._is_view():
             # Numbers are losses: they may leave the model by other ways than its output.
             out = self.add_edge(out, site, self._global_site, leaving=True)
             site = self._global_site
             if self.recording is not None:
                 self.recording.numbers.append(weakref.ref(out))
-        return self._tag_tensor(out, site)
+        return self._set_site(out, site)
 
-    def _tag_tensor(self, out: Tensor, site: Site) -> Tensor:
+    def _set_site(self, out: Tensor, site: Site) -> Tensor:
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
-        setattr(out, _TAG, site)
+        setattr(out, _SITE_ATTRIBUTE, site)
         if site is self._global_site:
-            mark(out.grad_fn, site, site, site)
+            mark_node(out.grad_fn, site, site, site)
         return out
 
     @without_watching
-    def at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
+    def call_at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Call a function with its incoming and outgoing gradients at the global exponent; return its results."""
         self._fail_recording()
-        moved = self._move(args, self._global_site, None)
+        moved = self._move_arguments(args, self._global_site, None)
         versions = [x._version for x in list_differentiable(moved)]
         out = call(moved)
         if versions != [x._version for x in list_differentiable(moved)]:
@@ -583,16 +603,16 @@ class Region(TorchFunctionMode):
             node.register_prehook(self._backward.get_edge_hook(site, self._global_site))
         else:
             left = self.add_edge(out, site, self._global_site, leaving=True)
-        mark(left.grad_fn, self._global_site, self._global_site, self._global_site)
+        mark_node(left.grad_fn, self._global_site, self._global_site, self._global_site)
         # It is at the global exponent, wherever it goes.
-        vars(left).pop(_TAG, None)
+        vars(left).pop(_SITE_ATTRIBUTE, None)
         return left
 
 
 # Its ``apply`` is inherited from a class in C++.
-_BASE: Any = _SingleLevelFunction
+_FUNCTION_BASE: Any = _SingleLevelFunction
 _lock = threading.Lock()
-_watching = 0
+_region_count = 0
 
 
 def _watch_custom_functions(change: int) -> None:
@@ -602,31 +622,31 @@ def _watch_custom_functions(change: int) -> None:
     run: their backward has to see gradients at the global exponent, and what reentrant checkpointing runs again needs
     edges of its own. So the method that ``Function.apply`` ends in is replaced, for the whole process.
     """
-    global _watching
+    global _region_count
     with _lock:
-        _watching += change
-        if _watching:
-            _BASE.apply = classmethod(_intercept_function)
+        _region_count += change
+        if _region_count:
+            _FUNCTION_BASE.apply = classmethod(_intercept_function)
         else:
-            del _BASE.apply
+            del _FUNCTION_BASE.apply
 
 
 def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    apply = super(_BASE, cls).apply
+    apply = super(_FUNCTION_BASE, cls).apply
     region = get_region()
-    if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, CopyWithStrides):
+    if region is None or region.replaying or not torch.is_grad_enabled() or cls in (FloatWideningView, CopyWithStrides):
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
-        args = (_replay_in_region(args[0], region), *args[1:])
+        args = (_make_recomputation(args[0], region), *args[1:])
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
         region._fail_recording()
         return apply(*args, **kwargs)
     # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
-    return region.at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
+    return region.call_at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
 
 
-def _replay_in_region(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
+def _make_recomputation(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """Return the function that reentrant checkpointing runs again during backward, with edges of its own."""
 
     def run_in_region(*args: Any, **kwargs: Any) -> Any:
