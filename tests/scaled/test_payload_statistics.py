@@ -98,7 +98,7 @@ def test_it_prints_and_goes_into_json(seed):
 @pytest.fixture
 def without_rule(monkeypatch) -> torch._ops.OpOverload:
     """An operator that has no rule, and has not been warned of."""
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(_fallback, "_warned_fallbacks", set())
     library = torch.library.Library("halfulp_test", "FRAGMENT")
     library.define("drifting(Tensor x) -> Tensor")
     library.impl("drifting", lambda x: x.clone(), "CompositeExplicitAutograd")
