@@ -313,7 +313,7 @@ def test_a_graph_that_changes_is_proved_and_said_not_to_be_known(seed):
 
 
 def test_a_wrong_hook_of_a_known_graph_fails(seed, monkeypatch):
-    move = LearnedGraph._move
+    move = LearnedGraph._find_move
     for wrong in (lambda exponent, sign: (exponent + 1, sign), lambda exponent, sign: (exponent, 0)):
         monkeypatch.setattr(LearnedGraph, "_find_move", lambda self, *sites, wrong=wrong: wrong(*move(self, *sites)))
         found = verify(_network(), torch.randn(4, 6), "fp16-adaptive", seed=seed)

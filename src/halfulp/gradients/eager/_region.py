@@ -130,7 +130,7 @@ class CallRecording:
 
     Attributes:
         failed: Whether the forward pass had something that only a region can handle.
-        numbers: 0-d results, which the model may keep besides its outputs (see `_replay.learn`).
+        numbers: 0-d results, which the model may keep besides its outputs (see `_replay.learn_graph`).
     """
 
     def __init__(self) -> None:
