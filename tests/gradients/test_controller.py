@@ -475,14 +475,14 @@ def test_processes_agree_on_the_least_exponent(in_two_processes):
 
 def test_the_lowest_exponent_that_overflowed_is_remembered_until_the_last_one_is_old():
     memory = OverflowMemory()
-    memory.note(14, 48)
-    assert memory.at(47) == 14
-    memory.note(12, 60)
-    memory.note(13, 61)
-    assert memory.at(60) == 12
-    assert memory.at(61) is None
-    memory.note(13, 90)
-    assert memory.at(61) == 13
+    memory.note_overflow(14, 48)
+    assert memory.recall_exponent(47) == 14
+    memory.note_overflow(12, 60)
+    memory.note_overflow(13, 61)
+    assert memory.recall_exponent(60) == 12
+    assert memory.recall_exponent(61) is None
+    memory.note_overflow(13, 90)
+    assert memory.recall_exponent(61) == 13
 
 
 SPANS = 400

@@ -50,7 +50,7 @@ class EdgeFactors:
 
     def __init__(self, backward: Backward, edges: str, device: torch.device) -> None:
         keys, *pairs = edges.split(ITEM)
-        sites = [backward.sites.open(key) for key in keys.split(PART)]
+        sites = [backward.sites.open_site(key) for key in keys.split(PART)]
         self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.global_site)
         self._edges = [tuple(sites[int(i)] for i in pair.split(PART)) for pair in pairs]
         for source, target in self._edges:
@@ -89,12 +89,12 @@ def _observe_gradients(gradients: list[Tensor], scaler: str, site: str, kinds: s
     backward = _find_active_backward(scaler)
     if backward is None or not backward.measuring:
         return
-    where = backward.sites.open(site)
+    where = backward.sites.open_site(site)
     backward.reached.setdefault(where)
     for kind, gradient in zip(kinds.split(PART), gradients):
         exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED_KIND_SUFFIX) else 0
         stored = multiply_by_power(gradient, exponent)
-        backward.measurements.add(where, kind.removesuffix(SHARED_KIND_SUFFIX), stored, None)
+        backward.measurements.add_gradient(where, kind.removesuffix(SHARED_KIND_SUFFIX), stored, None)
 
 
 compute_edge_factors = define_operator(
@@ -145,10 +145,10 @@ def _list_limiting_gradients(placement: SitePlacement, moved: dict[Node, Edge]) 
         found.setdefault(key, {}).setdefault(find_viewed_node(node), (node, kind, shared))
 
     for product in placement.list_products(moved):
-        for node in [] if product.shared else product.reads:
-            add(product.key, node, "received")
-        for gradient in product.makes:
-            add(product.key, *gradient)
+        for node in [] if product.is_at_global_exponent else product.read_gradients:
+            add(product.site_key, node, "received")
+        for gradient in product.made_gradients:
+            add(product.site_key, *gradient)
     for node, edge in moved.items():
         if edge.target != GLOBAL_KEY and is_float16(node):
             add(edge.target, node, "received")
@@ -393,8 +393,8 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Sit
     parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
     plan = SitePlan(tuple(node in parameters for node in placeholders))
     _SitePlanner(backward, parameters, plan).visit_graph(module)
-    for key in dict.fromkeys(plan.keys.values()):
-        backward.sites.open(key)
+    for key in dict.fromkeys(plan.site_keys.values()):
+        backward.sites.open_site(key)
     for parameter in parameters.values():
         refuse_float16_gradient(parameter)
     return plan
@@ -464,14 +464,14 @@ class _SitePlanner:
         if not differentiable or not self._records or kind == "fact":
             return
         site = self._find_site(node, kind, differentiable)
-        self._plan.keys[path] = site
+        self._plan.site_keys[path] = site
         if getattr(node.target, "__name__", "") == _CUSTOM:
             # What its backward does is named so, whichever of them it is.
-            self._plan.keys["/".join([*path.split("/")[:-1], _IN_CUSTOM])] = site
+            self._plan.site_keys["/".join([*path.split("/")[:-1], _IN_CUSTOM])] = site
         if kind in ("product", "cell"):
-            self._plan.products.add(path)
+            self._plan.product_paths.add(path)
         elif all(x in self._parameters for x in differentiable):
-            self._plan.opening.add(path)
+            self._plan.opening_paths.add(path)
         self._sites[node] = self._pick_result_site(node, site)
         if kind == "in-place" and node.args and isinstance(node.args[0], Node):
             self._sites.setdefault(node.args[0], site)
@@ -563,7 +563,7 @@ class _SitePlanner:
 
 def find_owning_module(parameter: Tensor, backward: Backward) -> str | None:
     """Return the module that holds a parameter, where a scaler's model lists it; else None."""
-    return next((name for name in (one.of(parameter) for one in backward.names) if name), None)
+    return next((name for name in (one.find_module_name(parameter) for one in backward.names) if name), None)
 
 
 def _read_parameter_path(node: Node) -> str:

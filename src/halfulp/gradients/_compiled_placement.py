@@ -177,30 +177,35 @@ class SitePlan:
     """The sites of a forward graph's functions, and what else the pass over its backward graph needs of it.
 
     Attributes:
-        parameters: Which inputs of the forward graph are parameters.
-        keys: The site of each function of the forward graph, by its path there.
-        products: The paths of those that are products.
-        opening: The paths of others that open a site, as they read parameters alone.
+        parameter_inputs: Which inputs of the forward graph are parameters.
+        site_keys: The site of each function of the forward graph, by its path there.
+        product_paths: The paths of those that are products.
+        opening_paths: The paths of others that open a site, as they read parameters alone.
     """
 
-    parameters: tuple[bool, ...]
-    keys: dict[str, str] = dataclasses.field(default_factory=dict)
-    products: set[str] = dataclasses.field(default_factory=set)
-    opening: set[str] = dataclasses.field(default_factory=set)
+    parameter_inputs: tuple[bool, ...]
+    site_keys: dict[str, str] = dataclasses.field(default_factory=dict)
+    product_paths: set[str] = dataclasses.field(default_factory=set)
+    opening_paths: set[str] = dataclasses.field(default_factory=set)
 
     def make_cache_key(self) -> tuple:
         """Return the cache key: all that a backward graph depends on."""
-        return tuple(self.keys.items()), tuple(sorted(self.products)), tuple(sorted(self.opening)), self.parameters
+        return (
+            tuple(self.site_keys.items()),
+            tuple(sorted(self.product_paths)),
+            tuple(sorted(self.opening_paths)),
+            self.parameter_inputs,
+        )
 
     @functools.cached_property
-    def ranks(self) -> dict[str, int]:
+    def site_ranks(self) -> dict[str, int]:
         """The places of sites in the order of the forward pass."""
-        opened = dict.fromkeys(key for key in self.keys.values() if key != GLOBAL_KEY)
+        opened = dict.fromkeys(key for key in self.site_keys.values() if key != GLOBAL_KEY)
         return {key: i for i, key in enumerate(opened, 1)}
 
     def find_site_rank(self, key: str) -> int:
         """Return the position of a site: the global one first, then those that the forward pass does not have."""
-        return -1 if key == GLOBAL_KEY else self.ranks.get(key, 0)
+        return -1 if key == GLOBAL_KEY else self.site_ranks.get(key, 0)
 
 
 def join_path(stack: Sequence[tuple]) -> str:
@@ -223,16 +228,16 @@ class GradientProduct:
     """A gradient times another factor.
 
     Attributes:
-        key: Its site.
-        shared: Whether it works at the global exponent and not at its site's.
-        reads: The gradients among its arguments, as it reads them.
-        makes: The gradients that it makes: which, of what kind, and whether they have the global exponent.
+        site_key: Its site.
+        is_at_global_exponent: Whether it works at the global exponent and not at its site's.
+        read_gradients: The gradients among its arguments, as it reads them.
+        made_gradients: The gradients that it makes: which, of what kind, and whether they have the global exponent.
     """
 
-    key: str
-    shared: bool
-    reads: Sequence[Node]
-    makes: Sequence[tuple[Node, str, bool]]
+    site_key: str
+    is_at_global_exponent: bool
+    read_gradients: Sequence[Node]
+    made_gradients: Sequence[tuple[Node, str, bool]]
 
 
 class SitePlacement:
@@ -276,20 +281,20 @@ class SitePlacement:
 
     def _find_role(self, node: Node) -> NodeRole:
         role, path = find_node_role(node, self.gradients), self._find_forward_path(node)
-        if role == "product" and path is not None and path not in self._plan.products:
+        if role == "product" and path is not None and path not in self._plan.product_paths:
             # A step of another function's derivative, of which the eager front end sees the whole.
-            return "other" if self._plan.keys[path] == GLOBAL_KEY else "linear"
-        return "opening" if role == "linear" and path in self._plan.opening else role
+            return "other" if self._plan.site_keys[path] == GLOBAL_KEY else "linear"
+        return "opening" if role == "linear" and path in self._plan.opening_paths else role
 
     def _find_forward_path(self, node: Node) -> str | None:
         """Return the forward function to whose derivative a node belongs."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
         paths = (join_path(stack[:end]) for end in range(len(stack), 0, -1))
-        return next((path for path in paths if path in self._plan.keys), None)
+        return next((path for path in paths if path in self._plan.site_keys), None)
 
     def _find_site_key(self, node: Node) -> str:
         path = self._find_forward_path(node)
-        return f"backward.{node.name}" if path is None else self._plan.keys[path]
+        return f"backward.{node.name}" if path is None else self._plan.site_keys[path]
 
     def _find_fused_product(self, add: Node) -> Node | None:
         """Return the product that a compiler may fuse with this sum into one addmm; the last of two."""
@@ -329,8 +334,8 @@ class SitePlacement:
         if reader.op != "output":
             return self.roles[reader] in ("product", "other") or self._leads.get(reader, False)
         gradients = pytree.tree_leaves(self._output.args)
-        is_known = len(gradients) == len(self._plan.parameters)
-        return is_known and not self._plan.parameters[gradients.index(node)]
+        is_known = len(gradients) == len(self._plan.parameter_inputs)
+        return is_known and not self._plan.parameter_inputs[gradients.index(node)]
 
     def _find_site(self, node: Node) -> str:
         role = self.roles.get(node, "other")

@@ -273,17 +273,17 @@ class ExponentController:
         self._overflowed = False
         self._measure_next = False
 
-    def read(self, flags: list[Tensor]) -> bool:
+    def read_overflow(self, flags: list[Tensor]) -> bool:
         """Read whether any flag is set, and the iteration's measurements, by one copy from the device."""
         binades = self.following.take_binades(flags[0].device) if self.backward.measuring else []
-        values, measured = self.backward.measurements.read([*flags, *binades])
+        values, measured = self.backward.measurements.read_all([*flags, *binades])
         self._measured += measured
         self.following.read += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
         found = any(value != 0 for value in values[: len(flags)])
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
         return not self._agree_on_minimum("step", int(not found))[0]
 
-    def skip(self) -> LastStep:
+    def record_skipped_step(self) -> LastStep:
         """Record a skipped step and return its reason, with the sites whose gradients overflowed.
 
         A measured iteration shows them. Another one lowers all sites, and the next one is measured.
@@ -312,7 +312,7 @@ class ExponentController:
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
-    def update(self) -> None:
+    def update_exponents(self) -> None:
         """Set the exponents of the next iteration."""
         if self.policy.per_site:
             self._update_sites()
@@ -328,12 +328,12 @@ class ExponentController:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
         return self.processes.agree_on_minimum(occasion, self.iteration, list(values), self.backward.find_device)
 
-    def restart(self, exponent: int) -> None:
+    def set_global_exponent(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""
         self._set_exponent(self.sites.global_site, exponent)
         self._begin_iteration()
 
-    def assign(self, exponents: Mapping[str, int]) -> None:
+    def assign_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set exponents by hand, all others to 0, and begin a new iteration."""
         unknown = [key for key in exponents if key not in self.sites]
         if unknown:
@@ -364,7 +364,7 @@ class ExponentController:
             STREAM_VERSION,
         ]
 
-    def adopt(self, exponent: int, since: int) -> None:
+    def adopt_scale(self, exponent: int, since: int) -> None:
         """Adopt another scaler's scale and its count of steps without an overflow."""
         self.sites.set_reference_binade(None)
         for site in self.sites:
@@ -372,7 +372,7 @@ class ExponentController:
         self.sites.start = self.start = exponent
         self.since = since
 
-    def check_stream(self, progress: list) -> None:
+    def check_random_stream(self, progress: list) -> None:
         """Refuse a state whose gradients were rounded by another version of the stream of random bits."""
         version = progress[6]
         if self.backward.is_seeded and progress[3] and version != STREAM_VERSION:
@@ -382,7 +382,7 @@ class ExponentController:
                 f"its fourth number, of roundings, to 0; to go on with the same, use the halfulp that saved it"
             )
 
-    def resume(self, given: dict[str, Any], progress: list) -> None:
+    def load_state(self, given: dict[str, Any], progress: list) -> None:
         """Load the sites of a state."""
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
@@ -390,7 +390,7 @@ class ExponentController:
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
         self._restarted, self._skips_in_row = progress[4:6]
         self.sites.global_site.loss_binade, self.following.resumes = given[GLOBAL_KEY]["reference"]
-        self.following.decide(self.iteration)
+        self.following.begin_iteration(self.iteration)
         self.sites.note_lowest_exponent()
 
     # sites with exponents of their own ------------------------------------------------------------------------
@@ -461,12 +461,12 @@ class ExponentController:
 
     def _remember_overflow(self, site: Site, exponent: int) -> None:
         """Record that a site overflowed at an exponent."""
-        site.memory.at(self.iteration)  # forgets what is old
-        site.memory.note(exponent, self.iteration + _REMEMBERED_INTERVALS * self.interval)
+        site.memory.recall_exponent(self.iteration)  # forgets what is old
+        site.memory.note_overflow(exponent, self.iteration + _REMEMBERED_INTERVALS * self.interval)
 
     def _set_site_by_policy(self, site: Site, kinds: dict[str, GradientReading], lost: bool) -> None:
         """Set the exponent of a measured site that did not overflow; ``lost``: all gradients arrive as zero."""
-        site.remember(kinds)
+        site.store_readings(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
         overflowed = site.memory.exponent
         # Operands alone do not tell of sums for weights.
@@ -494,7 +494,7 @@ class ExponentController:
 
     def _limit_exponent(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent, limited below the last overflow while that is remembered."""
-        overflowed = site.memory.at(self.iteration)
+        overflowed = site.memory.recall_exponent(self.iteration)
         if overflowed is None:
             return exponent
         return min(exponent, overflowed - self._find_overflow_margin(site))
@@ -508,7 +508,7 @@ class ExponentController:
 
         A site that does not overflow there any more, as it is there or above, may go anywhere.
         """
-        overflowed = site.memory.at(self.iteration)
+        overflowed = site.memory.recall_exponent(self.iteration)
         if overflowed is None or not site.exponent < overflowed <= exponent:
             return exponent
         half = (site.exponent + overflowed) // 2
@@ -524,7 +524,7 @@ class ExponentController:
         global_site = self.sites.global_site
         readings = group_readings_by_site(self._measured)
         for site, kinds in readings.items():
-            site.remember(kinds)
+            site.store_readings(kinds)
         for site in self._sources:
             site.overflows += 1
             self._remember_overflow(site, site.exponent)
@@ -570,7 +570,7 @@ class ExponentController:
             self._restarted = self.iteration
         self.backward.measuring = self._measure_next or is_measured(self.iteration, self._restarted, self.interval)
         followed = self.following.on
-        self.following.decide(self.iteration)
+        self.following.begin_iteration(self.iteration)
         if self.following.on and not followed:
             # Exponents of meanwhile are meant for losses of meanwhile.
             self.sites.set_reference_binade(None)

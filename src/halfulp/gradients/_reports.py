@@ -80,7 +80,7 @@ class SiteRow:
         return math.log2(get(self.format).max) - math.log2(largest) - self.exponent
 
     @classmethod
-    def of(cls, site: Site, kinds: tuple[str, ...] = _GRADIENT_KINDS) -> SiteRow:
+    def from_site(cls, site: Site, kinds: tuple[str, ...] = _GRADIENT_KINDS) -> SiteRow:
         """Return the row of a site for the given kinds of gradients."""
         readings = {kind: reading for kind, reading in site.readings.items() if kind in kinds}
         return cls(
@@ -112,7 +112,9 @@ class SiteTable:
     total: int = 0
 
     @classmethod
-    def of(cls, sites: Sites, pattern: str | None, kind: str | None, sort: str | None, limit: int | None) -> SiteTable:
+    def from_sites(
+        cls, sites: Sites, pattern: str | None, kind: str | None, sort: str | None, limit: int | None
+    ) -> SiteTable:
         """Return the table of the sites that are asked for; see `AdaptiveGradScaler.sites`."""
         for name, given, allowed in (("kind", kind, _GRADIENT_KINDS), ("sort", sort, _SORT_KEYS)):
             if given is not None and given not in allowed:
@@ -126,7 +128,7 @@ class SiteTable:
             chosen = [site for site in sites if any(fnmatch.fnmatchcase(site.key, one) for one in patterns)]
         if kind is not None:
             chosen = [site for site in chosen if kind in site.readings]
-        rows = [SiteRow.of(site, _GRADIENT_KINDS if kind is None else (kind,)) for site in chosen]
+        rows = [SiteRow.from_site(site, _GRADIENT_KINDS if kind is None else (kind,)) for site in chosen]
         if sort is not None:
             rows.sort(key=_SORT_KEYS[sort])
         return cls(tuple(rows[:limit]), len(sites))
@@ -233,16 +235,16 @@ class Recorder:
         self._file = RowFile(path, _RECORD_COLUMNS)
         self._file.check()
         self.path: Path = Path(path)
-        self._outlet = Outlet("the record of gradient exponents", self._write)
+        self._outlet = Outlet("the record of gradient exponents", self._write_row)
 
-    def add(self, iteration: int, step: LastStep | None, table: SiteTable) -> None:
+    def write_iteration(self, iteration: int, step: LastStep | None, table: SiteTable) -> None:
         """Write one iteration, at once, so that a killed run keeps what it had; nothing once closed."""
         if self._outlet.closed:
             return
         applied, reason = (step.applied, step.reason) if step else (None, "")
         self._outlet.put({"iteration": iteration, "applied": applied, "reason": reason, "sites": table})
 
-    def _write(self, row: Any) -> None:
+    def _write_row(self, row: Any) -> None:
         table, common = row["sites"], {key: value for key, value in row.items() if key != "sites"}
         if not self._file.is_csv:
             self._file.write([{**common, **table.to_dict()}])

@@ -158,14 +158,14 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def _scale_output(self, output: Tensor) -> Tensor:
         """Return one loss times the scale, with hooks that open the edges in its backward pass."""
         backward = self._controller.backward
-        backward.close_unless_differentiating()
+        backward.close_edges_after_backward()
         if output.grad_fn is not None and not backward.second_order:
             backward.refuse_inner_tensors(output.grad_fn)
         scaled = output * self._make_scale_tensor(output.device)
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
-            node.register_prehook(backward.begin)
-            node.register_prehook(self._unscaled.begin_pass)
+            node.register_prehook(backward.open_edges)
+            node.register_prehook(self._unscaled.begin_backward_pass)
         self._controller.losses.append(output.detach())
         return scaled
 
@@ -193,8 +193,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "at a scale that this one does not know: in pipelines train in bfloat16, or multiply the loss by a "
                 "constant power of two and divide every stage's gradients by it"
             )
-        controller.backward.close_unless_differentiating()
-        self._unscaled.check(optimizer, self._models)
+        controller.backward.close_edges_after_backward()
+        self._unscaled.check_units(optimizer, self._models)
         self._make_scale_tensor(torch.device(self._device))
         super().unscale_(optimizer)
 
@@ -204,7 +204,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """Unscale the gradients that are still scaled, as GradScaler does; check those that were divided already."""
         # Float16 is allowed where torch only checks, and divides none.
         known = UnscaledGradients() if allow_fp16 else self._unscaled
-        scaled, divided = known.split(optimizer)
+        scaled, divided = known.split_parameters(optimizer)
         flags: dict[torch.device, Tensor] = {}
         # torch leaves values as they are, bit for bit, under an inverse of 1.
         for parameters, factor in (
@@ -215,7 +215,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 held: Any = SimpleNamespace(param_groups=[{"params": alike}])
                 for device, flag in super()._unscale_grads_(held, factor, found_inf, allow_fp16).items():
                     flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
-        known.note(parameter for group in optimizer.param_groups for parameter in group["params"])
+        known.mark_as_divided(parameter for group in optimizer.param_groups for parameter in group["params"])
         return flags
 
     @uncompiled
@@ -238,7 +238,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        self._unscaled.check(optimizer, self._models, divided=state["stage"] is OptState.UNSCALED)
+        self._unscaled.check_units(optimizer, self._models, divided=state["stage"] is OptState.UNSCALED)
         if is_handling_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters:
             raise TypeError(
                 "the optimizer's step takes grad_scaler=, the older form of torch's contract: let it read the "
@@ -250,8 +250,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             self._controller.backward.warn_if_unwatched()
         flags = collect_overflow_flags(optimizer, state["found_inf_per_device"], self._device)
         state["stage"] = OptState.STEPPED
-        overflowed = self._controller.read(flags)
-        self.last_step = self._controller.skip() if overflowed else LastStep(applied=True)
+        overflowed = self._controller.read_overflow(flags)
+        self.last_step = self._controller.record_skipped_step() if overflowed else LastStep(applied=True)
         return step_with_unscaled_gradients(optimizer, flags, overflowed, args, kwargs)
 
     @uncompiled
@@ -275,18 +275,18 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         exponent = None if new_scale is None else parse_scale_exponent("new_scale", float(new_scale))
         unread = [state for state in states if state["stage"] is OptState.UNSCALED]
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
-        if flags and self._controller.read(flags):
-            self.last_step = self._controller.skip()
+        if flags and self._controller.read_overflow(flags):
+            self.last_step = self._controller.record_skipped_step()
         measured = self._controller.backward.measuring
         if exponent is None:
-            self._controller.update()
+            self._controller.update_exponents()
         else:
-            self._controller.restart(exponent)
+            self._controller.set_global_exponent(exponent)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._unscaled.clear()
         self._scale_was_read = False
         for recorder in self._recorders if measured else ():
-            recorder.add(self._controller.iteration, self.last_step, self.sites())
+            recorder.write_iteration(self._controller.iteration, self.last_step, self.sites())
 
     def get_scale(self) -> float:
         """Return the global scale: a scaled loss over the loss, and a parameter's scaled gradient over the true one.
@@ -361,7 +361,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: an unknown kind or order, or a limit below 1.
         """
-        return SiteTable.of(self._controller.sites, pattern, kind, sort, limit)
+        return SiteTable.from_sites(self._controller.sites, pattern, kind, sort, limit)
 
     def record(self, path: str | os.PathLike[str]) -> SiteRecorder:
         """Start writing ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
@@ -382,7 +382,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: there is no such site yet; sites are known from the first forward pass on.
         """
-        self._controller.assign(exponents)
+        self._controller.assign_exponents(exponents)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._unscaled.clear()
 
@@ -392,7 +392,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: there is no such site; before the first forward pass any key is taken.
         """
-        self._controller.sites.merge(keys, reason)
+        self._controller.sites.merge_sites(keys, reason)
 
     def backend(self, name: str = "inductor") -> Callable[..., Any]:
         """Return the backend of ``torch.compile(model, backend=scaler.backend("inductor"))`` for this scaler's models.
@@ -402,7 +402,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """
         from ._compiled_backend import make_backend
 
-        self._controller.backward.following.disable()
+        self._controller.backward.following.stop_following()
         return make_backend(self._controller.backward, name)
 
     # what is saved --------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         given = state_dict.get("sites")
         if given is not None:
             check_sites(given, {site.key for site in self._controller.sites}, self._list_module_names())
-            self._controller.check_stream(state_dict["progress"])
+            self._controller.check_random_stream(state_dict["progress"])
         self._load_checked_state(state_dict)
 
     def _load_checked_state(self, state_dict: dict[str, Any]) -> None:
@@ -456,10 +456,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
         if state_dict.get("sites") is None:
-            self._controller.adopt(global_site, int(state_dict["_growth_tracker"]))
+            self._controller.adopt_scale(global_site, int(state_dict["_growth_tracker"]))
         else:
             self._controller.sites.global_site.exponent = global_site
-            self._controller.resume(state_dict["sites"], state_dict["progress"])
+            self._controller.load_state(state_dict["sites"], state_dict["progress"])
 
     def _list_module_names(self) -> set[str]:
         """Return the qualified names of all modules, with which sites' keys begin."""
@@ -540,7 +540,7 @@ class _UnscaledGradient:
         self.begun: _GradientSnapshot | None = None
         self._adds_to_divided = False
 
-    def begin(self) -> None:
+    def take_snapshot(self) -> None:
         """Take a snapshot of the gradient before a scaled backward pass."""
         parameter = self.parameter()
         if parameter is not None:
@@ -549,7 +549,7 @@ class _UnscaledGradient:
             was_left = self.units == "divided" and self.left.is_unchanged_in(parameter)
             self._adds_to_divided = parameter.grad is not None and (self.units == "mixed" or was_left)
 
-    def update(self) -> None:
+    def detect_write(self) -> None:
         """Compare the gradient with the snapshot, to see whether the scaled backward pass wrote into it."""
         parameter = self.parameter()
         if parameter is None or parameter.grad is None or self.begun is None or self.begun.is_unchanged_in(parameter):
@@ -573,7 +573,7 @@ class UnscaledGradients:
         """Forget all gradients."""
         self._records.clear()
 
-    def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+    def split_parameters(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Return an optimizer's parameters whose gradients are scaled, and those whose gradients were divided."""
         parts: tuple[list[Tensor], list[Tensor]] = [], []
         for parameter in _list_parameters_with_gradients(optimizer):
@@ -581,7 +581,7 @@ class UnscaledGradients:
             parts[record is not None and record.units == "divided"].append(parameter)
         return parts
 
-    def check(
+    def check_units(
         self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref[Any]], divided: bool = False
     ) -> None:
         """Check that no gradient of an optimizer is a sum of divided and scaled values.
@@ -615,26 +615,26 @@ class UnscaledGradients:
                 stacklevel=3,  # the line that steps
             )
 
-    def note(self, parameters: Iterable[Tensor]) -> None:
+    def mark_as_divided(self, parameters: Iterable[Tensor]) -> None:
         """Mark the gradients of these parameters, where present, as divided."""
         self._records |= {id(parameter): _UnscaledGradient(parameter) for parameter in parameters}
 
-    def begin_pass(self, _: tuple[Any, ...]) -> None:
+    def begin_backward_pass(self, _: tuple[Any, ...]) -> None:
         """Take snapshots as a scaled backward pass begins (the hook of a scaled loss's node)."""
         number = torch._C._current_graph_task_id()
         if not self._records or number == self._pass:
             return
-        self._end_pass()
+        self._end_backward_pass()
         self._pass = number
         for record in self._records.values():
-            record.begin()
-        Variable._execution_engine.queue_callback(self._end_pass)
+            record.take_snapshot()
+        Variable._execution_engine.queue_callback(self._end_backward_pass)
 
-    def _end_pass(self) -> None:
+    def _end_backward_pass(self) -> None:
         """Compare gradients with their snapshots as a backward pass ends, even one that raised."""
         self._pass = -1
         for record in self._records.values():
-            record.update()
+            record.detect_write()
             record.begun = None
 
     def _find_record(self, parameter: Tensor) -> _UnscaledGradient | None:
@@ -643,8 +643,8 @@ class UnscaledGradients:
         if record is None or record.parameter() is not parameter:
             return None
         if self._pass != torch._C._current_graph_task_id():
-            self._end_pass()
-        record.update()
+            self._end_backward_pass()
+        record.detect_write()
         return record if record.left.is_held_by(parameter) else None
 
 

@@ -45,7 +45,7 @@ class GradientReading:
         """Whether every element was finite."""
         return math.isfinite(self.amax)
 
-    def combine(self, other: GradientReading) -> GradientReading:
+    def merge_reading(self, other: GradientReading) -> GradientReading:
         """Return the measurement of both tensors together."""
         total = self.elements + other.elements
         mine, theirs = self.elements / total, other.elements / total
@@ -71,12 +71,12 @@ class OverflowMemory:
     exponent: int | None = None
     until: int = 0
 
-    def note(self, exponent: int, until: int) -> None:
+    def note_overflow(self, exponent: int, until: int) -> None:
         """Remember an overflow at an exponent."""
         self.exponent = exponent if self.exponent is None else min(self.exponent, exponent)
         self.until = until
 
-    def at(self, iteration: int) -> int | None:
+    def recall_exponent(self, iteration: int) -> int | None:
         """Return the exponent, or None once it is older than it is to be remembered."""
         if iteration >= self.until:
             self.exponent = None
@@ -146,7 +146,7 @@ class Site:
             return 0
         return self.global_site.loss_binade or 0
 
-    def remember(self, readings: dict[str, GradientReading]) -> None:
+    def store_readings(self, readings: dict[str, GradientReading]) -> None:
         """Store a measurement; only gradients in narrow formats enter the history, as others limit nothing."""
         self.readings = readings
         self.measured = True
@@ -189,7 +189,7 @@ class Sites:
         self.lowest: int | None = None
         self._uniform = uniform
 
-    def open(self, key: str) -> Site:
+    def open_site(self, key: str) -> Site:
         """Return the site of a key, created at its first use with the previous call's exponent or the lowest in use."""
         site = self._sites.get(key)
         if site is None:
@@ -223,14 +223,14 @@ class Sites:
         measured = [site for site in self if site.format is not None]
         self.lowest = min((site.exponent for site in measured + fallen), default=None)
 
-    def merge(self, keys: Iterable[str], reason: str) -> None:
+    def merge_sites(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass any key is taken."""
         keys = list(keys)
         unknown = [key for key in keys if key == GLOBAL_KEY or (key not in self._sites and len(self) > 1)]
         if unknown:
             raise ValueError(f"no sites {', '.join(unknown)} to merge; the sites are {', '.join(self._sites)}")
         for key in keys:
-            self.open(key).merged = reason
+            self.open_site(key).merged = reason
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._sites.values())
@@ -278,13 +278,13 @@ class Measurements:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, site: Site, kind: str, gradient: Tensor, format: Format | None) -> None:
+    def add_gradient(self, site: Site, kind: str, gradient: Tensor, format: Format | None) -> None:
         """Measure a gradient that is stored at the site's exponent."""
         if gradient.numel():
             stored = format or find_narrow_format(gradient.dtype)
             self._rows.append((site, kind, stored, gradient.numel(), _compute_statistics(gradient, stored)))
 
-    def read(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
+    def read_all(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
         """Return the values of ``flags`` and all measurements, in order, by one copy per device."""
         rows, self._rows = self._rows, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
@@ -310,7 +310,7 @@ def group_readings_by_site(measured: list[Measurement]) -> dict[Site, dict[str, 
     found: dict[Site, dict[str, GradientReading]] = {}
     for one in measured:
         kinds = found.setdefault(one.site, {})
-        kinds[one.kind] = kinds[one.kind].combine(one.reading) if one.kind in kinds else one.reading
+        kinds[one.kind] = kinds[one.kind].merge_reading(one.reading) if one.kind in kinds else one.reading
     return found
 
 
@@ -503,7 +503,7 @@ class LossFollowing:
         self._entered = 0
         self._factors: dict[tuple, Tensor] = {}
 
-    def begin(self, measuring: bool) -> None:
+    def begin_backward_pass(self, measuring: bool) -> None:
         """Begin a backward pass with its lift unknown; ``measuring``: read binades at its end."""
         self.lift = 0
         self._is_found = not measuring and self._global_site.loss_binade is None
@@ -513,7 +513,7 @@ class LossFollowing:
         self._entered = 0
         self._factors.clear()
 
-    def disable(self) -> None:
+    def stop_following(self) -> None:
         """Stop lifting exponents by the loss from now on, as compiled graphs cannot."""
         self.wanted = self.on = False
 
@@ -522,7 +522,7 @@ class LossFollowing:
         binades, self.binades = self.binades, []
         return [torch.as_tensor(binade, dtype=torch.float32, device=device) for binade in binades]
 
-    def decide(self, iteration: int) -> None:
+    def begin_iteration(self, iteration: int) -> None:
         """Begin an iteration: decide whether exponents follow the loss in it."""
         self.on = self.wanted and iteration >= self.resumes
         self.several = False

@@ -62,7 +62,7 @@ def _backpropagate(loss: torch.Tensor, model: nn.Module, backward: Backward | No
     exponent = 0 if backward is None else backward.sites.global_site.exponent
     loss = loss * 2.0**exponent
     if backward is not None:
-        loss.grad_fn.register_prehook(backward.begin)
+        loss.grad_fn.register_prehook(backward.open_edges)
     loss.backward()
     return {name: p.grad * 2.0**-exponent for name, p in model.named_parameters() if p.grad is not None}
 
@@ -156,7 +156,9 @@ def test_a_product_is_measured_with_what_is_added_to_it(seed):
     _backpropagate(_compiled(model, backward)(x).square().sum(), model, backward)
     made = model[0](x).detach().requires_grad_()
     model[1](made).square().sum().backward()
-    passed = next(r.reading for r in backward.measurements.read([])[1] if (r.site.key, r.kind) == ("1.inner", "passed"))
+    passed = next(
+        r.reading for r in backward.measurements.read_all([])[1] if (r.site.key, r.kind) == ("1.inner", "passed")
+    )
     assert passed.amax == pytest.approx(made.grad.abs().max().item(), rel=1e-5)
 
 
@@ -200,7 +202,7 @@ def test_each_of_several_models_has_sites_of_its_own(seed):
         attach_scaler(model, backward, wide=None, prefix=str(i))
     compiled = [_compiled(model, backward) for model in models]
     loss = sum(one(x).square().sum() for one in compiled)
-    loss.register_hook(lambda _: backward.begin(()))
+    loss.register_hook(lambda _: backward.open_edges(()))
     loss.backward()
     assert {site.key for site in backward.reached} == {f"{i}.{j}" for i in (0, 1) for j in (0, 2, 4)}
 
@@ -209,7 +211,7 @@ def test_caches_of_graphs_tell_apart_what_the_pass_depends_on(seed):
     keys = [{"linear": "a"}, {"linear": "b"}, {"linear": "a"}]
     uuids = [Partitioner("0", SitePlan((True,), key)).uuid() for key in keys]
     assert uuids[0] == uuids[2] != uuids[1]
-    plans = [SitePlan((False,), keys[0]), SitePlan((True,), keys[0], products={"linear"})]
+    plans = [SitePlan((False,), keys[0]), SitePlan((True,), keys[0], product_paths={"linear"})]
     assert (
         len(
             {
@@ -295,9 +297,9 @@ def test_readings_are_those_of_the_eager_front_end(seed):
         backward.measuring = False
         _backpropagate(run(x).square().sum(), model, backward)
         backward.measuring = True
-        backward.measurements.read([])
+        backward.measurements.read_all([])
         _backpropagate(run(x).square().sum(), model, backward)
-        rows = backward.measurements.read([])[1]
+        rows = backward.measurements.read_all([])[1]
         read.append({(one.site.key, one.kind): one.reading for one in rows if one.reading.elements > 16})
         del model.forward
     kinds = {(key, kind) for key in ("0", "2", "4") for kind in ("passed", "weight")} - {("0", "passed")}
@@ -314,7 +316,7 @@ def test_nothing_is_measured_unless_asked(seed):
         backward.measuring = measuring
         _backpropagate(compiled(torch.randn(5, 6)).sum(), model, backward)
         assert bool(len(backward.measurements)) is measuring
-    backward.measurements.read([])
+    backward.measurements.read_all([])
     compiled(torch.randn(5, 6)).sum().backward()
     assert not len(backward.measurements)
 

@@ -393,9 +393,9 @@ def test_nodes_of_forward_passes_are_known_by_numbers_that_several_threads_count
     for _ in range(200):
         begin = draw.randint(0, 1000)
         added.append((begin, begin + draw.choice([0, 1, 3, 20])))
-        unmarked.add(*added[-1])
+        unmarked.add_pass(*added[-1])
         made = {number for one in added[-12:] for number in range(*one)}
-        assert all(unmarked.has(numbered(number)) for number in made)
+        assert all(unmarked.has_node(numbered(number)) for number in made)
         known = {number for one in added for number in range(*one)}
-        assert not any(unmarked.has(numbered(number)) for number in set(range(1100)) - known)
+        assert not any(unmarked.has_node(numbered(number)) for number in set(range(1100)) - known)
     assert len(unmarked._begins) <= 24

@@ -116,7 +116,7 @@ def test_amax_is_its_equation(format, top, headroom, weight_headroom, seed):
 @pytest.mark.parametrize(("format", "room"), [("fp16", 8), ("e5m2", 5), ("e4m3fn", 3), ("e3m4", 1), ("e2m1fn", 0)])
 def test_formats_of_few_binades_leave_less_of_them_free(format, room):
     site = Site("model", None, 0)
-    site.remember({"received": GradientReading(1.0, 0.0, 0.0, 10, get(format))})
+    site.store_readings({"received": GradientReading(1.0, 0.0, 0.0, 10, get(format))})
     assert Amax().exponent(site) == min(get(format).emax, 15) - room
     assert Amax(headroom=4).exponent(site) == min(get(format).emax, 15) - 4
 

@@ -142,7 +142,7 @@ class WatchedForward(GraphReader):
             replays = self._replays if self._backward.may_replay() else None
             if replays is None or not replays.is_ready():
                 return self._run_in_region(args, kwargs, replays)
-            return replays.run(self.inner, args, kwargs, self._is_widening)
+            return replays.run_forward(self.inner, args, kwargs, self._is_widening)
         if self._role != "part" or region.replaying:
             return self.inner(*args, **kwargs)
         depth = len(region.path)
@@ -158,12 +158,12 @@ class WatchedForward(GraphReader):
         with Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
             recording = region.recording = None if replays is None else replays.start_recording()
-            region.take((args, kwargs))
+            region.take_arguments((args, kwargs))
             out = self.inner(*args, **kwargs)
             if replays is not None and recording is not None:
                 region.recording = None
-                replays.learn(recording, (args, kwargs), out, region.begun)
-            return region.leave(out, self._is_widening())
+                replays.learn_from(recording, (args, kwargs), out, region.begun)
+            return region.leave_region(out, self._is_widening())
 
     def _is_widening(self) -> bool:
         return is_autocasting_to_float16() if self._wide is None else self._wide

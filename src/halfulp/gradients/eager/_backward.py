@@ -67,7 +67,7 @@ class UnmarkedPasses:
         self._begins: list[int] = []
         self._ends: list[int] = []
 
-    def add(self, begin: int, end: int) -> None:
+    def add_pass(self, begin: int, end: int) -> None:
         """Note a forward pass by autograd's sequence numbers before and after it."""
         self.count += 1
         self._latest.append((begin, end))
@@ -85,7 +85,7 @@ class UnmarkedPasses:
             begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
         self._begins[first:last], self._ends[first:last] = [begin], [end]
 
-    def has(self, node: Any) -> bool:
+    def has_node(self, node: Any) -> bool:
         """Return whether a node's sequence number lies in one of the ranges; each thread counts for itself."""
         number = node._sequence_nr()
         place = bisect.bisect(self._begins, number) - 1
@@ -181,7 +181,7 @@ class Backward:
     # what a backward pass goes through ----------------------------------------------------------------------
 
     @untraced
-    def begin(self, gradients: tuple) -> None:
+    def open_edges(self, gradients: tuple) -> None:
         """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
             self._stop_for_second_order()
@@ -189,19 +189,19 @@ class Backward:
         if self.second_order or self.active:
             return
         self.active = True
-        self.following.begin(self.measuring)
+        self.following.begin_backward_pass(self.measuring)
         self._task = torch._C._current_graph_task_id()
-        Variable._execution_engine.queue_callback(self.end)
+        Variable._execution_engine.queue_callback(self.close_edges)
 
     @untraced
-    def end(self) -> None:
+    def close_edges(self) -> None:
         """Deactivate the edges."""
         self.active = False
 
-    def close_unless_differentiating(self) -> None:
+    def close_edges_after_backward(self) -> None:
         """Deactivate the edges unless a backward pass runs, also after one that raised."""
         if not is_differentiating():
-            self.end()
+            self.close_edges()
 
     def refuse_inner_tensors(self, node: Any) -> None:
         """Check that a tensor read outside of models depends on their forward passes through their outputs only.
@@ -222,7 +222,7 @@ class Backward:
                 "in one of these, or take policy='dynamic', one scale for all (numbers that a function computed, which "
                 "may be losses of their own, may be kept anywhere)"
             )
-        if any(one not in marks and self.unmarked.has(one) for one in behind):
+        if any(one not in marks and self.unmarked.has_node(one) for one in behind):
             self.use_one_scale()
 
     def mark_outer_node(self, node: Any) -> None:
@@ -236,7 +236,7 @@ class Backward:
         """Use one global scale until the next update, and never replay a known graph again."""
         self.second_order, self._replays = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
-        self.close_unless_differentiating()
+        self.close_edges_after_backward()
 
     def may_replay(self) -> bool:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
@@ -262,7 +262,7 @@ class Backward:
 
     def end_iteration(self) -> None:
         """Clear what belongs to the iteration that ends."""
-        self.end()
+        self.close_edges()
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False
         self.measurements.clear()
@@ -277,7 +277,7 @@ class Backward:
         @untraced
         def move_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self.is_shut() or gradient is None:
+            if self.has_closed_edges() or gradient is None:
                 return None
             self.reached[source] = None
             if target is self.sites.global_site and self.measuring and self.policy.wants_operands:
@@ -297,7 +297,7 @@ class Backward:
             gradient = self.round_to_format(gradient)
         # What is received in a wide format cannot leave its range.
         if self.measuring and (stored is not None or kind == "passed"):
-            self.measurements.add(site, kind, gradient, stored)
+            self.measurements.add_gradient(site, kind, gradient, stored)
         return gradient
 
     def list_edges(self) -> Iterable[tuple[Site, Site]]:
@@ -363,7 +363,7 @@ class Backward:
 
     def find_device(self) -> torch.device:
         """Return the device of the models' parameters."""
-        return next((p.device for names in self.names for p in names.parameters()), torch.device("cpu"))
+        return next((p.device for names in self.names for p in names.list_parameters()), torch.device("cpu"))
 
     def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
         """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
@@ -375,11 +375,11 @@ class Backward:
         @untraced
         def move_weight_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self.is_shut() or gradient is None:
+            if self.has_closed_edges() or gradient is None:
                 return None
             changed = self.round_to_format(gradient)
             if self.measuring:
-                self.measurements.add(site, "weight", changed, stored)
+                self.measurements.add_gradient(site, "weight", changed, stored)
             # A float16 parameter sums its gradients in float32 (`refuse_float16_gradient`), where leaving is exact.
             changed = changed.float() if changed.dtype == torch.float16 else changed
             changed = self.following.move_between_sites(changed, self.sites.global_site, site)
@@ -388,7 +388,7 @@ class Backward:
         self._weight_edge_hooks[key] = move_weight_gradient
         return move_weight_gradient
 
-    def is_shut(self) -> bool:
+    def has_closed_edges(self) -> bool:
         """Return whether edges are inactive, as they are for a whole iteration with a second derivative."""
         if not self.active:
             if torch.is_grad_enabled() and not self.second_order:

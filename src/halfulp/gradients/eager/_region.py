@@ -96,7 +96,7 @@ class ParameterNames:
         self._prefix = f"{prefix}." if prefix else ""
         self._names: dict[int, str | None] = {}
 
-    def of(self, parameter: Tensor) -> str | None:
+    def find_module_name(self, parameter: Tensor) -> str | None:
         """Return the qualified name of the module that holds a parameter; None where the model does not list it."""
         if id(parameter) not in self._names:
             model = self._model()
@@ -105,7 +105,7 @@ class ParameterNames:
             self._names.setdefault(id(parameter), None)
         return self._names[id(parameter)]
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def list_parameters(self) -> Iterator[nn.Parameter]:
         """Return all parameters of the model, if it still exists."""
         model = self._model()
         return iter(()) if model is None else model.parameters()
@@ -141,7 +141,7 @@ class CallRecording:
         self._calls: list[tuple[int, Site]] = []
         self.numbers: list[weakref.ref] = []
 
-    def run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
+    def run_call(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function whose nodes are at a site."""
         begun = torch._C._autograd._get_sequence_nr()
         out = function(*args, **kwargs)
@@ -193,7 +193,7 @@ class ArgumentMoves:
             return False
         return not tensor.is_leaf or not (tensor.dtype == torch.float16 or torch._C._is_any_autocast_enabled())
 
-    def add(self, tensor: Tensor, source: Site) -> None:
+    def add_tensor(self, tensor: Tensor, source: Site) -> None:
         """Note that the call reads a tensor of another site."""
         hook = self._backward.get_edge_hook(source, self._site)
         if tensor.is_leaf:
@@ -205,7 +205,7 @@ class ArgumentMoves:
         """Note that the call reads a parameter, whose gradient leaves for the global exponent."""
         self._leaves[id(parameter)] = None
 
-    def begin(self) -> None:
+    def begin_call(self) -> None:
         """Begin the call, whose nodes are those made from now on."""
         self._begun = torch._C._autograd._get_sequence_nr()
 
@@ -213,7 +213,7 @@ class ArgumentMoves:
         """Return whether a result is one of the arguments that were read, which stays at its site."""
         return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
 
-    def hook(self, made: Any, out: Any) -> None:
+    def hook_readers(self, made: Any, out: Any) -> None:
         """End the call and hook those of its nodes that read tensors of other sites."""
         if not (self._hooks or self._leaves or self.views):
             return
@@ -266,7 +266,7 @@ def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
         def move_gradients(gradients: tuple, given: tuple) -> tuple | None:
             if not backward.active:
                 # Whether that is for a second derivative's sake.
-                backward.is_shut()
+                backward.has_closed_edges()
                 return None
             found: list[Tensor | None] | None = None
             for slot, hook in moves:
@@ -322,7 +322,7 @@ class Region(TorchFunctionMode):
 
     def __enter__(self) -> Region:
         self._outer = get_region()
-        self._backward.close_unless_differentiating()
+        self._backward.close_edges_after_backward()
         self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
         set_region(self)
@@ -366,9 +366,9 @@ class Region(TorchFunctionMode):
         taken = 1 if kind == "shape" else len(args)
         kwargs = kwargs if kind == "shape" else self._move_arguments(kwargs, site, reads, function)
         given = (*self._move_arguments(args[:taken], site, reads, function), *args[taken:])
-        reads.begin()
+        reads.begin_call()
         out = self._run(site, function, given, kwargs)
-        reads.hook(out, out)
+        reads.hook_readers(out, out)
         made = self._assign_site(out, site, kind, reads)
         watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
         if watches and isinstance(out, Tensor) and not out.is_leaf:
@@ -378,7 +378,9 @@ class Region(TorchFunctionMode):
         return made
 
     def _run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
-        return function(*args, **kwargs) if self.recording is None else self.recording.run(site, function, args, kwargs)
+        if self.recording is None:
+            return function(*args, **kwargs)
+        return self.recording.run_call(site, function, args, kwargs)
 
     def _fail_recording(self) -> None:
         if self.recording is not None:
@@ -392,7 +394,7 @@ class Region(TorchFunctionMode):
         return self._run_at_site(function, args, {}, self._find_common_site(function, differentiable), "plain")
 
     @without_watching
-    def take(self, arguments: Any) -> None:
+    def take_arguments(self, arguments: Any) -> None:
         """Put the model's arguments at the global exponent, whichever thread made them."""
         for x in list_differentiable(arguments):
             if self._read_site(x) is None:
@@ -444,11 +446,11 @@ class Region(TorchFunctionMode):
     def _open_site(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the site of this call of a product."""
         parameter = next((x for x in differentiable if is_parameter(x)), None)
-        module = None if parameter is None else self._names.of(parameter)
+        module = None if parameter is None else self._names.find_module_name(parameter)
         key = module or ".".join([*self.path[-1:], get_function_name(function)])
         call = self._calls[key]
         self._calls[key] = call + 1
-        site = self._backward.sites.open(f"{key}#{call}" if call else key)
+        site = self._backward.sites.open_site(f"{key}#{call}" if call else key)
         self._rank[site] = len(self._rank)
         if self.recording is not None:
             self.recording.opened.setdefault(site)
@@ -478,7 +480,7 @@ class Region(TorchFunctionMode):
             source = self.find_site(x)
             if reads is None or source is site or not reads.is_movable(x):
                 return self.add_edge(x, source, site)
-            reads.add(x, source)
+            reads.add_tensor(x, source)
             return x
 
         return map_tensors(value, memoize_by_tensor(moved) if isinstance(function, FunctionType) else moved)
@@ -488,7 +490,8 @@ class Region(TorchFunctionMode):
     ) -> Tensor:
         """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
         refuse_float16_gradient(parameter, self._names.is_sharded)
-        if self._names.of(parameter) is None or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
+        known = self._names.find_module_name(parameter) is not None and type(parameter) is nn.Parameter
+        if not known or parameter.dtype == torch.float16:
             self._fail_recording()
         if site is self._global_site or reads is None:
             return parameter
@@ -533,9 +536,9 @@ class Region(TorchFunctionMode):
         reads = ArgumentMoves(self._backward, site)
         kwargs = self._move_arguments(kwargs, site, reads)
         given = (written, *self._move_arguments(args[1:], site, reads)) if args else ()
-        reads.begin()
+        reads.begin_call()
         out = self._run(site, function, given, kwargs)
-        reads.hook([written, written._base], written)
+        reads.hook_readers([written, written._base], written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
                 self._set_site(x, getattr(x, _SITE_ATTRIBUTE, site))
@@ -588,7 +591,7 @@ class Region(TorchFunctionMode):
         return self._assign_site(out, self._global_site, "plain")
 
     @without_watching
-    def leave(self, output: Any, wide: bool) -> Any:
+    def leave_region(self, output: Any, wide: bool) -> Any:
         """Return a model's output at the global exponent; ``wide``: in float32 where it is float16."""
         return map_tensors(output, memoize_by_tensor(lambda x: self._leave_tensor(x, wide)))
 
@@ -655,6 +658,6 @@ def _make_recomputation(run: Callable[..., Any], region: Region) -> Callable[...
         region._backward.replayed = True
         with Region(region._backward, region._names) as again:
             again.path = list(region.path)
-            return again.leave(run(*args, **kwargs), wide=False)
+            return again.leave_region(run(*args, **kwargs), wide=False)
 
     return run_in_region

@@ -109,7 +109,7 @@ def make_multiplying_hook(backward: Backward, kind: str, moves: tuple[tuple[int,
 
     @untraced
     def multiply(gradients: tuple, given: tuple) -> tuple | None:
-        if backward.is_shut():
+        if backward.has_closed_edges():
             return None
         # The gradient of what is added to a product is the product's own.
         if new and type(following.lift) is int and gradients[0] is not given[0]:
@@ -153,7 +153,7 @@ class LearnedGraph:
         self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
 
-    def attach(self, nodes: list[Any]) -> list[Site]:
+    def attach_hooks(self, nodes: list[Any]) -> list[Site]:
         """Hook the nodes for the present exponents; return the sites of the outputs' gradients."""
         exponents = [(site.exponent, site.follows_global) for site in self._all_sites]
         if exponents != self._exponents:
@@ -256,7 +256,7 @@ class GraphReplay:
         return None if self._has_given_up or self._names.is_sharded() else CallRecording()
 
     @without_watching
-    def learn_graph(self, recording: CallRecording, arguments: Any, output: Any, begun: int) -> None:
+    def learn_from(self, recording: CallRecording, arguments: Any, output: Any, begun: int) -> None:
         """Store the graph that a region recorded."""
         learned = learn_graph(
             recording, list_output_tensors(output), begun, list_input_nodes(arguments), self._backward
@@ -282,10 +282,10 @@ class GraphReplay:
             self._has_given_up = self._surprises >= _SURPRISES
         return learned
 
-    def run(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
+    def run_forward(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
         """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
         outer, cached = get_region(), torch.is_autocast_cache_enabled()
-        self._backward.close_unless_differentiating()
+        self._backward.close_edges_after_backward()
         begun = torch._C._autograd._get_sequence_nr()
         set_region(self)
         # A region's views of parameters are cast for each reader, and the graph is to be the same.
@@ -296,7 +296,7 @@ class GraphReplay:
             set_region(outer)
             torch.set_autocast_cache_enabled(cached)
             self._backward.forwards += 1
-            self._backward.unmarked.add(begun, torch._C._autograd._get_sequence_nr())
+            self._backward.unmarked.add_pass(begun, torch._C._autograd._get_sequence_nr())
 
     def _run_hooked(
         self, begun: int, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]
@@ -313,7 +313,7 @@ class GraphReplay:
             if kind is None:
                 self._mark_outside(node)
         learned = self._find_graph(shape)
-        sites = [self._global_site] * len(outputs) if learned is None else learned.attach(nodes)
+        sites = [self._global_site] * len(outputs) if learned is None else learned.attach_hooks(nodes)
         order = {} if learned is None else learned.order
         self._backward.reached.update(order)
         by_tensor = {id(x): site for x, site in zip(outputs, sites)}
@@ -357,7 +357,7 @@ def _move_output_gradient(
     backward: Backward, move: tuple[int, int], order: dict[Site, None], gradients: tuple
 ) -> tuple | None:
     """Move an output's gradient to the output's site (the hook of its node)."""
-    if backward.is_shut():
+    if backward.has_closed_edges():
         return None
     backward.reached.update(order)
     gradient = gradients[0]
