@@ -17,7 +17,7 @@ from ..arithmetic import _float32_products
 from ..arithmetic._float32_products import CELLS, PRODUCT_NAMES
 
 # A region asks at every call.
-get_function_name = functools.cache(_float32_products.get_function_name)
+get_function_name = functools.cache(_float32_products.name_of)
 OperatorKind = Literal["product", "cell", "shape", "fact", "in-place", "plain", "property"]
 
 # Only their first argument has a gradient.

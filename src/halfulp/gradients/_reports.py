@@ -219,7 +219,7 @@ _RECORD_COLUMNS = (
 )
 
 
-class Recorder:
+class SiteRecorder:
     """Appends one JSON line per measured iteration, or one CSV line per site and measured iteration.
 
     A disk that is full ends the record with a warning, and the training goes on.

@@ -27,7 +27,7 @@ from ._policy import Policy, get_policy
 from ._reports import LastStep, SiteRecorder, SiteTable
 from ._site import HIGHEST, parse_scale_exponent
 from ._state import check_entries, check_sites, index_sites, reduce_scaler, resume_scaler, save_sites
-from .eager._attach import attach, get_wrapped_model
+from .eager._attach import attach_scaler, get_wrapped_model
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
@@ -125,7 +125,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                     prefix = str(i) if len(models) > 1 else ""
                     # A compiled forward pass does not tell who called it.
                     self._controller.processes.watch(one)
-                    self._detach.append(attach(one, backward, wide=wide, prefix=prefix))
+                    self._detach.append(attach_scaler(one, backward, wide=wide, prefix=prefix))
             except (TypeError, ValueError):
                 self.detach()
                 raise

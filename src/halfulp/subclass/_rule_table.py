@@ -92,7 +92,7 @@ def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> Non
 
 
 Rule = Callable[..., Any]
-GivenRule = TypeVar("GivenRule", bound=Rule)
+Given = TypeVar("Given", bound=Rule)
 
 
 class RuleTable:
@@ -120,7 +120,7 @@ class RuleTable:
         """Derive an operator's rule anew when it is next met."""
         self._derived.pop(operator, None)
 
-    def implements(self, *operators: OpOverload) -> Callable[[GivenRule], GivenRule]:
+    def implements(self, *operators: OpOverload) -> Callable[[Given], Given]:
         """Return a decorator that registers a function as the rule of operators, of which torch may lack some.
 
         Raises:
@@ -135,7 +135,7 @@ class RuleTable:
                 name = self.rules[operator].__name__
                 raise ValueError(f"{operator} has a rule already ({name}): no operator has two")
 
-        def register(rule: GivenRule) -> GivenRule:
+        def register(rule: Given) -> Given:
             for operator in known:
                 self.rules[operator] = rule
                 self.forget(operator)

@@ -41,7 +41,7 @@ _UNSENDABLE_DTYPES = (torch.int16, torch.uint16)
 _wrapped_checkpoints: list[bool] = []
 
 
-def wrap_checkpoint_functions() -> None:
+def watch_checkpoints() -> None:
     """Wrap torch's checkpoint functions, now or as soon as torch imports them."""
     if not _wrapped_checkpoints:
         _wrapped_checkpoints.append(True)
@@ -186,7 +186,7 @@ def install_registration_hooks() -> None:
     if not _registration_hooks:
         _registration_hooks.append(register_module_module_registration_hook(_hook_data_parallel))
         _registration_hooks.append(register_module_parameter_registration_hook(_refuse_dtensor))
-        wrap_checkpoint_functions()
+        watch_checkpoints()
 
 
 def _hook_data_parallel(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
