@@ -73,12 +73,12 @@ def find_overflow_sources(measured: list[Measurement]) -> list[Site]:
     An activation's gradient spreads an overflow to all that comes later in backward: of these only the first counts,
     and none of the parameters that read it; a parameter's gradient spreads nowhere.
     """
-    flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
+    flow = next((one for one in measured if one.kind != "weight" and not one.reading.is_finite), None)
     found = [] if flow is None else [flow.site]
     for site, kinds in group_readings_by_site(measured).items():
-        others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
+        others = [reading.is_finite for kind, reading in kinds.items() if kind != "weight"]
         alone = all(others) and (others or flow is None)
-        if "weight" in kinds and not kinds["weight"].finite and alone:
+        if "weight" in kinds and not kinds["weight"].is_finite and alone:
             found.append(site)
     return found
 
@@ -86,7 +86,7 @@ def find_overflow_sources(measured: list[Measurement]) -> list[Site]:
 def is_overflow_near(kinds: dict[str, GradientReading], exponent: int) -> bool:
     """Return whether gradients of this size may overflow at an exponent: they reach half of the largest number."""
     return any(
-        reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
+        reading.format is not None and reading.is_finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
         for reading in kinds.values()
     )
 
@@ -375,7 +375,7 @@ class ExponentController:
     def check_random_stream(self, progress: list) -> None:
         """Refuse a state whose gradients were rounded by another version of the stream of random bits."""
         version = progress[6]
-        if self.backward.is_seeded and progress[3] and version != STREAM_VERSION:
+        if self.backward.has_seeded_rounding and progress[3] and version != STREAM_VERSION:
             raise ValueError(
                 f"'progress' of the state_dict is of version {version} of the stream of random bits, known is "
                 f"{STREAM_VERSION}: gradients would be rounded by other bits than the saved run's. To accept that, set "
@@ -410,7 +410,7 @@ class ExponentController:
         fallen = self._lower_overflowed_sites(readings)
         lost = recover_vanished_sizes(self.backward.list_edges(), readings, self.following.measured_lift)
         for site, kinds in readings.items():
-            if site not in fallen and all(reading.finite for reading in kinds.values()):
+            if site not in fallen and all(reading.is_finite for reading in kinds.values()):
                 self._set_site_by_policy(site, kinds, site in lost)
         self._measure_next = bool(lost) or self._raise_vanished_sites(readings)
         global_site = self.sites.global_site
@@ -434,7 +434,7 @@ class ExponentController:
         if self._skips_in_row > _SKIPS_BEFORE_COMMON_FALL:
             return self._lower_sites_to_one_exponent()
         reached = [
-            site for site, kinds in readings.items() if any(one.format and not one.finite for one in kinds.values())
+            site for site, kinds in readings.items() if any(one.format and not one.is_finite for one in kinds.values())
         ]
         fallen = dict.fromkeys([*self._sources, *self._suspects, *reached])
         for site in fallen:

@@ -87,7 +87,7 @@ class SiteRow:
             site=site.key,
             exponent=site.exponent,
             amax={
-                kind: readings[kind].amax if kind in readings and readings[kind].finite else None
+                kind: readings[kind].amax if kind in readings and readings[kind].is_finite else None
                 for kind in _GRADIENT_KINDS
             },
             zero=_average_share(readings, "zero"),

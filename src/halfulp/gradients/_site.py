@@ -41,7 +41,7 @@ class GradientReading:
     format: Format | None
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether every element was finite."""
         return math.isfinite(self.amax)
 
@@ -51,7 +51,7 @@ class GradientReading:
         mine, theirs = self.elements / total, other.elements / total
         return GradientReading(
             # max() would drop a NaN that comes second.
-            amax=max(self.amax, other.amax) if self.finite and other.finite else math.inf,
+            amax=max(self.amax, other.amax) if self.is_finite and other.is_finite else math.inf,
             zero=mine * self.zero + theirs * other.zero,
             subnormal=mine * self.subnormal + theirs * other.subnormal,
             elements=total,
@@ -151,7 +151,7 @@ class Site:
         self.readings = readings
         self.measured = True
         self.format = next((reading.format for reading in readings.values() if reading.format), None)
-        narrow = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.finite}
+        narrow = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.is_finite}
         entry = {kind: math.ldexp(amax, -self.reference) for kind, amax in narrow.items()}
         if entry:
             self.history.append(entry)
@@ -325,7 +325,7 @@ def recover_vanished_sizes(
     for source, target in edges:
         arrived = readings.get(source, {}).get("received")
         passed = readings.get(target, {}).get("passed")
-        if arrived is not None and arrived.amax == 0 and passed is not None and passed.finite and passed.amax:
+        if arrived is not None and arrived.amax == 0 and passed is not None and passed.is_finite and passed.amax:
             power = lift * (target.follows_global - source.follows_global)
             readings[source]["received"] = dataclasses.replace(arrived, amax=math.ldexp(passed.amax, power))
             found.add(source)

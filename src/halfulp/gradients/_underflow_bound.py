@@ -25,7 +25,7 @@ from ._site import HIGHEST, ExponentProposal, Site
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments:
+class TensorMoments:
     """Statistics of a tensor that the rules read.
 
     Attributes:
@@ -42,14 +42,14 @@ class Moments:
     finite: bool
 
     @classmethod
-    def of(cls, x: Tensor) -> Moments:
+    def measure(cls, x: Tensor) -> TensorMoments:
         """Measure a floating-point tensor of any shape on its device, with one copy to the host.
 
         Sums are made in float32 (float64 for a float64 tensor) of x divided by its largest magnitude, so that the
         squares of no finite tensor overflow or vanish.
 
-        >>> Moments.of(torch.tensor([0.0, -4.0, 1.0, 3.0]))
-        Moments(mean=0.0, std=2.549..., amax=4.0, smallest=1.0, finite=True)
+        >>> TensorMoments.measure(torch.tensor([0.0, -4.0, 1.0, 3.0]))
+        TensorMoments(mean=0.0, std=2.549..., amax=4.0, smallest=1.0, finite=True)
         """
         x = widen_to_float32(x)
         if not x.numel():
@@ -74,10 +74,10 @@ class LogMoments:
     amax: float
 
     @classmethod
-    def of(cls, x: Tensor) -> LogMoments:
+    def measure(cls, x: Tensor) -> LogMoments:
         """Measure a floating-point tensor of any shape on its device, with one copy to the host.
 
-        >>> LogMoments.of(torch.tensor([0.0, -1.0, 1.0]))
+        >>> LogMoments.measure(torch.tensor([0.0, -1.0, 1.0]))
         LogMoments(mean=0.0, std=0.0, amax=1.0)
         """
         size = widen_to_float32(x).abs()
@@ -99,7 +99,7 @@ def widen_to_float32(x: Tensor) -> Tensor:
 
 
 # The papers' constants.
-PAPER_SHARE = 1e-3
+PAPER_UNDERFLOW_SHARE = 1e-3
 PAPER_LEAST_PRODUCT = 1e-15  # abs_range takes no product of minima for smaller than this
 
 RuleVersion = Literal["product", "sum"]
@@ -133,12 +133,12 @@ _UNKNOWN_BOUNDS = LogScale(math.nan, math.nan)
 
 
 def underflow_bound(
-    gradient: Moments,
-    weight: Moments | None = None,
+    gradient: TensorMoments,
+    weight: TensorMoments | None = None,
     fan: int = 1,
     *,
     version: RuleVersion = "sum",
-    share: float = PAPER_SHARE,
+    share: float = PAPER_UNDERFLOW_SHARE,
     u_min: float,
     u_max: float,
 ) -> LogScale:
@@ -154,7 +154,7 @@ def underflow_bound(
     Without a weight o is the gradient: s_o = s_g, and K = 1 whatever ``fan`` says. The upper bound may be less than 1,
     and wins. s_o = 0 gives alpha = 1.
 
-    >>> g, w = Moments.of(torch.tensor([-1e-6, 1e-6])), Moments.of(torch.tensor([-1.0, 1.0]))
+    >>> g, w = TensorMoments.measure(torch.tensor([-1e-6, 1e-6])), TensorMoments.measure(torch.tensor([-1.0, 1.0]))
     >>> underflow_bound(g, w, 512, u_min=6e-8, u_max=65504.0)
     1.581...
     """
@@ -175,7 +175,7 @@ def underflow_bound(
     return LogScale(math.log2(u_min) - math.log2(threshold) - log_sigma, math.log2(u_max) - log_largest)
 
 
-def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float, u_max: float) -> LogScale:
+def lognormal(gradient: LogMoments, *, share: float = PAPER_UNDERFLOW_SHARE, u_min: float, u_max: float) -> LogScale:
     """Return the rule of IJCAI-20 for the cast to a narrow format at the loss: magnitudes are taken for lognormal.
 
     With ln|g| of mean mu and standard deviation s over the elements that are not zero,
@@ -184,8 +184,8 @@ def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float,
 
     Where s = 0 the equation holds as it stands (the papers' code gives 1). Multiply before the cast.
 
-    >>> g = LogMoments.of(torch.tensor([2.0**-30, -(2.0**-30), 0.0]))
-    >>> make_power_of_two(lognormal(g, u_min=2.0**-24, u_max=65504.0))
+    >>> g = LogMoments.measure(torch.tensor([2.0**-30, -(2.0**-30), 0.0]))
+    >>> floor_to_exponent(lognormal(g, u_min=2.0**-24, u_max=65504.0))
     6
     """
     if not math.isfinite(gradient.amax):
@@ -229,14 +229,14 @@ def element_wise(g: Tensor, w: Tensor, fan: int, *, u_min: float, u_max: float) 
     return LogScale(math.log2(u_min) - least, math.log2(u_max) - (math.log2(fan) + largest))
 
 
-def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_max: float) -> LogScale:
+def abs_range(gradient: TensorMoments, weight: TensorMoments, fan: int, *, u_min: float, u_max: float) -> LogScale:
     """Return the rule that lifts the product of the smallest magnitudes, as if it occurred.
 
         alpha = max((u_min / K) / max(min|g| min|W|, 1e-15), 1), at most (u_max / K) / (max|g| max|W|)
 
     over the elements that are not zero, K = ``fan``. That u_min is divided by K too is the papers' code's choice.
 
-    >>> one = Moments.of(torch.tensor([2.0**-16, 1.0]))
+    >>> one = TensorMoments.measure(torch.tensor([2.0**-16, 1.0]))
     >>> abs_range(one, one, 4, u_min=2.0**-24, u_max=65504.0)
     6.0
     """
@@ -250,10 +250,10 @@ def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_m
     return LogScale(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))
 
 
-def make_power_of_two(log2_alpha: float) -> int:
+def floor_to_exponent(log2_alpha: float) -> int:
     """Return the exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha).
 
-    >>> make_power_of_two(3.99), make_power_of_two(4.0), make_power_of_two(-0.5)
+    >>> floor_to_exponent(3.99), floor_to_exponent(4.0), floor_to_exponent(-0.5)
     (3, 4, -1)
     """
     # Logarithms may leave an exact power of two a rounding short of its exponent.
@@ -358,8 +358,8 @@ class OperandStatisticsPolicy(Policy):
         lower = max([0.0, *(alpha.lower for alpha in alphas)])
         upper = min(min(alpha.upper for alpha in alphas), cap + (site.exponent - exponent))
         # Up for what must be reached, down for what must not be passed.
-        least = exponent - make_power_of_two(-lower)
-        return ExponentProposal(least, HIGHEST if upper == math.inf else exponent + make_power_of_two(upper))
+        least = exponent - floor_to_exponent(-lower)
+        return ExponentProposal(least, HIGHEST if upper == math.inf else exponent + floor_to_exponent(upper))
 
     def exponent(self, site: Site) -> int | None:
         """Return the largest lower bound of all proposals, at most the smallest upper one."""
@@ -383,7 +383,7 @@ class UnderflowBound(OperandStatisticsPolicy):
     """
 
     version: RuleVersion = "sum"
-    share: float = PAPER_SHARE
+    share: float = PAPER_UNDERFLOW_SHARE
 
     name = "underflow-bound"
 
@@ -397,7 +397,7 @@ class UnderflowBound(OperandStatisticsPolicy):
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """Return log2 alpha by the published rule for the product, for the gradient alone, and by sampled sums."""
         limits: dict[str, Any] = {"share": self.share, **_find_format_limits(format)}
-        gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
+        gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
         found = [
             underflow_bound(gradient, weight, operands.fan, version=self.version, **limits),
             underflow_bound(gradient, **limits),
@@ -411,10 +411,10 @@ class UnderflowBound(OperandStatisticsPolicy):
     ) -> ExponentProposal | None:
         """Return bounds for a gradient at the global exponent: taken as Gaussian, as lognormal, as it is."""
         limits: dict[str, Any] = {"share": self.share, **_find_format_limits(format)}
-        moments = Moments.of(gradient)
+        moments = TensorMoments.measure(gradient)
         if not (moments.finite and moments.amax):
             return None
-        alphas = [lognormal(LogMoments.of(gradient), **limits), underflow_bound(moments, **limits)]
+        alphas = [lognormal(LogMoments.measure(gradient), **limits), underflow_bound(moments, **limits)]
         return self._combine_bounds(
             global_site.exponent, [*alphas, scale_by_numbers(gradient, **limits)], site, global_site
         )
@@ -439,5 +439,5 @@ class AbsRange(OperandStatisticsPolicy):
 
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """See `abs_range`."""
-        gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
+        gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
         return [abs_range(gradient, weight, operands.fan, **_find_format_limits(format))]

@@ -139,11 +139,11 @@ class WatchedForward(GraphReader):
         if region is None or self._role == "model":
             self._backward.find_processes()
         if region is None:
-            replays = self._replays if self._backward.may_replay() else None
+            replays = self._replays if self._backward.can_replay() else None
             if replays is None or not replays.is_ready():
                 return self._run_in_region(args, kwargs, replays)
             return replays.run_forward(self.inner, args, kwargs, self._is_widening)
-        if self._role != "part" or region.replaying:
+        if self._role != "part" or region.is_replaying:
             return self.inner(*args, **kwargs)
         depth = len(region.path)
         region.path.append(self._place)

@@ -92,10 +92,10 @@ class UnmarkedPasses:
         return place >= 0 and number < self._ends[place]
 
 
-Hook = Callable[[tuple], tuple | None]
+GradientHook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
 LIVE_BACKWARDS: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
-_handles = itertools.count()
+_handle_counter = itertools.count()
 _thread_state = threading.local()
 
 
@@ -167,13 +167,13 @@ class Backward:
         self.reached: dict[Site, None] = {}
         self.forwards = 0
         self._seen = False
-        self._edge_hooks: dict[tuple[Site, Site], Hook] = {}
-        self._weight_edge_hooks: dict[tuple[Site, Format | None], Hook] = {}
+        self._edge_hooks: dict[tuple[Site, Site], GradientHook] = {}
+        self._weight_edge_hooks: dict[tuple[Site, Format | None], GradientHook] = {}
         # Of nodes that read several tensors.
         self.reader_hooks: dict[tuple, Callable] = {}
         self._warned = False
         # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
-        self.handle = str(next(_handles))
+        self.handle = str(next(_handle_counter))
         self.factors: dict[tuple, Any] = {}
         self.names: weakref.WeakSet = weakref.WeakSet()
         LIVE_BACKWARDS[self.handle] = self
@@ -238,7 +238,7 @@ class Backward:
         # A backward pass that runs had its gradients moved by edges, and goes on so.
         self.close_edges_after_backward()
 
-    def may_replay(self) -> bool:
+    def can_replay(self) -> bool:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
         wanted = self._replays and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
@@ -269,7 +269,7 @@ class Backward:
         self.following.binades.clear()
         self.reached.clear()
 
-    def get_edge_hook(self, source: Site, target: Site) -> Hook:
+    def get_edge_hook(self, source: Site, target: Site) -> GradientHook:
         """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s."""
         if (source, target) in self._edge_hooks:
             return self._edge_hooks[source, target]
@@ -305,7 +305,7 @@ class Backward:
         return self._edge_hooks.keys()
 
     @property
-    def is_seeded(self) -> bool:
+    def has_seeded_rounding(self) -> bool:
         """Whether gradients are rounded with seeded random bits, which the count of roundings keys."""
         return isinstance(self._rounding, Stochastic) and self._rounding.seed is not None
 
@@ -331,7 +331,7 @@ class Backward:
         self.roundings += 1
         return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
 
-    def make_operand_hook(self, site: Site, factor: SecondFactor) -> Hook:
+    def make_operand_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
         """Return a hook of a product's result that shows the policy both factors."""
 
         @untraced
@@ -365,7 +365,7 @@ class Backward:
         """Return the device of the models' parameters."""
         return next((p.device for names in self.names for p in names.list_parameters()), torch.device("cpu"))
 
-    def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
+    def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> GradientHook:
         """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
         key = site, find_narrow_format(made_in)
         if key in self._weight_edge_hooks:

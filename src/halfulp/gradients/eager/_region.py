@@ -33,7 +33,7 @@ from ._backward import (
     FIRST_LEAF_NUMBER,
     Backward,
     FloatWideningView,
-    Hook,
+    GradientHook,
     get_region,
     is_at_global_exponent,
     mark_node,
@@ -162,7 +162,7 @@ class CallRecording:
 
 
 # Which of the gradients that a node passes on, and the hook that moves it.
-SlotHooks = tuple[tuple[int, Hook], ...]
+SlotHooks = tuple[tuple[int, GradientHook], ...]
 
 
 class ArgumentMoves:
@@ -180,9 +180,9 @@ class ArgumentMoves:
     def __init__(self, backward: Backward, site: Site) -> None:
         self._backward = backward
         self._site = site
-        self._hooks: dict[tuple[Any, int], Hook] = {}
+        self._hooks: dict[tuple[Any, int], GradientHook] = {}
         # Leaves by identity, as their nodes may not be there before they are read.
-        self._leaves: dict[int, Hook | None] = {}
+        self._leaves: dict[int, GradientHook | None] = {}
         # Of parameters.
         self.views: list[Tensor] = []
         self._begun = 0
@@ -232,7 +232,7 @@ class ArgumentMoves:
                 # It is at the call's site; what it passes on may be at several.
                 mark_node(node, self._site, self._site, global_site)
 
-    def _list_readers(self, made: Any, leaving: Hook) -> Iterator[tuple[Any, SlotHooks]]:
+    def _list_readers(self, made: Any, leaving: GradientHook) -> Iterator[tuple[Any, SlotHooks]]:
         """Return the nodes of the call that read what was noted."""
         pending: list[Any] = [x.grad_fn for x in list_differentiable(made)]
         seen = {None}
@@ -251,7 +251,7 @@ class ArgumentMoves:
             if moves:
                 yield node, tuple(moves)
 
-    def _find_leaf_hook(self, node: Any, leaving: Hook) -> Hook | None:
+    def _find_leaf_hook(self, node: Any, leaving: GradientHook) -> GradientHook | None:
         if not self._leaves or node is None or node._sequence_nr() < FIRST_LEAF_NUMBER:
             return None
         leaf = id(node.variable)
@@ -280,7 +280,7 @@ def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
     return backward.reader_hooks[moves]
 
 
-def make_view(parameter: Tensor, sparse: bool) -> Tensor:
+def make_parameter_view(parameter: Tensor, sparse: bool) -> Tensor:
     """Return a view of a parameter, with a node of its own; ``sparse``: an alias, which takes sparse gradients."""
     if parameter.dtype == torch.float16:
         return FloatWideningView.apply(parameter)
@@ -307,7 +307,7 @@ class Region(TorchFunctionMode):
     Where an input belongs elsewhere, hooks of the nodes that read it move its gradient back (`ArgumentMoves`).
     """
 
-    replaying = False
+    is_replaying = False
 
     def __init__(self, backward: Backward, names: ParameterNames) -> None:
         super().__init__()
@@ -367,7 +367,7 @@ class Region(TorchFunctionMode):
         kwargs = kwargs if kind == "shape" else self._move_arguments(kwargs, site, reads, function)
         given = (*self._move_arguments(args[:taken], site, reads, function), *args[taken:])
         reads.begin_call()
-        out = self._run(site, function, given, kwargs)
+        out = self._run_recorded(site, function, given, kwargs)
         reads.hook_readers(out, out)
         made = self._assign_site(out, site, kind, reads)
         watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
@@ -377,7 +377,7 @@ class Region(TorchFunctionMode):
                 node.register_prehook(self._backward.make_operand_hook(site, factor))
         return made
 
-    def _run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
+    def _run_recorded(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
         if self.recording is None:
             return function(*args, **kwargs)
         return self.recording.run_call(site, function, args, kwargs)
@@ -498,7 +498,9 @@ class Region(TorchFunctionMode):
         if reads.is_movable(parameter):
             reads.add_parameter(parameter)
             return parameter
-        view = make_view(parameter, function is not None and get_function_name(function).startswith("embedding"))
+        view = make_parameter_view(
+            parameter, function is not None and get_function_name(function).startswith("embedding")
+        )
         reads.views.append(view)
         if self.recording is not None:
             self.recording.edges.add(view.grad_fn)
@@ -537,7 +539,7 @@ class Region(TorchFunctionMode):
         kwargs = self._move_arguments(kwargs, site, reads)
         given = (written, *self._move_arguments(args[1:], site, reads)) if args else ()
         reads.begin_call()
-        out = self._run(site, function, given, kwargs)
+        out = self._run_recorded(site, function, given, kwargs)
         reads.hook_readers([written, written._base], written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
@@ -593,9 +595,9 @@ class Region(TorchFunctionMode):
     @without_watching
     def leave_region(self, output: Any, wide: bool) -> Any:
         """Return a model's output at the global exponent; ``wide``: in float32 where it is float16."""
-        return map_tensors(output, memoize_by_tensor(lambda x: self._leave_tensor(x, wide)))
+        return map_tensors(output, memoize_by_tensor(lambda x: self._move_to_global_exponent(x, wide)))
 
-    def _leave_tensor(self, out: Tensor, wide: bool) -> Tensor:
+    def _move_to_global_exponent(self, out: Tensor, wide: bool) -> Tensor:
         if out.is_leaf:
             return out
         site = self.find_site(out)
@@ -614,7 +616,7 @@ class Region(TorchFunctionMode):
 
 # Its ``apply`` is inherited from a class in C++.
 _FUNCTION_BASE: Any = _SingleLevelFunction
-_lock = threading.Lock()
+_region_count_lock = threading.Lock()
 _region_count = 0
 
 
@@ -626,7 +628,7 @@ def _watch_custom_functions(change: int) -> None:
     edges of its own. So the method that ``Function.apply`` ends in is replaced, for the whole process.
     """
     global _region_count
-    with _lock:
+    with _region_count_lock:
         _region_count += change
         if _region_count:
             _FUNCTION_BASE.apply = classmethod(_intercept_function)
@@ -637,7 +639,12 @@ def _watch_custom_functions(change: int) -> None:
 def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = super(_FUNCTION_BASE, cls).apply
     region = get_region()
-    if region is None or region.replaying or not torch.is_grad_enabled() or cls in (FloatWideningView, CopyWithStrides):
+    if (
+        region is None
+        or region.is_replaying
+        or not torch.is_grad_enabled()
+        or cls in (FloatWideningView, CopyWithStrides)
+    ):
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
         args = (_make_recomputation(args[0], region), *args[1:])

@@ -22,7 +22,7 @@ from ._backward import FIRST_LEAF_NUMBER, Backward, get_region, is_at_global_exp
 from ._region import CallRecording, ParameterNames, without_watching
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
-Link = tuple[int, int]
+GraphLink = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +39,9 @@ class GraphShape:
             be another part's, at other sites. Inputs whose gradient is wanted are new in each pass.
     """
 
-    roots: tuple[Link, ...]
+    roots: tuple[GraphLink, ...]
     kinds: tuple[type | None, ...]
-    links: tuple[tuple[Link | None, ...], ...]
+    links: tuple[tuple[GraphLink | None, ...], ...]
     leaves: tuple[tuple[int, torch.dtype, int | None], ...]
 
 
@@ -64,10 +64,10 @@ def walk_graph(
     places: dict[Any, int] = {}
     nodes: list[Any] = []
     kinds: list[type | None] = []
-    links: list[tuple[Link | None, ...]] = []
+    links: list[tuple[GraphLink | None, ...]] = []
     leaves: list[tuple[int, torch.dtype, int | None]] = []
 
-    def link(node: Any, number: int) -> Link | None:
+    def link(node: Any, number: int) -> GraphLink | None:
         while node in skipped:
             node, number = node.next_functions[0]
         if node is None:
@@ -77,7 +77,7 @@ def walk_graph(
             nodes.append(node)
         return places[node], number
 
-    found: list[Link] = []
+    found: list[GraphLink] = []
     for root in roots:
         place = link(*root)
         assert place is not None  # an output has a node
@@ -154,7 +154,7 @@ class LearnedGraph:
         self._hooks: list[tuple[int, Callable]] = []
 
     def attach_hooks(self, nodes: list[Any]) -> list[Site]:
-        """Hook the nodes for the present exponents; return the sites of the outputs' gradients."""
+        """GradientHook the nodes for the present exponents; return the sites of the outputs' gradients."""
         exponents = [(site.exponent, site.follows_global) for site in self._all_sites]
         if exponents != self._exponents:
             self._exponents = exponents
@@ -237,7 +237,7 @@ class GraphReplay:
     found by the loss, or by the forward pass that reads it: exponents rest then, and a region tells next time.
     """
 
-    replaying = True
+    is_replaying = True
 
     def __init__(self, backward: Backward, names: ParameterNames) -> None:
         self._backward = backward
@@ -291,14 +291,14 @@ class GraphReplay:
         # A region's views of parameters are cast for each reader, and the graph is to be the same.
         torch.set_autocast_cache_enabled(False)
         try:
-            return self._run_hooked(begun, call, args, kwargs, wide)
+            return self._run_with_hooks(begun, call, args, kwargs, wide)
         finally:
             set_region(outer)
             torch.set_autocast_cache_enabled(cached)
             self._backward.forwards += 1
             self._backward.unmarked.add_pass(begun, torch._C._autograd._get_sequence_nr())
 
-    def _run_hooked(
+    def _run_with_hooks(
         self, begun: int, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]
     ) -> Any:
         inputs = list_input_nodes((args, kwargs))
@@ -320,7 +320,9 @@ class GraphReplay:
         to_float32 = wide()
         return map_tensors(
             output,
-            memoize_by_tensor(lambda x: x if x.is_leaf else self._leave_tensor(x, by_tensor[id(x)], order, to_float32)),
+            memoize_by_tensor(
+                lambda x: x if x.is_leaf else self._move_to_global_exponent(x, by_tensor[id(x)], order, to_float32)
+            ),
         )
 
     def _mark_outside(self, node: Any) -> None:
@@ -332,7 +334,7 @@ class GraphReplay:
             self._backward.use_one_scale()
             mark_node(node, self._global_site, self._global_site, self._global_site)
 
-    def _leave_tensor(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
+    def _move_to_global_exponent(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
         move = (
             site.exponent - self._global_site.exponent,
             self._backward.following.find_lift_sign(site, self._global_site),
