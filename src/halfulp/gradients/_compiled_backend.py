@@ -134,7 +134,7 @@ Measured = tuple[Node, str, bool]
 
 
 def _list_limiting_gradients(placement: SitePlacement, moved: dict[Node, Edge]) -> dict[str, list[Measured]]:
-    """Return the gradients to measure at each site: all that may overflow there, without views of the same.
+    """Return, by site, the gradients to measure: all that may overflow there, each tensor once.
 
     That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it,
     between which and its products other functions may lie.

@@ -383,7 +383,7 @@ class SitePlacement:
         return "passed" if self._leads[gradient] else "weight"
 
     def list_products(self, moved: Collection[Node]) -> Iterator[GradientProduct]:
-        """Yield all products after gradients moved, and what else gives a site its parameters' gradients."""
+        """Yield all products after gradients moved, and other functions that make parameters' gradients."""
         for node in self._calls:
             # What leads to the gradient of a parameter that was read without a product is a step on the way.
             if self.roles[node] != "opening" or not any(self.roles.get(x) == "opening" for x in node.users):

@@ -504,7 +504,7 @@ class ExponentController:
         return min(_MARGIN_BELOW_OVERFLOW, site.exponent - self.policy.exponent_after_overflow(site))
 
     def _limit_halfway(self, site: Site, exponent: int) -> int:
-        """Return the wanted exponent if it is below the last overflow's, else one halfway to it.
+        """Return the wanted exponent, or one halfway to the last overflow's where it is not below that.
 
         A site that does not overflow there any more, as it is there or above, may go anywhere.
         """

@@ -201,7 +201,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: 
 
 
 def _rebuild_dict(value: dict, found: dict) -> dict:
-    """Return a dict of the same class; a subclass, such as the outputs of transformers, is changed in a copy."""
+    """Return a dict of the given one's class with new values; a subclass (outputs of transformers) in a copy."""
     if type(value) is dict:
         return found
     changed = copy.copy(value)

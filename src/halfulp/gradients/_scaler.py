@@ -523,7 +523,7 @@ class _GradientSnapshot:
 
 
 class _UnscaledGradient:
-    """What became of a parameter's gradient since its optimizer was unscaled.
+    """The units of a parameter's gradient since its optimizer was unscaled.
 
     Attributes:
         parameter: a weak reference.

@@ -77,7 +77,7 @@ class OverflowMemory:
         self.until = until
 
     def recall_exponent(self, iteration: int) -> int | None:
-        """Return the exponent, or None once it is older than it is to be remembered."""
+        """Return the remembered exponent, or None once the overflow is too old."""
         if iteration >= self.until:
             self.exponent = None
         return self.exponent

@@ -202,7 +202,7 @@ def reduce_scaler(scaler: Any, base: type) -> tuple:
 
 
 def restore_scaler(base: type[Any], kind: type[object], models: list[nn.Module], options: dict[str, Any]) -> Any:
-    """Return a scaler of those models, with those options, of a kind which is ``base`` or a subclass of it."""
+    """Return a new scaler of a class (``base`` or a subclass of it) with the given models and options."""
     if not all("_modules" in vars(model) for model in models):
         raise ValueError(
             "the scaler's model holds the scaler, so that neither can be copied before the other: keep the scaler "

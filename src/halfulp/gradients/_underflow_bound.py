@@ -409,7 +409,7 @@ class UnderflowBound(OperandStatisticsPolicy):
     def propose_bounds_at_loss(
         self, site: Site, gradient: Tensor, format: Format, global_site: Site
     ) -> ExponentProposal | None:
-        """Return bounds for a gradient at the global exponent: taken as Gaussian, as lognormal, as it is."""
+        """Return bounds for a gradient at the loss, by the Gaussian and the lognormal rule and by its numbers."""
         limits: dict[str, Any] = {"share": self.share, **_find_format_limits(format)}
         moments = TensorMoments.measure(gradient)
         if not (moments.finite and moments.amax):

@@ -50,7 +50,7 @@ def is_collective(operator: OpOverload) -> bool:
 def collective_rule(
     operator: OpOverload, rules: Mapping[OpOverload, Rule], write: Write, refuse: Callable[[OpOverload], NoReturn]
 ) -> Rule:
-    """Return the rule of a collective that has none of its own, made of those that are registered for the class.
+    """Return the rule of a collective, derived from the registered ones, or a function that refuses it.
 
     `write` copies a value into a tensor, `refuse` raises NotImplementedError in words.
     """
@@ -81,7 +81,7 @@ def collective_rule(
 
 
 def _find_plain_form(operator: OpOverload) -> OpOverload | None:
-    """Return the operator of `PLAIN_FORMS` that does the same for one tensor and returns a new one."""
+    """Return the form of `PLAIN_FORMS`, of one tensor into a new one, of an operator; None without one."""
     if operator.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
         return None
     name = operator._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
@@ -125,7 +125,7 @@ def _make_list_rule(run: Rule) -> Rule:
 
 
 def eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverload, Rule]:
-    """Return the rules of those operators of c10d, which write into their arguments, whose functional form has one.
+    """Return rules of c10d's operators, which write into their arguments, made of their functional forms' rules.
 
     They are synchronous: callers may read before they wait for a handle.
     """

@@ -42,7 +42,7 @@ class CompositeTensor(torch.Tensor):
         raise NotImplementedError
 
     def _like(self, inner: list[Tensor], requires_grad: bool) -> Self:
-        """Return a leaf of other plain tensors, with what else this one has."""
+        """Return a leaf made of other plain tensors, otherwise like this one."""
         raise NotImplementedError
 
     @staticmethod
@@ -104,7 +104,7 @@ def saved_marks(x: Tensor) -> tuple[bool, bool]:
 
 
 def with_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
-    """Return the tensor with what `saved_marks` returned of the stored one."""
+    """Set the autograd marks that `saved_marks` returned, and return the tensor."""
     x.requires_grad_(requires_grad)
     if is_parameter:
         x._is_param = True

@@ -1,4 +1,4 @@
-"""What autograd and recorders of graphs meet: which results are gradients, plain gradients converted, refusals."""
+"""Autograd of the tensor subclasses: which results are gradients, conversion of plain ones, refused recorders."""
 
 from __future__ import annotations
 

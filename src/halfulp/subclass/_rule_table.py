@@ -117,7 +117,7 @@ class RuleTable:
         return rule
 
     def forget(self, operator: OpOverload) -> None:
-        """Derive an operator's rule anew when it is next met."""
+        """Drop an operator's derived rule, so that it is derived anew."""
         self._derived.pop(operator, None)
 
     def implements(self, *operators: OpOverload) -> Callable[[Given], Given]:
@@ -157,7 +157,7 @@ def arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: d
 
 
 def functional_form(operator: OpOverload) -> OpOverload | None:
-    """Return the overload that takes the same arguments, in any order, and writes none of them; None without one."""
+    """Return the overload of an in-place or out operator that writes none of its arguments; None without one."""
     name = operator._schema.name.removeprefix("aten::")
     is_out = any(argument.is_out for argument in operator._schema.arguments)
     packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)

@@ -199,7 +199,7 @@ def is_autocasting_to_float16() -> bool:
 
 
 def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:
-    """Yield the model and what a step may call by itself, each with the place after which what runs there is named.
+    """Yield the model, its parts and its own layers, each with the name that prefixes its sites.
 
     These are modules with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.
     """

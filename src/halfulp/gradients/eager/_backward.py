@@ -261,7 +261,7 @@ class Backward:
             )
 
     def end_iteration(self) -> None:
-        """Clear what belongs to the iteration that ends."""
+        """Clear the iteration's counts, measurements and reached sites."""
         self.close_edges()
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False

@@ -111,7 +111,7 @@ class ParameterNames:
         return iter(()) if model is None else model.parameters()
 
     def list_parts_by_id(self) -> dict[int, str]:
-        """Return the names of the modules that have parts, by their ids: what runs in one is named after it."""
+        """Return the qualified names of the modules that have children, by their ids."""
         model = self._model()
         modules = () if model is None else model.named_modules()
         parts = ((name, one) for name, one in modules if next(one.children(), None) is not None)
@@ -206,7 +206,7 @@ class ArgumentMoves:
         self._leaves[id(parameter)] = None
 
     def begin_call(self) -> None:
-        """Begin the call, whose nodes are those made from now on."""
+        """Note autograd's sequence number at the start of the call."""
         self._begun = torch._C._autograd._get_sequence_nr()
 
     def is_argument(self, tensor: Tensor) -> bool:
@@ -214,7 +214,7 @@ class ArgumentMoves:
         return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
 
     def hook_readers(self, made: Any, out: Any) -> None:
-        """End the call and hook those of its nodes that read tensors of other sites."""
+        """Hook the nodes of the finished call that read tensors of other sites."""
         if not (self._hooks or self._leaves or self.views):
             return
         if isinstance(out, list | tuple):
@@ -233,7 +233,7 @@ class ArgumentMoves:
                 mark_node(node, self._site, self._site, global_site)
 
     def _list_readers(self, made: Any, leaving: GradientHook) -> Iterator[tuple[Any, SlotHooks]]:
-        """Return the nodes of the call that read what was noted."""
+        """Yield the nodes of the call that read noted tensors, each with its hooks."""
         pending: list[Any] = [x.grad_fn for x in list_differentiable(made)]
         seen = {None}
         while pending:

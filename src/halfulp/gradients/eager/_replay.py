@@ -1,4 +1,4 @@
-"""Replay: a forward pass without a region, whose graph is one that regions saw before.
+"""Replay: forward passes without a region, once regions have learned their graph.
 
 Regions stay beside it for what a graph does not tell: the function that made a node, by which sites are named and
 gradients rounded once per call.

@@ -30,7 +30,7 @@ _AVERAGE_CLASS_NAME = re.compile(
 
 
 class _LastSearch:
-    """The last search: how many classes there were, those of averages, references to these, and what was found."""
+    """The averages that the last search found, and the counts that tell whether it is outdated."""
 
     classes: ClassVar[tuple[int, int]] = (0, 0)
     average_classes: ClassVar[list[weakref.ref[type]]] = []

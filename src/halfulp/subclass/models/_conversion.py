@@ -127,7 +127,7 @@ _CHECKPOINT_ADVICE = "checkpoint the whole model instead, or run it without chec
 
 
 def capture_hooks(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
-    """Make what torch.utils.checkpoint(use_reentrant=False) recomputes run under a mode, which `what` names in errors.
+    """Wrap the function that torch.utils.checkpoint(use_reentrant=False) recomputes; `what` names the caller in errors.
 
     Its frame is reached through the hook that packs saved tensors while the checkpointed function runs; hooks of others
     are left alone, and so is a frame that the same `wrap` has wrapped already.
@@ -151,7 +151,7 @@ def capture_hooks(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
 
 
 def capture_node(node: Any, name: str, wrap: Wrapper, what: str) -> None:
-    """Run what reentrant checkpointing (torch.utils.checkpoint) recomputes in the backward pass under a mode."""
+    """Wrap the function that reentrant checkpointing (torch.utils.checkpoint) recomputes in the backward pass."""
     if name.endswith("CheckpointFunctionBackward"):
         if not callable(getattr(node, "run_function", None)):
             raise NotImplementedError(
@@ -218,7 +218,7 @@ ConvertedTensors = dict[int, Tensor]
 
 
 def converted(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
-    """Return the converted tensors by the ids of the present ones; one that several modules share is converted once.
+    """Return converted tensors by the ids of the present ones; a shared parameter is converted once.
 
     The model is not changed yet, so that a parameter that cannot be converted leaves it as it was.
     """

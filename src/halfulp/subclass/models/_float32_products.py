@@ -95,7 +95,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 class GraphReader:
-    """A module's ``forward`` whose compiler reads the products of the model's graph: they stay those it wrote."""
+    """Base of module forwards whose compiler reads the graph's products: these stay torch's own."""
 
 
 def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:

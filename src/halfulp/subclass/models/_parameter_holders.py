@@ -70,7 +70,7 @@ def _load_full_names(
     *given: Any,
     **options: Any,
 ) -> Any:
-    """Give auxiliary entries the names that those of their parameters will have.
+    """Rename auxiliary entries to the prefixed names of their parameters.
 
     torch takes ``module.`` (DistributedDataParallel) and ``_orig_mod.`` (torch.compile) out of names when it saves, and
     puts them before parameters and buffers alone when it loads.
@@ -173,7 +173,7 @@ def _split_into_entries(full: Mapping[str, Any], own: Mapping[str, Tensor]) -> d
 
 
 def _join_entries(local: MutableMapping[str, Any], name: str, beside: Mapping[str, Tensor], like: Tensor) -> Tensor:
-    """Return a tensor like the one that stood here, made of the entries that were sent."""
+    """Return a tensor like a given one, made of the entries that were sent."""
     entries = {name: local[name], **{entry: local.pop(entry) for entry in beside if entry in local}}
     return get_known_layout(like).fitting({entry: part.to(like.device) for entry, part in entries.items()}, name, like)
 
@@ -204,7 +204,7 @@ def _list_own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _complete_unused_gradients(wrapper: nn.Module, inputs: Any, output: Any) -> None:
-    """Give parameters that this process did not use the same kind of gradient as in the processes that did.
+    """Give parameters that this process did not use the gradient class that other processes have.
 
     With find_unused_parameters the reducer makes such a gradient itself, of the plain numbers that have arrived; where
     the parameter was used it writes them into the gradient that is there, and rounds. Processes would drift apart.

@@ -80,7 +80,7 @@ def install_file_check(model: nn.Module) -> None:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Remove what `install` and `install_file_check` added, unless parameters of such classes are left."""
+    """Remove the hooks of `install_hooks` and `install_file_check`, unless parameters of such classes are left."""
     if any(_list_own_parameters(inner) for inner in module.modules()):
         return
     own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules, _forget_missing)
@@ -156,7 +156,7 @@ def _share_tied_memory(
 
 
 def _share_auxiliary(entries: Mapping[str, Tensor], name: str, state_dict: Mapping[str, Any], first: str) -> bool:
-    """Return whether auxiliary entries are those of another name: identities alone may be of what is gone."""
+    """Return whether a parameter's auxiliary entries share the memory of those under another name."""
     pairs = [(x, state_dict.get(first + entry.removeprefix(name))) for entry, x in entries.items() if entry != name]
     return all(
         isinstance(y, Tensor) and _C._is_alias_of(x, y) and x.storage_offset() == y.storage_offset() for x, y in pairs
