@@ -130,16 +130,16 @@ def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
 
 
 # Which gradient, of what kind, and whether it has the global exponent.
-Measured = tuple[Node, str, bool]
+MeasuredGradient = tuple[Node, str, bool]
 
 
-def _list_limiting_gradients(placement: SitePlacement, moved: dict[Node, Edge]) -> dict[str, list[Measured]]:
+def _list_limiting_gradients(placement: SitePlacement, moved: dict[Node, Edge]) -> dict[str, list[MeasuredGradient]]:
     """Return, by site, the gradients to measure: all that may overflow there, each tensor once.
 
     That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it,
     between which and its products other functions may lie.
     """
-    found: dict[str, dict[Node, Measured]] = {}
+    found: dict[str, dict[Node, MeasuredGradient]] = {}
 
     def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
         found.setdefault(key, {}).setdefault(find_viewed_node(node), (node, kind, shared))
@@ -198,7 +198,7 @@ class BackwardGraphWriter:
             reader.replace_input_with(node, moved)
         return moved
 
-    def write_measurement(self, key: str, gradients: Collection[Measured]) -> None:
+    def write_measurement(self, key: str, gradients: Collection[MeasuredGradient]) -> None:
         """Add a measurement of gradients at a site, with their kinds and whether they have the global exponent."""
         nodes, kinds, shared = zip(*gradients)
         words = PART.join(kind + SHARED_KIND_SUFFIX * s for kind, s in zip(kinds, shared))

@@ -102,7 +102,7 @@ _MARGIN_BELOW_OVERFLOW = 4
 # processes that share gradients -------------------------------------------------------------------------------
 
 # One for each occasion at which processes meet; they are part of the message.
-OCCASIONS = ("step", "skipped step", "update")
+AGREEMENT_OCCASIONS = ("step", "skipped step", "update")
 
 
 class GradientSharingProcesses:
@@ -119,7 +119,7 @@ class GradientSharingProcesses:
         self._models: list[weakref.ref[nn.Module]] = []
         self._wrappers: weakref.WeakSet[nn.parallel.DistributedDataParallel] = weakref.WeakSet()
 
-    def watch(self, model: nn.Module) -> None:
+    def add_model(self, model: nn.Module) -> None:
         """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._add_wrapper(model)
@@ -151,7 +151,7 @@ class GradientSharingProcesses:
                 "AdaptiveGradScaler's steps: give all as many batches, as DistributedSampler(..., drop_last=True) "
                 "does, or take join(throw_on_early_termination=True)"
             )
-        place = OCCASIONS.index(occasion)
+        place = AGREEMENT_OCCASIONS.index(occasion)
         message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
         found = torch.tensor(message, device=device(), dtype=torch.int64)
         for group in self._groups:
@@ -165,7 +165,8 @@ class GradientSharingProcesses:
                     f"torch.distributed says: {error}"
                 ) from error
             if least[0] != -least[1] or least[2] != -least[3]:
-                others = f"from {least[0]} to {-least[1]}, at {OCCASIONS[least[2]]!r} to {OCCASIONS[-least[3]]!r}"
+                first, last = AGREEMENT_OCCASIONS[least[2]], AGREEMENT_OCCASIONS[-least[3]]
+                others = f"from {least[0]} to {-least[1]}, at {first!r} to {last!r}"
                 raise RuntimeError(
                     f"processes that share gradients are out of step: this one is at the {occasion} of iteration "
                     f"{iteration}, all are at iterations {others}. Call scaler.step() and scaler.update() equally "

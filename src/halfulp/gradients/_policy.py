@@ -159,7 +159,7 @@ def _list_gradient_sizes(site: Site, measurements: int) -> dict[str, list[float]
     for entry in recent:
         for kind, size in entry.items():
             if size > 0:
-                found.setdefault(kind, []).append(math.ldexp(size, site.reference))
+                found.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
     return found
 
 

@@ -124,7 +124,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 for i, one in enumerate(models):
                     prefix = str(i) if len(models) > 1 else ""
                     # A compiled forward pass does not tell who called it.
-                    self._controller.processes.watch(one)
+                    self._controller.processes.add_model(one)
                     self._detach.append(attach_scaler(one, backward, wide=wide, prefix=prefix))
             except (TypeError, ValueError):
                 self.detach()

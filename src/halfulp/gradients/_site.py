@@ -100,7 +100,7 @@ class Site:
             passes on), "weight" (of its parameters).
         proposals: The least and the most exponent that a policy made of each product's operands, in this iteration.
         stored: The narrow format that its product computes in, whatever its operands were cast from; None if wide.
-        history: Largest magnitudes by kind, of the latest measurements, in units of 2^reference.
+        history: Largest magnitudes by kind, of the latest measurements, in units of 2^reference_binade.
         format: The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
         measured: Whether they ever were.
         overflows: How often it was the one that overflowed.
@@ -140,7 +140,7 @@ class Site:
         return self.global_site is None or self.merged is not None
 
     @property
-    def reference(self) -> int:
+    def reference_binade(self) -> int:
         """The power of two in whose units gradients are remembered; 0 where losses are not followed."""
         if self.global_site is None or self.merged is not None:
             return 0
@@ -152,7 +152,7 @@ class Site:
         self.measured = True
         self.format = next((reading.format for reading in readings.values() if reading.format), None)
         narrow = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.is_finite}
-        entry = {kind: math.ldexp(amax, -self.reference) for kind, amax in narrow.items()}
+        entry = {kind: math.ldexp(amax, -self.reference_binade) for kind, amax in narrow.items()}
         if entry:
             self.history.append(entry)
 
