@@ -268,8 +268,8 @@ def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., An
     if backward.format is not None or backward.policy.wants_operands:
         reason = "format= rounds" if backward.format is not None else f"policy {backward.policy.name!r} reads"
         raise NotImplementedError(
-            f"{reason} what every product reads, which a compiled graph does not show: leave the model uncompiled, or "
-            "take the scaler without format= and with policy='amax'"
+            f"{reason} the gradients of every product in models that run uncompiled, and in these alone: leave the "
+            "model uncompiled, or take the scaler without format= and with policy='amax'"
         )
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
