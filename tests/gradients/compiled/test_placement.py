@@ -29,7 +29,6 @@ SHAPES = {
         "_LINEAR_MOVE_NAMES",
         "_VIEW_NAMES",
         "_SHAPE_ONLY_NAMES",
-        "_NEW_TENSOR_NAMES",
         "_CAST_NAMES",
         "_FILL_VALUE_PLACES",
         "_FACTOR_PLACES",
