@@ -19,16 +19,17 @@ import torch.distributed as dist
 from torch import nn
 
 import halfulp as hu
+from halfulp.gradients import reduce_in_bfloat16
 
 from ._results import Result, Table, save
 
 STEPS, PATIENCE = 8, 120.0
 KILLS = {1: 18, 2: 16, 4: 16}
-TEXT = """A bfloat16 training of 8 steps (AdamW, split8, 8-bit states; of one, two or four gloo processes) saves every \
-step as docs/checkpoints.md says: all ranks write into a temporary folder, which is renamed when all are done. A \
-randomly chosen rank is killed by SIGKILL, half of the time at a moment of the whole run, half of the time soon \
-after a save has begun, and the others after it. A new start resumes from the newest whole checkpoint, and must \
-end on every rank with the bits of the run that nobody killed."""
+TEXT = """A bfloat16 training of 8 steps (AdamW, split8, 8-bit states; of several gloo processes with gradients \
+reduced in bfloat16 under error feedback) saves every step as docs/checkpoints.md says: all ranks write into a \
+temporary folder, which is renamed when all are done. A randomly chosen rank is killed by SIGKILL, half of the time at \
+a moment of the whole run, half of the time soon after a save has begun, and the others after it. A new start resumes \
+from the newest whole checkpoint, and must end on every rank with the bits of the run that nobody killed."""
 
 
 def save_step(folder: Path, step: int, rank: int, size: int, state: dict) -> None:
@@ -71,6 +72,8 @@ def train(folder: Path, store: Path, rank: int, size: int, seed: int) -> None:
     optimizer = hu.AdamW(model.named_parameters(), lr=1e-2, **narrow)
     outer = nn.parallel.DistributedDataParallel(model) if size > 1 else model
     parts = {"model": model, "optimizer": optimizer}
+    if size > 1:
+        parts["reduction"] = reduce_in_bfloat16(outer)
     held = load_newest(folder, rank)
     for name, part in parts.items() if held else ():
         part.load_state_dict(held[name])

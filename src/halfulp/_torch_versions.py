@@ -17,6 +17,7 @@ from ._torch_floor import is_older
 
 _C: Any = torch._C
 _frames, _saved = _C._dynamo.eval_frame, _C._autograd
+_distributed: Any = torch.distributed  # without its functions in a build without the package
 
 
 def lacks(feature: str, remedy: str) -> NotImplementedError:
@@ -74,6 +75,11 @@ BREAKS_WITH_REASON = hasattr(_frames, "_FrameExecStrategy")  # of the same versi
 
 # Older: a parameter sharded along one dimension twice (_StridedShard) is refused, whose map would ask other ranks.
 HAS_SOURCE_RANK = hasattr(_saved, "_top_saved_tensors_default_hooks")  # of the same version
+
+
+# Nothing is lost: older names of the same functions, which newer versions warn of.
+_NAMED_SINGLE = hasattr(_distributed, "all_gather_single")
+ALL_GATHER: Any = getattr(_distributed, "all_gather_single" if _NAMED_SINGLE else "all_gather_into_tensor", None)
 
 
 def find_dtype(name: str) -> torch.dtype | None:

@@ -523,8 +523,12 @@ def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None
     hu.scaled.rules.unit_scale(*operators)
 
 
-def distributed_read_only(bucket: Any) -> None:
+def distributed_read_only(bucket: Any, model: nn.parallel.DistributedDataParallel) -> None:
     """The hooks that DistributedDataParallel takes."""
+    reduction = hu.gradients.reduce_in_bfloat16(model, "feedback", seed=1)
+    assert_type(reduction, hu.gradients.NarrowReduction)
+    reduction.load_state_dict(reduction.state_dict())
+    assert_type(reduction.bytes_sent, int)
     assert_type(hu.scaled.payload_hook(torch.float16, bucket), torch.futures.Future[Tensor])
 
 

@@ -1,0 +1,289 @@
+"""Gradients sent in bfloat16 between 1, 2 and 4 gloo processes, beside the equation computed apart, and refusals."""
+
+import types
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+import halfulp as hu
+from halfulp.gradients import reduce_in_bfloat16
+
+START = """
+import copy, os, sys, torch
+torch.set_num_threads(1)
+import torch.distributed as dist
+from torch import nn
+import halfulp as hu
+from halfulp.gradients import reduce_in_bfloat16
+
+rank, path, seed, size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(os.environ["SIZE"])
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=size)
+Parallel = nn.parallel.DistributedDataParallel
+torch.manual_seed(seed)
+start = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
+inputs = torch.randn(12, size, 5, 7)
+
+
+def fully(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (size,))
+    fully_shard(model[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def same_everywhere(tensors):
+    for x in tensors:
+        every = [torch.empty_like(x) for _ in range(size)]
+        dist.all_gather(every, x)
+        assert all(torch.equal(x, other) for other in every)
+
+
+def gradients(model, step, scale=1.0):
+    # The weights stay, so that each rank's own gradient is known of a model alone.
+    model.zero_grad()
+    (model(inputs[step, rank]).square().mean() * scale).backward()
+    return [whole(p.grad) for p in model.parameters()]
+
+
+def own(step, scale=1.0):
+    found = []
+    for k in range(size):
+        model = copy.deepcopy(start)
+        (model(inputs[step, k]).square().mean() * scale).backward()
+        found.append([p.grad for p in model.parameters()])
+    return found
+
+
+def end():
+    dist.barrier()
+    dist.destroy_process_group()
+    # Threads of the group may outlive it, and then the interpreter's end is an abort.
+    sys.stdout.flush()
+    os._exit(0)
+
+
+"""
+EQUATION = """
+def narrow(x):
+    return x.bfloat16().float()
+
+
+def check(wrap, rounds_sum):
+    model = wrap(copy.deepcopy(start))
+    reduction = reduce_in_bfloat16(model)
+    owed = [[torch.zeros_like(p) for p in start.parameters()] for _ in range(size)]
+    late = [torch.zeros_like(p) for p in start.parameters()]
+    totals = [[torch.zeros_like(p, dtype=torch.float64) for p in start.parameters()] for _ in range(2)]
+    for step in range(12):
+        found, each = gradients(model, step), own(step)
+        for j, mine in enumerate(found):
+            sums = torch.zeros_like(mine)
+            for k in range(size):
+                given = each[k][j] + owed[k][j]
+                owed[k][j] = given - narrow(given)
+                sums = sums + narrow(given)
+            mean = sums / size
+            if size == 1:
+                mean, owed[0][j] = each[0][j], torch.zeros_like(mean)
+            elif rounds_sum:
+                mean, late[j] = narrow(mean + late[j]), (mean + late[j]) - narrow(mean + late[j])
+            assert torch.equal(mean, mine), (step, j, (mean - mine).abs().max())
+            totals[0][j] += mine
+            totals[1][j] += sum(one[j].double() for one in each) / size
+        same_everywhere(found)
+    # Nothing is lost: what is missing is owed.
+    for j, (got, wanted) in enumerate(zip(*totals)):
+        missing = sum(one[j].double() for one in owed) / size + late[j]
+        assert torch.allclose(got + missing, wanted, rtol=1e-6, atol=1e-7), j
+    return reduction
+
+
+reduction = check(Parallel, True)
+count = sum(p.numel() for p in start.parameters())
+if size > 1:
+    padding = size * 4
+    assert 12 * 2 * 2 * count * (size - 1) // size <= reduction.bytes_sent <= 12 * 2 * 2 * (count + padding)
+check(fully, False)
+end()
+"""
+RESUMED = """
+import io
+
+
+def weights(wrap, rounding, stop=None, saved=None):
+    model = wrap(copy.deepcopy(start))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    reduction = reduce_in_bfloat16(model, rounding, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    first = 0
+    if saved is not None:
+        first = 6
+        held = torch.load(io.BytesIO(saved), weights_only=True)
+        reduction.load_state_dict(held["reduction"])
+        model.load_state_dict(held["model"])
+        scaler.load_state_dict(held["scaler"])
+    for step in range(first, stop or 12):
+        optimizer.zero_grad()
+        scaler.scale(model(inputs[step, rank]).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    held = {"reduction": reduction.state_dict(), "model": model.state_dict(), "scaler": scaler.state_dict()}
+    if stop is not None:
+        file = io.BytesIO()
+        torch.save(held, file)
+        return file.getvalue()
+    return [whole(p) for p in model.parameters()]
+
+
+for wrap, rounding in ((Parallel, "feedback"), (Parallel, "stochastic"), (fully, "feedback")):
+    uninterrupted = weights(wrap, rounding)
+    again = weights(wrap, rounding, saved=weights(wrap, rounding, stop=6))
+    assert all(map(torch.equal, uninterrupted, again)), (wrap, rounding)
+    same_everywhere(again)
+
+# A scale that changes changes no bit: what is owed is in its units.
+def applied(scales):
+    model = Parallel(copy.deepcopy(start))
+    given = type("Scaler", (), {"get_scale": lambda self: self.scale})()
+    given.scale = scales[0]
+    reduce_in_bfloat16(model, scaler=given)
+    found = []
+    for step, given.scale in enumerate(scales):
+        found.append([g / given.scale for g in gradients(model, step, given.scale)])
+    return found
+
+
+for one, other in zip(applied([1.0] * 6), applied([1.0, 8.0, 8.0, 2.0**20, 0.5, 1.0])):
+    assert all(map(torch.equal, one, other))
+
+# What is not finite is sent, and not owed.
+model = Parallel(copy.deepcopy(start))
+reduce_in_bfloat16(model)
+bad = gradients(model, 0, float("inf") if rank == 0 else 1.0)
+assert all(not g.isfinite().all() for g in bad)
+assert all(g.isfinite().all() for g in gradients(model, 1))
+end()
+"""
+UNBIASED = """
+total = [torch.zeros_like(p, dtype=torch.float64) for p in start.parameters()]
+for draw in range(200):
+    if draw % 10 == 0:
+        model = Parallel(copy.deepcopy(start))
+        reduce_in_bfloat16(model, "stochastic", seed=seed + draw)
+    found = gradients(model, 0)
+    same_everywhere(found)
+    for sums, g in zip(total, found):
+        sums += g
+exact = [sum(g.double() for g in each) / size for each in zip(*own(0))]
+for sums, g in zip(total, exact):
+    # Two roundings of at most an ulp, 2^-7 of the number: deviation of the mean of 200 below 2^-7 / sqrt(200).
+    largest = max(x.abs().max() for one in own(0) for x in one)
+    assert ((sums / 200 - g).abs() <= 6 * 2.0**-7 / 200**0.5 * (g.abs() + largest)).all()
+end()
+"""
+
+
+DIFFERENT = """
+try:
+    reduce_in_bfloat16(Parallel(copy.deepcopy(start)), ("feedback", "stochastic")[rank])
+except ValueError as error:
+    assert "ranks differ: rank 1 has rounding='stochastic' where rank 0 has rounding='feedback'" in str(error), error
+else:
+    raise AssertionError("ranks that differ were taken")
+end()
+"""
+
+
+def test_ranks_that_differ_are_named_at_the_start(in_processes):
+    in_processes(START + DIFFERENT, 2, SIZE="2")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gradients_are_those_of_the_equation(size, in_processes, needs_torch):
+    needs_torch("fully_shard on the CPU that averages gradients, not sums them")
+    in_processes(START + EQUATION, size, SIZE=str(size))
+
+
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(in_processes):
+    in_processes(START + RESUMED, 2, SIZE="2")
+
+
+def test_stochastic_rounding_is_exact_on_average(in_processes):
+    in_processes(START + UNBIASED, 2, SIZE="2")
+
+
+@pytest.fixture
+def alone(seed):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+    dist.destroy_process_group()
+
+
+def test_one_process_sends_nothing(alone):
+    reduction = reduce_in_bfloat16(alone)
+    alone(torch.randn(3, 4)).square().mean().backward()
+    assert reduction.bytes_sent == 0
+    assert not torch.equal(alone.module.weight.grad, alone.module.weight.grad.bfloat16().float())
+
+
+def test_what_it_cannot_reduce_is_refused(alone):
+    with pytest.raises(ValueError, match="allowed are 'feedback' and 'stochastic'"):
+        reduce_in_bfloat16(alone, "nearest")
+    with pytest.raises(TypeError, match="got a Tensor"):
+        reduce_in_bfloat16(torch.ones(2))
+    with pytest.raises(TypeError, match="an int, the same on every rank"):
+        reduce_in_bfloat16(alone, "stochastic", seed="a")
+    with pytest.raises(TypeError, match="scaler= takes"):
+        reduce_in_bfloat16(alone, scaler=3)
+    reduce_in_bfloat16(alone)
+    with pytest.raises(ValueError, match="takes no second one"):
+        reduce_in_bfloat16(alone)
+    with pytest.raises(NotImplementedError, match=r"'weight' is a ScaledTensor.*payload_hook"):
+        reduce_in_bfloat16(hu.scalify(nn.Linear(4, 2)))
+    flat = type("FullyShardedDataParallel", (nn.Module,), {})()
+    with pytest.raises(NotImplementedError, match="FSDP1 flattens parameters"):
+        reduce_in_bfloat16(flat)
+
+
+def test_states_of_others_are_refused(alone):
+    reduction = reduce_in_bfloat16(alone)
+    held = {**reduction.state_dict(), "rank_0": {"weight": {"count": 3}}}
+    reduction.load_state_dict(held)
+    assert reduction.state_dict() == held
+    wrong = {
+        "this is no state of reduce_in_bfloat16": {"step": 3},
+        "a state of version 2 of reduce_in_bfloat16, and this halfulp reads 1": {**held, "version": 2},
+        "of rank_0 of 1, 'stochastic', not of rank_0 of 1, 'feedback'": {**held, "rounding": "stochastic"},
+        "the state of rank_0 of 4, 'feedback', not of rank_0 of 1": {**held, "ranks": 4},
+        "the state of rank_1 of 1, 'feedback', not of rank_0 of 1": {
+            **{key: value for key, value in held.items() if key != "rank_0"},
+            "rank_1": {},
+        },
+        "of another model: it has the unknown 'layer'": {**held, "rank_0": {"layer": {"count": 1}}},
+    }
+    for words, state in wrong.items():
+        with pytest.raises(ValueError, match=words):
+            reduction.load_state_dict(state)
+    assert reduction.state_dict() == held
+
+
+def test_a_group_of_changing_parameters_is_refused(alone):
+    reduction = reduce_in_bfloat16(alone)
+    reduction._round_to_bfloat16("root", "sent", torch.ones(4))
+    with pytest.raises(NotImplementedError, match="3 elements of gradients are reduced, 4 were before"):
+        reduction._round_to_bfloat16("root", "sent", torch.ones(3))
+    with pytest.raises(NotImplementedError, match=r"a gradient of torch\.float64"):
+        reduction._round_to_bfloat16("other", "sent", torch.ones(3, dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match="after set_gradient_divide_factor"):
+        reduction.scatter_gradients("root", torch.ones(4), torch.ones(4), dist.ReduceOp.MAX)
+    sparse = types.SimpleNamespace(buffer=lambda: torch.ones(2).to_sparse())
+    with pytest.raises(NotImplementedError, match="sparse=False"):
+        reduction.average_bucket(sparse)
