@@ -242,6 +242,9 @@ class Process:
         try:
             model = case.wrap(self.model(case), group)
             scaler = None if self.kind.scaler is None else self.kind.scaler(model)
+            if case.is_uneven and isinstance(scaler, hu.AdaptiveGradScaler):
+                # At its first step, after which a process without inputs would wait for the others.
+                raise NotImplementedError("a scaler refuses join()")
             optimizer = case.optimizer(model.parameters())
             when = "running"
             self.together(model, scaler, optimizer, case)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from halfulp.formats import Format, get
 from halfulp.gradients import UnderflowBound
-from halfulp.gradients._functions import Factor
+from halfulp.gradients._functions import SecondFactor
 from halfulp.gradients._site import Site
-from halfulp.gradients._underflow_bound import Proposal
+from halfulp.gradients._underflow_bound import ExponentProposal
 from halfulp.rounding import quantize
 
 SHARE = 1e-3
@@ -65,7 +65,7 @@ class Trial:
         return self.zeros <= SHARE or self.limited
 
 
-def _trial(proposal: Proposal | None, true: Tensor, format: Format) -> Trial:
+def _trial(proposal: ExponentProposal | None, true: Tensor, format: Format) -> Trial:
     site = Site("product", Site("global", None, 0), 0)
     site.proposals = [] if proposal is None else [proposal]
     exponent = UnderflowBound(share=SHARE).exponent(site) or 0
@@ -80,8 +80,8 @@ def tried(kind: str, name: str) -> Trial:
     site = Site("product", global_site, 0)
     if kind == "loss":
         true = gradient_of_a_loss().double()
-        return _trial(policy.at_the_loss(site, true.float(), format, global_site), true, format)
+        return _trial(policy.propose_bounds_at_loss(site, true.float(), format, global_site), true, format)
     k = random.choice([16, 64, 256])
     gradient, weight = numbers(512, k), numbers(k, 128)
-    proposal = policy.proposed(site, Factor(weight, "left").operands(gradient), format, global_site)
+    proposal = policy.propose_bounds(site, SecondFactor(weight, "left").align_operands(gradient), format, global_site)
     return _trial(proposal, gradient.double() @ weight.double(), format)

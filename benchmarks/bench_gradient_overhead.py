@@ -53,7 +53,7 @@ def contenders(case: str, compiled: bool, **sizes: int) -> list[Contender]:
         controller.backward.measuring = measuring
         other.zero_grad()
         scaler.scale(loss_of(ours)).backward()
-        controller.backward.measurements.read([])
+        controller.backward.measurements.read_all([])
         controller.backward.end_iteration()
         controller.losses.clear()
 
@@ -63,7 +63,7 @@ def contenders(case: str, compiled: bool, **sizes: int) -> list[Contender]:
     scaler.set_exponents({key: draw.randint(-12, 24) for key in keys})
     if not compiled:
         # Gradients that are measured in a narrow format set this: from then on exponents follow the loss.
-        controller.sites.set_reference(0)
+        controller.sites.set_reference_binade(0)
         for _ in range(KNOWN):
             step()
         before = count_replays(scaler)

@@ -14,7 +14,7 @@ AREAS = {
         "claims adamw adamw_avx2 small_updates states memory rules_in_bf16 state_bits running_maximum overhead "
         "many_tensors fixed_costs peers timm_resume torch_contract",
     ),
-    "rounding": ("Rounding and formats", "quantize exhaustive bits compiled_formats"),
+    "rounding": ("Rounding and formats", "quantize exhaustive bits"),
     "accuracy": ("Accuracy, comparisons and tuning", "accuracy verdicts tune two_families family public_script"),
     "gradients": (
         "Gradient exponents",

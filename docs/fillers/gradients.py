@@ -24,16 +24,18 @@ _POLICY_SOURCES = {
 @place
 def gradient_policies() -> str:
     """How exponents follow from gradients, in the words of the classes."""
-    from halfulp.gradients._policy import _BY_NAME
+    from halfulp.gradients._policy import _POLICIES_BY_NAME
 
-    if _BY_NAME.keys() ^ _POLICY_SOURCES.keys():
-        raise ValueError(f"policies without a source or the other way: {sorted(_BY_NAME.keys() ^ _POLICY_SOURCES)}")
+    if _POLICIES_BY_NAME.keys() ^ _POLICY_SOURCES.keys():
+        raise ValueError(
+            f"policies without a source or the other way: {sorted(_POLICIES_BY_NAME.keys() ^ _POLICY_SOURCES)}"
+        )
     rows = []
     for name, source in _POLICY_SOURCES.items():
-        words = " ".join(_BY_NAME[name].__doc__.partition("\n\n")[0].split())
+        words = " ".join(_POLICIES_BY_NAME[name].__doc__.partition("\n\n")[0].split())
         rule = re.sub(r" \([^()]*\)\.?$", "", words).removesuffix(".")
-        scales = "each its own" if _BY_NAME[name].per_site else "one for all"
-        rows.append([f'`"{name}"`', f"`{_BY_NAME[name].__name__}`", rule, scales, source])
+        scales = "each its own" if _POLICIES_BY_NAME[name].per_site else "one for all"
+        rows.append([f'`"{name}"`', f"`{_POLICIES_BY_NAME[name].__name__}`", rule, scales, source])
     return grid(["policy", "class", "rule", "scales", "source"], rows)
 
 
@@ -160,20 +162,6 @@ def gradient_programs_note() -> str:
     """What these programs are."""
     result = measured("gradient_programs")
     return paragraph(result.text) if result else ""
-
-
-@place
-def compiled_formats() -> str:
-    """What format= rounds otherwise in a compiled graph."""
-    result = measured("compiled_formats")
-    if result is None:
-        return ""
-    table = result.tables[0]
-    alike = [row for row in table.rows if row.get("parameters", -1) == row.get("same bits")]
-    said = f"In {len(alike)} of {len(table.rows)} every gradient has the same bits. The others:"
-    columns = ("architecture", "parameters", "same bits", "most", "reason", "bar", "met")
-    others = benchmark_table("compiled_formats", table.title, columns, lambda row: row not in alike)
-    return "\n\n".join([paragraph(f"{result.text} {said}"), others])
 
 
 @place

@@ -47,7 +47,7 @@ def mean_square(y):
 
 def scramble(scaler, low=-12, high=24):
     """A random exponent for every site, no two alike as long as there are enough, and a random size to follow."""
-    scaler._controller.sites.set_reference(random.randint(-12, 12))
+    scaler._controller.sites.set_reference_binade(random.randint(-12, 12))
     every, numbers = list(scaler._controller.sites), []
     while len(numbers) < len(every):
         numbers += random.sample(range(low, high + 1), high + 1 - low)

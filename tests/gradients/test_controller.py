@@ -11,7 +11,7 @@ from torch import nn
 import halfulp as hu
 from halfulp.gradients import Constant, Dynamic, _controller
 from halfulp.gradients._controller import is_measured
-from halfulp.gradients._site import Memory
+from halfulp.gradients._site import OverflowMemory
 
 from ..samples import drawn
 from .exponents import Spiked, batch, clear, mean_square, mlp, own, sites
@@ -437,9 +437,9 @@ def test_the_memory_of_an_overflow_ends(seed):
     every = list(scaler._controller.sites)
     before = {site: site.exponent for site in every}
     for site in every:
-        scaler._controller._remember(site, site.exponent)
+        scaler._controller._remember_overflow(site, site.exponent)
         site.exponent -= 8
-    remembered = _controller._MEMORY * interval
+    remembered = _controller._REMEMBERED_INTERVALS * interval
     for step in range(remembered - 1):
         iterate()
         assert step < 2 * interval or all(site.exponent <= before[site] - 4 for site in every)
@@ -454,14 +454,15 @@ def test_the_memory_of_an_overflow_ends(seed):
 AGREE = """
 import os, sys, torch
 import torch.distributed as dist
-from halfulp.gradients._processes import Processes
+from halfulp.gradients._controller import GradientSharingProcesses
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
-processes = Processes()
+processes = GradientSharingProcesses()
 processes._add_group(dist.group.WORLD)
 for pair in ((3, -5), (-5, 3), (7, 7), (0, 60), (-60, -30)):
-    assert processes.agree("update", 7, [pair[rank], rank], lambda: torch.device("cpu")) == [min(pair), 0], pair
+    found = processes.agree_on_minimum("update", 7, [pair[rank], rank], lambda: torch.device("cpu"))
+    assert found == [min(pair), 0], pair
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)
@@ -473,15 +474,15 @@ def test_processes_agree_on_the_least_exponent(in_two_processes):
 
 
 def test_the_lowest_exponent_that_overflowed_is_remembered_until_the_last_one_is_old():
-    memory = Memory()
-    memory.note(14, 48)
-    assert memory.at(47) == 14
-    memory.note(12, 60)
-    memory.note(13, 61)
-    assert memory.at(60) == 12
-    assert memory.at(61) is None
-    memory.note(13, 90)
-    assert memory.at(61) == 13
+    memory = OverflowMemory()
+    memory.note_overflow(14, 48)
+    assert memory.recall_exponent(47) == 14
+    memory.note_overflow(12, 60)
+    memory.note_overflow(13, 61)
+    assert memory.recall_exponent(60) == 12
+    assert memory.recall_exponent(61) is None
+    memory.note_overflow(13, 90)
+    assert memory.recall_exponent(61) == 13
 
 
 SPANS = 400

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfulp.gradients._functions import list_factors
+from halfulp.gradients._functions import list_second_factors
 
 
 def parameter(*shape):
@@ -38,7 +38,7 @@ def test_factors_make_the_gradient(name, seed):
     function, args, options, passed, fan = products()[name]
     out = function(*args, **options)
     received = torch.randn_like(out)
-    found = [one.operands(received) for one in list_factors(function, args, options)]
+    found = [one.align_operands(received) for one in list_second_factors(function, args, options)]
     assert len(found) == (len(passed) or 1)
     if not passed:
         return
@@ -57,8 +57,8 @@ def test_sums_of_convolutions_have_the_terms_of_a_group_and_a_kernel(function, g
     x = torch.randn(2, 6, 9, 9, dtype=torch.float64, requires_grad=True)
     weight = parameter(12, 6 // groups, 3, 3) if function is F.conv2d else parameter(6, 12 // groups, 3, 3)
     out = function(x, weight, groups=groups)
-    (factor,) = list_factors(function, (x, weight), {"groups": groups})
-    operands = factor.operands(torch.ones_like(out))
+    (factor,) = list_second_factors(function, (x, weight), {"groups": groups})
+    operands = factor.align_operands(torch.ones_like(out))
     assert operands.gradient.shape[-1] == operands.weight.shape[0] == 12
     assert operands.fan == 12 // groups * 9
     # A weight of ones counts the terms, in the middle where all are there.
@@ -68,8 +68,8 @@ def test_sums_of_convolutions_have_the_terms_of_a_group_and_a_kernel(function, g
 
 def test_complex_factors_are_the_real_numbers_of_a_sum(seed):
     x, y = (activation(3, 3, dtype=torch.complex128) for _ in range(2))
-    for factor in list_factors(torch.matmul, (x, y), {}):
-        operands = factor.operands(torch.ones(3, 3, dtype=torch.complex128))
+    for factor in list_second_factors(torch.matmul, (x, y), {}):
+        operands = factor.align_operands(torch.ones(3, 3, dtype=torch.complex128))
         assert operands.fan == operands.weight.shape[0] == operands.gradient.shape[-1] == 6
         assert not operands.weight.is_complex()
 
@@ -83,4 +83,4 @@ def test_complex_factors_are_the_real_numbers_of_a_sum(seed):
     ],
 )
 def test_others_have_none(function, args):
-    assert list(list_factors(function, args, {})) == []
+    assert list(list_second_factors(function, args, {})) == []

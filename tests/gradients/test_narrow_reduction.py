@@ -277,13 +277,13 @@ def test_states_of_others_are_refused(alone):
 
 def test_a_group_of_changing_parameters_is_refused(alone):
     reduction = reduce_in_bfloat16(alone)
-    reduction._round("root", "sent", torch.ones(4))
+    reduction._round_to_bfloat16("root", "sent", torch.ones(4))
     with pytest.raises(NotImplementedError, match="3 elements of gradients are reduced, 4 were before"):
-        reduction._round("root", "sent", torch.ones(3))
+        reduction._round_to_bfloat16("root", "sent", torch.ones(3))
     with pytest.raises(NotImplementedError, match=r"a gradient of torch\.float64"):
-        reduction._round("other", "sent", torch.ones(3, dtype=torch.float64))
+        reduction._round_to_bfloat16("other", "sent", torch.ones(3, dtype=torch.float64))
     with pytest.raises(NotImplementedError, match="after set_gradient_divide_factor"):
-        reduction.scatter("root", torch.ones(4), torch.ones(4), dist.ReduceOp.MAX)
+        reduction.scatter_gradients("root", torch.ones(4), torch.ones(4), dist.ReduceOp.MAX)
     sparse = types.SimpleNamespace(buffer=lambda: torch.ones(2).to_sparse())
     with pytest.raises(NotImplementedError, match="sparse=False"):
         reduction.average_bucket(sparse)

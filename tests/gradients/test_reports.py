@@ -199,7 +199,7 @@ def test_a_merged_site_follows_the_global_one(seed):
     trained(scaler, model, 3)
     assert scaler.sites()["2"].exponent == scaler.sites()["global"].exponent
     assert str(scaler.sites()).splitlines()[4].split()[:2] == ["2", "global"]
-    scaler._controller.sites.merge(iter(["4"]), "an iterator")
+    scaler._controller.sites.merge_sites(iter(["4"]), "an iterator")
     assert scaler.sites()["4"].merged == "an iterator"
 
 

@@ -589,8 +589,7 @@ def test_several_models_in_one_scaler(seed):
     assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("mode", ["function", "module"])
-def test_a_gan_with_two_scalers(mode, seed):
+def test_a_gan_with_two_scalers(seed):
     maker, critic, z, real = mlp(), mlp(2), batch(), batch()
 
     def made():
@@ -601,7 +600,7 @@ def test_a_gan_with_two_scalers(mode, seed):
 
     wanted_of_maker = plainly(seed, made, maker)
     wanted_of_critic = plainly(seed, judged, critic)
-    ours, theirs = (hu.AdaptiveGradScaler(model, mode=mode) for model in (maker, critic))
+    ours, theirs = (hu.AdaptiveGradScaler(model) for model in (maker, critic))
     theirs.scale(judged()).backward()
     scramble(theirs)
     assert_same(scrambled(seed, ours, lambda: ours.scale(made()).backward(), maker), wanted_of_maker)
@@ -660,14 +659,13 @@ def exact_or_refused(model, run, seed, **options):
     assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("mode", ["function", "module"])
-def test_a_penalty_on_the_weights_outside_the_model(mode, seed):
+def test_a_penalty_on_the_weights_outside_the_model(seed):
     model, x = mlp(), batch()
 
     def run():
         return mean_square(model(x)) + sum(p.square().sum() for p in model.parameters())
 
-    exact_or_refused(model, run, seed, mode=mode)
+    exact_or_refused(model, run, seed)
 
 
 def test_a_head_outside_the_model_that_is_tied_to_its_embedding(seed):

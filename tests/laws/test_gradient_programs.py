@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from halfulp.gradients.eager._region import Reads
+from halfulp.gradients.eager._region import ArgumentMoves
 
 from .gradient_programs import FUNCTIONS, MODULES, Program, differs
 
@@ -30,7 +30,7 @@ def test_everything_is_drawn(seed):
 
 
 def test_the_law_sees_a_view_in_the_graph(seed, monkeypatch):
-    monkeypatch.setattr(Reads, "is_movable", lambda self, tensor: False)
+    monkeypatch.setattr(ArgumentMoves, "is_movable", lambda self, tensor: False)
     assert any(differs(seed + i) for i in range(200))
 
 

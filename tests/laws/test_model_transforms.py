@@ -64,7 +64,6 @@ FEATURES = {name: lambda model, name=name: hu.convert(model, name) for name in r
     "multicomponent": lambda model: hu.multicomponent(model, components=2),
     "multicomponent of float16": lambda model: hu.multicomponent(model, components=2, dtype=torch.float16),
     "scaler": scaled,
-    "scaler of modules": lambda model: scaled(model, mode="module"),
     "scaler with a format": lambda model: scaled(model, format="e5m2"),
     "float32_products of bfloat16": lambda model: hu.float32_products(model.bfloat16()) or model,
     "float32_products of float16": lambda model: hu.float32_products(model.half()) or model,

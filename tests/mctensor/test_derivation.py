@@ -9,7 +9,7 @@ from halfulp.subclass import _rule_table as _fallback
 
 
 def test_beyond_float64_a_fallback_is_counted_and_warns_once(monkeypatch):
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(_fallback, "_warned_fallbacks", set())
     x = MCTensor.encode([0.5, 2.5], 2, torch.float64)
     with recorded() as counts:
         with pytest.warns(FallbackWarning, match="lgamma"):

@@ -22,12 +22,12 @@ DECAY, UPDATES = 0.999, 200
 def _untold(monkeypatch):
     """What has been told in this process may be told again, and nothing was searched for or hooked so far."""
     monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
-    monkeypatch.setattr(_averages._Last, "references", [])
+    monkeypatch.setattr(_averages._LastSearch, "reference_counts", [])
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = dict(hooks)
     hooks.clear()
-    monkeypatch.setattr(_averages, "_handles", [])
-    monkeypatch.setattr(_outer_modules, "_listening", [])  # whose hooks are cleared too
+    monkeypatch.setattr(_averages, "_hook_handles", [])
+    monkeypatch.setattr(_outer_modules, "_registration_hooks", [])  # whose hooks are cleared too
     yield
     hooks.clear()
     hooks.update(before)

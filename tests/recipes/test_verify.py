@@ -61,7 +61,7 @@ def test_a_wrong_rule_is_found_and_named(seed, monkeypatch):
 def test_an_operator_without_a_rule_is_counted(seed, monkeypatch):
     from halfulp.subclass import _rule_table as _fallback
 
-    monkeypatch.setattr(_fallback, "_warned", set())
+    monkeypatch.setattr(_fallback, "_warned_fallbacks", set())
     library = torch.library.Library("halfulp_test", "FRAGMENT")
     library.define("odd(Tensor x) -> Tensor")
     library.impl("odd", lambda x: x * 1.0, "CPU")
@@ -313,9 +313,9 @@ def test_a_graph_that_changes_is_proved_and_said_not_to_be_known(seed):
 
 
 def test_a_wrong_hook_of_a_known_graph_fails(seed, monkeypatch):
-    move = LearnedGraph._move
+    move = LearnedGraph._find_move
     for wrong in (lambda exponent, sign: (exponent + 1, sign), lambda exponent, sign: (exponent, 0)):
-        monkeypatch.setattr(LearnedGraph, "_move", lambda self, *sites, wrong=wrong: wrong(*move(self, *sites)))
+        monkeypatch.setattr(LearnedGraph, "_find_move", lambda self, *sites, wrong=wrong: wrong(*move(self, *sites)))
         found = verify(_network(), torch.randn(4, 6), "fp16-adaptive", seed=seed)
         assert not found.passed
         assert {name.partition(" in ")[2] for name in found.wrong} <= {"step 3 of a copy", "step 4 of a copy"}

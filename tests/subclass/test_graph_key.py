@@ -37,7 +37,7 @@ def test_storages_differ():
 def test_rules_of_others_keep_a_graph_in_its_process(monkeypatch):
     x = ScaledTensor.encode(torch.ones(2))
     own, foreign = graph_key(x, [graph_key]), graph_key(x, [graph_key, _rule])
-    monkeypatch.setattr(graph_cache, "_PROCESS", "another")
+    monkeypatch.setattr(graph_cache, "_PROCESS_ID", "another")
     assert graph_key(x, [graph_key]) == own
     assert graph_key(x, [graph_key, _rule]) != foreign
 
@@ -45,5 +45,5 @@ def test_rules_of_others_keep_a_graph_in_its_process(monkeypatch):
 def test_other_code_is_another_key(monkeypatch):
     x = ScaledTensor.encode(torch.ones(2))
     key = x._stable_hash_for_caching()
-    monkeypatch.setattr(graph_cache, "_source_digest", lambda: "edited")
+    monkeypatch.setattr(graph_cache, "_digest_sources", lambda: "edited")
     assert x._stable_hash_for_caching() != key

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,24 +24,33 @@ from .._torch_versions import (
 from ..kernels import define_operator
 from . import _compiled_placement as _placement
 from . import _functions
-from ._compiled_placement import HALF, Edge, Placement, Plan, Product, find_base, is_narrowing, join_path
-from ._functions import Factor, OperatorKind, ProductForm, classify, name_of
-from ._site import GLOBAL, multiply_by_power, narrow
-from .eager._attach import WHOLE, scaled_here
-from .eager._backward import ALIVE, Backward, check_leaf, list_nodes_behind
+from ._compiled_placement import (
+    HALF_DTYPES,
+    Edge,
+    SitePlacement,
+    SitePlan,
+    find_viewed_node,
+    is_cast_to_float16,
+    is_float16,
+    join_path,
+)
+from ._functions import OperatorKind, classify_function, get_function_name
+from ._site import GLOBAL_KEY, multiply_by_power
+from .eager._attach import SINGLE_SITE_MODULES, mark_scaled_output
+from .eager._backward import LIVE_BACKWARDS, Backward, list_nodes_behind, refuse_float16_gradient
 
 # Separates what a string argument of an operator lists; a site's key has neither.
 ITEM, PART = "\n", "\t"
 # After the kind of a gradient that has the global exponent and not the site's.
-SHARED = "*"
+SHARED_KIND_SUFFIX = "*"
 
 
-class Factors:
+class EdgeFactors:
     """Holds the factors 2^(target - source) of a graph's edges on a device, and renews them when exponents change."""
 
     def __init__(self, backward: Backward, edges: str, device: torch.device) -> None:
         keys, *pairs = edges.split(ITEM)
-        sites = [backward.sites.open(key) for key in keys.split(PART)]
+        sites = [backward.sites.open_site(key) for key in keys.split(PART)]
         self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.global_site)
         self._edges = [tuple(sites[int(i)] for i in pair.split(PART)) for pair in pairs]
         for source, target in self._edges:
@@ -51,7 +59,7 @@ class Factors:
         self._exponents: list[int] = []
         self._values = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def now(self) -> Tensor:
+    def make_current_factors(self) -> Tensor:
         """Return the factors for the present exponents; a new tensor, as compilers may write into it."""
         exponents = [target.exponent - source.exponent for source, target in self._edges]
         if exponents != self._exponents:
@@ -60,186 +68,101 @@ class Factors:
         return self._values.clone()
 
 
-def _active(scaler: str) -> Backward | None:
+def _find_active_backward(scaler: str) -> Backward | None:
     """Return the scaler of that handle, if it differentiates a scaled loss."""
-    backward = ALIVE.get(scaler)
+    backward = LIVE_BACKWARDS.get(scaler)
     return backward if backward is not None and backward.active else None
 
 
-def _factors(scaler: str, edges: str, count: int, device: torch.device) -> Tensor:
-    backward = _active(scaler)
+def _compute_edge_factors(scaler: str, edges: str, count: int, device: torch.device) -> Tensor:
+    backward = _find_active_backward(scaler)
     if backward is None:
         return torch.ones(count, device=device, dtype=torch.float32)
     known = backward.factors.get((edges, device))
     if known is None:
-        known = backward.factors[edges, device] = Factors(backward, edges, device)
+        known = backward.factors[edges, device] = EdgeFactors(backward, edges, device)
     backward.reached.update(known.sites)
-    return known.now()
+    return known.make_current_factors()
 
 
-def _observe(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> None:
-    backward = _active(scaler)
+def _observe_gradients(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> None:
+    backward = _find_active_backward(scaler)
     if backward is None or not backward.measuring:
         return
-    where = backward.sites.open(site)
+    where = backward.sites.open_site(site)
     backward.reached.setdefault(where)
     for kind, gradient in zip(kinds.split(PART), gradients):
-        exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED) else 0
-        backward.measurements.add(
-            where, kind.removesuffix(SHARED), multiply_by_power(gradient, exponent), backward.format
-        )
+        exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED_KIND_SUFFIX) else 0
+        stored = multiply_by_power(gradient, exponent)
+        backward.measurements.add_gradient(where, kind.removesuffix(SHARED_KIND_SUFFIX), stored, None)
 
 
-def _round_tensor(gradient: Tensor, scaler: str) -> Tensor:
-    backward = _active(scaler)
-    return gradient.clone() if backward is None else backward.round_to_format(gradient)
-
-
-def _watch(gradient: Tensor, factor: Tensor, scaler: str, site: str, form: ProductForm, groups: int) -> None:
-    backward = _active(scaler)
-    if backward is not None and backward.measuring:
-        where = backward.sites.open(site)
-        backward.propose(where, gradient, Factor(factor, form, groups), narrow(gradient.dtype))
-
-
-def _watch_loss(gradient: Tensor, scaler: str, site: str, stored: torch.dtype) -> None:
-    backward = _active(scaler)
-    if backward is not None and backward.measuring:
-        backward.propose_at_loss(backward.sites.open(site), gradient, narrow(stored))
-
-
-factors_of_edges = define_operator(
+compute_edge_factors = define_operator(
     "gradient_factors(str scaler, str edges, int count, Device device) -> Tensor",
-    _factors,
+    _compute_edge_factors,
     lambda scaler, edges, count, device: torch.empty(count, device=device, dtype=torch.float32),
     host=True,
 )
 observe_gradients = define_operator(
-    "observe_gradients(Tensor[] gradients, str scaler, str site, str kinds) -> ()", _observe, lambda *_: None, host=True
-)
-round_gradient = define_operator(
-    "round_gradient(Tensor gradient, str scaler) -> Tensor", _round_tensor, lambda x, _: torch.empty_like(x), host=True
-)
-watch_operands = define_operator(
-    "watch_operands(Tensor gradient, Tensor factor, str scaler, str site, str form, int groups) -> ()",
-    _watch,
-    lambda *_: None,
-    host=True,
-)
-watch_loss = define_operator(
-    "watch_loss(Tensor gradient, str scaler, str site, ScalarType stored) -> ()",
-    _watch_loss,
+    "observe_gradients(Tensor[] gradients, str scaler, str site, str kinds) -> ()",
+    _observe_gradients,
     lambda *_: None,
     host=True,
 )
 # Inductor cuts an expression where it reads too much, and with that decides what it computes by vectors and what one by
 # one: exp, for instance, in other last bits. A loss's gradient, which much may read, is moved apart from all that.
-move_number = define_operator(
+move_scalar_gradient = define_operator(
     "moved_number(Tensor gradient, Tensor factor) -> Tensor", torch.mul, lambda gradient, _: torch.empty_like(gradient)
 )
-for _operator in (observe_gradients, watch_operands, watch_loss):
-    torch.fx.node.has_side_effect(_operator)
+torch.fx.node.has_side_effect(observe_gradients)
 
 
-def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
-    """Write moves between sites, roundings and measurements into a backward graph."""
-    placement = Placement(module, plan)
+def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
+    """Write moves between sites, and measurements, into a backward graph."""
+    placement = SitePlacement(module, plan)
     edges = placement.list_edges()
-    writer = Writer(module, scaler, placement.list_keys(), edges)
-    if plan.watches:
-        dtypes = placement.list_dtypes()
-        for edge in edges:
-            if edge.source == GLOBAL and edge.target in dtypes:
-                writer.watch_loss(edge, dtypes[edge.target])
-    for edge in edges:
-        if plan.rounds and edge.source != GLOBAL:
-            # For this edge alone.
-            with module.graph.inserting_before(min(edge.readers)):
-                edge.rounded = writer.write(round_gradient, edge.node, scaler)
-    moved = {writer.move(edge): edge for edge in edges}
-    products = list(placement.list_products(moved))
-    watching = {product.node: writer.watch(product) for product in _select_watched(products)} if plan.watches else {}
-    entering = {one.node: list(placement.list_entering(one, moved)) for one in products} if plan.rounds else {}
-    final = _round(writer, moved, entering, watching) if plan.rounds else {}
-    for key, gradients in _find_limiting(placement, products, moved, entering, plan.rounds).items():
-        writer.observe(key, [(final.get(node, node), kind, shared) for node, kind, shared in gradients])
+    writer = BackwardGraphWriter(module, scaler, placement.list_site_keys(), edges)
+    moved = {writer.write_move(edge): edge for edge in edges}
+    for key, gradients in _list_limiting_gradients(placement, moved).items():
+        writer.write_measurement(key, gradients)
     module.graph.lint()
     module.recompile()
 
 
-def _select_watched(products: Iterable[Product]) -> Iterator[Product]:
-    """Yield the products that pass gradients on; for a site without one, the first that makes parameters' gradients."""
-    by_key: dict[str, list[Product]] = {}
-    for product in products:
-        by_key.setdefault(product.key, []).append(product)
-    for those in by_key.values():
-        passing = [one for one in those if any(kind == "passed" for _, kind, _ in one.makes)]
-        yield from passing or those[:1]
+# Which gradient, of what kind, and whether it has the global exponent.
+MeasuredGradient = tuple[Node, str, bool]
 
 
-# By the node of a product, the gradients that enter its function's derivative, and what reads each there.
-Entering = dict[Node, list[tuple[Node, list[Node]]]]
+def _list_limiting_gradients(placement: SitePlacement, moved: dict[Node, Edge]) -> dict[str, list[MeasuredGradient]]:
+    """Return, by site, the gradients to measure: all that may overflow there, each tensor once.
 
-
-def _round(
-    writer: Writer, moved: dict[Node, Edge], entering: Entering, watching: dict[Node, Node | None]
-) -> dict[Node, Node]:
-    """Write roundings of gradients that arrive at a site or enter a product; return what each one becomes.
-
-    What shows the policy a product's factors reads what the product does.
+    That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it,
+    between which and its products other functions may lie.
     """
-    final = {node: writer.round(node) for node, edge in moved.items() if edge.target != GLOBAL}
-    for product, pairs in entering.items():
-        watch = watching.get(product)
-        for node, readers in pairs:
-            if node not in final:
-                final[node] = writer.round(node, [])
-            for reader in readers if watch is None else (*readers, watch):
-                reader.replace_input_with(node, final[node])
-    return final
-
-
-def _find_limiting(
-    placement: Placement,
-    products: Iterable[Product],
-    moved: dict[Node, Edge],
-    entering: Entering,
-    rounds: bool,
-) -> dict[str, list[tuple[Node, str, bool]]]:
-    """Return the gradients to measure at each site: all that may overflow there, without views of the same.
-
-    That is what its products read and make and, in a narrow format, what comes to it, becomes narrow there or leaves
-    it, between which and its products other functions may lie.
-    """
-    found: dict[str, dict[Node, tuple[Node, str, bool]]] = {}
+    found: dict[str, dict[Node, MeasuredGradient]] = {}
 
     def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
-        found.setdefault(key, {}).setdefault(find_base(node), (node, kind, shared))
+        found.setdefault(key, {}).setdefault(find_viewed_node(node), (node, kind, shared))
 
-    def narrow(node: Node) -> bool:
-        return rounds or node.meta["val"].dtype == torch.float16
-
-    for product in products:
-        # What is rounded is measured as it enters its site's product, and as it leaves the site.
-        read = [x for x, _ in entering[product.node]] if rounds else [] if product.shared else product.reads
-        for node in read:
-            add(product.key, node, "received")
-        for gradient in () if rounds else product.makes:
-            add(product.key, *gradient)
+    for product in placement.list_products(moved):
+        for node in [] if product.is_at_global_exponent else product.read_gradients:
+            add(product.site_key, node, "received")
+        for gradient in product.made_gradients:
+            add(product.site_key, *gradient)
     for node, edge in moved.items():
-        if edge.target != GLOBAL and narrow(node):
+        if edge.target != GLOBAL_KEY and is_float16(node):
             add(edge.target, node, "received")
-        left = placement.find_stored(edge.node)
-        if edge.source != GLOBAL and narrow(left):
-            add(edge.source, edge.rounded or left, placement.name_kind(left))
+        left = placement.find_stored_gradient(edge.node)
+        if edge.source != GLOBAL_KEY and is_float16(left):
+            add(edge.source, left, placement.name_gradient_kind(left))
     for node, key in placement.sites.items():
-        if key != GLOBAL and is_narrowing(node):
+        if key != GLOBAL_KEY and is_cast_to_float16(node):
             # It was wide when it came to the site.
             add(key, node, "received")
     return {key: list(gradients.values()) for key, gradients in found.items()}
 
 
-class Writer:
+class BackwardGraphWriter:
     """Writes nodes into a backward graph, with their values in meta."""
 
     def __init__(self, module: GraphModule, scaler: str, keys: list[str], edges: list[Edge]) -> None:
@@ -251,68 +174,45 @@ class Writer:
         self._edges = ITEM.join([PART.join(keys), *(PART.join(index[key] for key in pair) for pair in pairs)])
         self._vectors: dict[torch.device, Node] = {}
 
-    def write(self, target: Callable, *args: Any) -> Node:
+    def write_call(self, target: Callable, *args: Any) -> Node:
         """Add a call, with its value for fake tensors in meta."""
         node = self._module.graph.call_function(target, args)
         values = torch.fx.node.map_arg(args, lambda x: x.meta["val"])
         node.meta["val"] = target(*values)
         return node
 
-    def move(self, edge: Edge) -> Node:
+    def write_move(self, edge: Edge) -> Node:
         """Multiply a node by its edge's factor (16-bit ones in float32), and let its readers take the product."""
         node = edge.node
         dtype = node.meta["val"].dtype
-        half = dtype in HALF
+        half = dtype in HALF_DTYPES
         cast = torch.ops.prims.convert_element_type.default
-        vector = self._vector(node)
+        vector = self._get_factor_vector(node)
         with self._module.graph.inserting_before(min(edge.readers)):
-            factor = self.write(torch.ops.aten.select.int, vector, 0, self._edge_numbers[edge.source, edge.target])
-            moves = edge.rounded or node
-            wide = self.write(cast, moves, torch.float32) if half else moves
-            times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else move_number
-            moved = self.write(times, wide, factor)
-            moved = self.write(cast, moved, dtype) if half else moved
+            factor = self.write_call(torch.ops.aten.select.int, vector, 0, self._edge_numbers[edge.source, edge.target])
+            wide = self.write_call(cast, node, torch.float32) if half else node
+            times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else move_scalar_gradient
+            moved = self.write_call(times, wide, factor)
+            moved = self.write_call(cast, moved, dtype) if half else moved
         for reader in edge.readers:
             reader.replace_input_with(node, moved)
         return moved
 
-    def round(self, node: Node, readers: Collection[Node] | None = None) -> Node:
-        """Round a node to the scaler's format, for all its readers or those that are given."""
-        with self._module.graph.inserting_after(node):
-            result = self.write(round_gradient, node, self._scaler)
-        taken = list(node.users) if readers is None else readers
-        node.replace_all_uses_with(result, delete_user_cb=lambda reader: reader is not result and reader in taken)
-        return result
-
-    def observe(self, key: str, gradients: Collection[tuple[Node, str, bool]]) -> None:
+    def write_measurement(self, key: str, gradients: Collection[MeasuredGradient]) -> None:
         """Add a measurement of gradients at a site, with their kinds and whether they have the global exponent."""
         nodes, kinds, shared = zip(*gradients)
-        words = PART.join(kind + SHARED * s for kind, s in zip(kinds, shared))
+        words = PART.join(kind + SHARED_KIND_SUFFIX * s for kind, s in zip(kinds, shared))
         with self._module.graph.inserting_after(max(nodes)):
-            self.write(observe_gradients, list(nodes), self._scaler, key, words)
+            self.write_call(observe_gradients, list(nodes), self._scaler, key, words)
 
-    def watch(self, product: Product) -> Node | None:
-        """Add a call that shows the policy both factors of a product; None where these have no `Factor`."""
-        factor = product.find_factor()
-        if factor is None:
-            return None
-        gradient, other, form, groups = factor
-        with self._module.graph.inserting_before(product.node):
-            return self.write(watch_operands, gradient, other, self._scaler, product.key, form, groups)
-
-    def watch_loss(self, edge: Edge, stored: torch.dtype) -> None:
-        """Add a call that shows the policy a gradient at the global exponent, before it moves to a site."""
-        with self._module.graph.inserting_before(min(edge.readers)):
-            self.write(watch_loss, edge.node, self._scaler, edge.target, stored)
-
-    def _vector(self, like: Node) -> Node:
+    def _get_factor_vector(self, like: Node) -> Node:
         """Return the factors of all edges, on the device of a node."""
         value = like.meta["val"]
         if value.device not in self._vectors:
             first = next(node for node in self._module.graph.nodes if node.op != "placeholder")
             with self._module.graph.inserting_before(first), value.fake_mode:
                 args = (self._scaler, self._edges, len(self._edge_numbers), value.device)
-                self._vectors[value.device] = self.write(factors_of_edges, *args)
+                self._vectors[value.device] = self.write_call(compute_edge_factors, *args)
         return self._vectors[value.device]
 
 
@@ -320,7 +220,7 @@ class Writer:
 _OWN, _FORWARD = "source_fn_stack", "fwd_source_fn_stack"
 
 
-def name_functions(joint: GraphModule) -> None:
+def name_forward_functions(joint: GraphModule) -> None:
     """Name the forward functions of backward nodes that torch left without, as it does after in-place functions.
 
     Torch finds the function that a backward node is in the derivative of by autograd's sequence numbers: a node of the
@@ -355,7 +255,7 @@ def name_functions(joint: GraphModule) -> None:
 
 
 # What autograd calls a graph that is compiled.
-_GRAPH = "CompiledFunctionBackward"
+_COMPILED_NODE_NAME = "CompiledFunctionBackward"
 
 
 # the backend ------------------------------------------------------------------------------------------------
@@ -365,27 +265,33 @@ def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., An
     """Return a backend of torch.compile for models with a scaler."""
     if name not in _COMPILERS:
         raise ValueError(f"the backend is one of {', '.join(_COMPILERS)}, got {name!r}")
+    if backward.format is not None or backward.policy.wants_operands:
+        reason = "format= rounds" if backward.format is not None else f"policy {backward.policy.name!r} reads"
+        raise NotImplementedError(
+            f"{reason} the gradients of every product in models that run uncompiled, and in these alone: leave the "
+            "model uncompiled, or take the scaler without format= and with policy='amax'"
+        )
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
-        check_breaks(inputs, backward)
+        warn_of_graph_breaks(inputs, backward)
         join_scaled_sums(module.graph)
-        partition = Partition(backward.handle, plan_sites(module, inputs, backward))
-        unmark(module, backward.handle)
+        partition = Partitioner(backward.handle, plan_sites(module, inputs, backward))
+        remove_output_marks(module, backward.handle)
         return _COMPILERS[name](module, inputs, partition, options, mode)
 
     return compile_scaled
 
 
-class Partition:
+class Partitioner:
     """Partitions a joint graph as torch does, and moves gradients in its backward graph: a CustomPartitionerFn."""
 
-    def __init__(self, scaler: str, plan: Plan, inner: Any = None) -> None:
+    def __init__(self, scaler: str, plan: SitePlan, inner: Any = None) -> None:
         self.scaler = scaler
         self.plan = plan
         self.inner = inner
 
     def __call__(self, module: GraphModule, inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
-        name_functions(module)
+        name_forward_functions(module)
         part = self.inner or torch._functorch.partitioners.min_cut_rematerialization_partition
         forward, backward = part(module, inputs, **kwargs)
         move_gradients(backward, self.plan, self.scaler)
@@ -398,10 +304,12 @@ class Partition:
         files = (_placement, _functions)
         sources = get_hash_for_files((__file__, *(one.__file__ for one in files)))
         inner = self.inner.uuid() if self.inner else None
-        return sources, self.scaler, *self.plan.make_key(), inner
+        return sources, self.scaler, *self.plan.make_cache_key(), inner
 
 
-def _inductor(module: GraphModule, inputs: Sequence, partition: Partition, options: dict | None, mode: str | None):
+def _compile_by_inductor(
+    module: GraphModule, inputs: Sequence, partition: Partitioner, options: dict | None, mode: str | None
+):
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
@@ -410,7 +318,9 @@ def _inductor(module: GraphModule, inputs: Sequence, partition: Partition, optio
         return compile_fx(module, inputs, config_patches=patches)
 
 
-def _aot_eager(module: GraphModule, inputs: Sequence, partition: Partition, options: dict | None, mode: str | None):
+def _compile_by_aot_eager(
+    module: GraphModule, inputs: Sequence, partition: Partitioner, options: dict | None, mode: str | None
+):
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
@@ -418,50 +328,50 @@ def _aot_eager(module: GraphModule, inputs: Sequence, partition: Partition, opti
     return compiler(module, inputs)
 
 
-_COMPILERS = {"inductor": _inductor, "aot_eager": _aot_eager}
+_COMPILERS = {"inductor": _compile_by_inductor, "aot_eager": _compile_by_aot_eager}
 
 
 # the forward graph ------------------------------------------------------------------------------------------
 
 
-def unmark(module: GraphModule, scaler: str) -> None:
+def remove_output_marks(module: GraphModule, scaler: str) -> None:
     """Remove the marks of this scaler from a graph."""
     for node in list(module.graph.nodes):
-        if node.target is scaled_here and node.args[1] == scaler:
+        if node.target is mark_scaled_output and node.args[1] == scaler:
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
     module.recompile()
 
 
-def check_breaks(inputs: Sequence, backward: Backward) -> None:
+def warn_of_graph_breaks(inputs: Sequence, backward: Backward) -> None:
     """Warn where a model's parameters are read outside of its graphs, as sites exist only in graphs."""
 
     def ends(node: Any) -> bool:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
-        return node.name() == _GRAPH or backward.sites.global_site in node.metadata
+        return node.name() == _COMPILED_NODE_NAME or backward.sites.global_site in node.metadata
 
     behind = list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
     broken = {name for node in behind if hasattr(node, "variable") for name in _name_owners(node.variable, backward)}
-    names = _shorten(sorted(broken))
-    said = f"torch.compile breaks the model's graph and leaves {names} uncompiled"
-    remedy = "torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too"
-    if names and backward.format is not None:
-        raise NotImplementedError(f"{said}, whose gradients would not be rounded to {backward.format.name}: {remedy}")
+    names = _shorten_list(sorted(broken))
     if names:
-        words = f"{said}, where all gradients have the global exponent: {remedy}, which gives them their own"
-        warnings.warn(words, stacklevel=2)
+        warnings.warn(
+            f"torch.compile breaks the model's graph and leaves {names} uncompiled, where all gradients have the "
+            "global exponent: torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too, which "
+            "gives them their own",
+            stacklevel=2,
+        )
 
 
 def _name_owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
     """Yield the name of the module that holds a parameter, or words for FSDP's copies, which no module lists."""
-    name = find_listed_owner(parameter, backward)
+    name = find_owning_module(parameter, backward)
     if name is not None:
         yield repr(name)
     elif isinstance(parameter, nn.Parameter) and any(one.is_sharded() for one in backward.names):
         yield "modules that fully_shard wraps"
 
 
-def _shorten(words: list[str], most: int = 5) -> str:
+def _shorten_list(words: list[str], most: int = 5) -> str:
     rest = len(words) - most
     return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -469,40 +379,36 @@ def _shorten(words: list[str], most: int = 5) -> str:
 # sites of a forward graph ------------------------------------------------------------------------------------
 
 # The higher-order operator that dynamo makes of torch.utils.checkpoint, by name.
-_CHECKPOINT = "tag_activation_checkpoint"
+_CHECKPOINT_OPERATOR = "tag_activation_checkpoint"
 # That of torch.autograd.Function, by name, and what dynamo calls the functions that its bodies run in.
 _CUSTOM, _IN_CUSTOM = "autograd_function_apply", "autograd.function"
-_ATTRIBUTE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]|__self__\.(\w+)")
+_ATTRIBUTE_IN_SOURCE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]|__self__\.(\w+)")
 # Dynamo writes `a += b` and `a[i] = b` with functions of Python's operator module.
-_WRITES = {*("iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand", "ixor", "imatmul", "setitem")}
+_IN_PLACE_OPERATORS = {*("iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand", "ixor", "imatmul", "setitem")}
 
 
-def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
+def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> SitePlan:
     """Return the sites of a forward graph's functions, with the keys of the eager front end, and of its parameters."""
     placeholders = module.graph.find_nodes(op="placeholder")
     parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
-    plan = Plan(
-        tuple(node in parameters for node in placeholders),
-        rounds=backward.format is not None,
-        watches=backward.policy.wants_operands,
-    )
-    _Walk(backward, parameters, plan).run(module)
-    for key in dict.fromkeys(plan.keys.values()):
-        backward.sites.open(key)
+    plan = SitePlan(tuple(node in parameters for node in placeholders))
+    _SitePlanner(backward, parameters, plan).visit_graph(module)
+    for key in dict.fromkeys(plan.site_keys.values()):
+        backward.sites.open_site(key)
     for parameter in parameters.values():
-        check_leaf(parameter)
+        refuse_float16_gradient(parameter)
     return plan
 
 
-class _Walk:
+class _SitePlanner:
     """Assigns to every node of a forward graph the site that a region assigns to its function."""
 
-    def __init__(self, backward: Backward, parameters: dict[Node, nn.Parameter], plan: Plan) -> None:
+    def __init__(self, backward: Backward, parameters: dict[Node, nn.Parameter], plan: SitePlan) -> None:
         self._plan = plan
-        self._parts = {str(key): name for one in backward.names for key, name in one.list_parts().items()}
+        self._parts = {str(key): name for one in backward.names for key, name in one.list_parts_by_id().items()}
         self._parameters = dict(parameters)
         self._owners = {
-            x: find_listed_owner(x, backward) or _path(node).rpartition(".")[0] or "model"
+            x: find_owning_module(x, backward) or _read_parameter_path(node).rpartition(".")[0] or "model"
             for node, x in parameters.items()
         }
         # The site of each node that a gradient flows to; of several results, those of each.
@@ -512,7 +418,7 @@ class _Walk:
         self._whole: dict[str, str] = {}
         self._records = True
 
-    def run(self, module: GraphModule, outer: tuple = ()) -> None:
+    def visit_graph(self, module: GraphModule, outer: tuple = ()) -> None:
         """Visit all nodes of a graph, and those of checkpoints' bodies, in the order in which they run."""
         for node in module.graph.nodes:
             stack = node.meta.get("source_fn_stack")
@@ -521,12 +427,13 @@ class _Walk:
                 stack = node.meta["source_fn_stack"] = [*outer, stack[-1]]
             if node.target is torch._C._set_grad_enabled:
                 self._records = bool(node.args[0])
-            elif getattr(node.target, "__name__", "") == _CHECKPOINT:
-                self._sites[node] = self._checkpoint(getattr(module, node.args[0].target), node, tuple(stack or ()))
+            elif getattr(node.target, "__name__", "") == _CHECKPOINT_OPERATOR:
+                body = getattr(module, node.args[0].target)
+                self._sites[node] = self._visit_checkpoint(body, node, tuple(stack or ()))
             elif node.op in ("call_function", "call_method") and stack:
-                self._visit(node, join_path(stack))
+                self._visit_node(node, join_path(stack))
 
-    def _checkpoint(self, body: GraphModule, node: Node, stack: tuple) -> Any:
+    def _visit_checkpoint(self, body: GraphModule, node: Node, stack: tuple) -> Any:
         """Return the sites of the results of a body that runs again during backward.
 
         Without a graph, a reentrant one is a custom function, whose gradients have the global exponent where they enter
@@ -538,52 +445,43 @@ class _Walk:
                 continue
             if y in self._parameters:
                 self._parameters[x] = self._parameters[y]
-            elif self._carries(y):
-                self._sites[x] = GLOBAL if is_apart else self._sites.get(y, GLOBAL)
-        if is_apart:
-            self._plan.apart.add(join_path(stack))
+            elif self._has_gradient(y):
+                self._sites[x] = GLOBAL_KEY if is_apart else self._sites.get(y, GLOBAL_KEY)
         calls = self._calls
         self._calls = Counter() if is_apart else calls
-        self.run(body, stack)
+        self.visit_graph(body, stack)
         self._calls = calls
         output = next(one for one in reversed(body.graph.nodes) if one.op == "output")
         given = pytree.tree_leaves(output.args)
-        return [GLOBAL if is_apart else self._sites.get(x, GLOBAL) for x in given]
+        return [GLOBAL_KEY if is_apart else self._sites.get(x, GLOBAL_KEY) for x in given]
 
-    def _visit(self, node: Node, path: str) -> None:
-        differentiable = [x for x in node.all_input_nodes if self._carries(x)]
-        kind = self._kind(node)
+    def _visit_node(self, node: Node, path: str) -> None:
+        differentiable = [x for x in node.all_input_nodes if self._has_gradient(x)]
+        kind = self._classify_node(node)
         if kind == "shape":
             # Only the first argument has a gradient.
             differentiable = [x for x in differentiable if x is node.args[0]]
         if not differentiable or not self._records or kind == "fact":
             return
-        site = self._site(node, kind, differentiable)
-        self._plan.keys[path] = site
+        site = self._find_site(node, kind, differentiable)
+        self._plan.site_keys[path] = site
         if getattr(node.target, "__name__", "") == _CUSTOM:
             # What its backward does is named so, whichever of them it is.
-            self._plan.keys["/".join([*path.split("/")[:-1], _IN_CUSTOM])] = site
-        whole = self._find_whole(node)
-        if whole is not None:
-            self._plan.wholes[path] = whole
-        given = pytree.tree_leaves((node.args, node.kwargs))
-        repeats = any(sum(x is y for y in given) > 1 for x in differentiable)
-        if repeats and not isinstance(node.target, FunctionType):
-            self._plan.repeating.add(path)
+            self._plan.site_keys["/".join([*path.split("/")[:-1], _IN_CUSTOM])] = site
         if kind in ("product", "cell"):
-            self._plan.products.add(path)
+            self._plan.product_paths.add(path)
         elif all(x in self._parameters for x in differentiable):
-            self._plan.opening.add(path)
-        self._sites[node] = self._pick_site(node, site)
+            self._plan.opening_paths.add(path)
+        self._sites[node] = self._pick_result_site(node, site)
         if kind == "in-place" and node.args and isinstance(node.args[0], Node):
             self._sites.setdefault(node.args[0], site)
 
-    def _kind(self, node: Node) -> OperatorKind:
-        if not isinstance(node.target, str) and node.target.__name__ in _WRITES:
+    def _classify_node(self, node: Node) -> OperatorKind:
+        if not isinstance(node.target, str) and node.target.__name__ in _IN_PLACE_OPERATORS:
             return "in-place"
-        return classify(node.target)
+        return classify_function(node.target)
 
-    def _carries(self, node: Node) -> bool:
+    def _has_gradient(self, node: Node) -> bool:
         """Return whether gradients flow to a node."""
         if node in self._parameters:
             return self._parameters[node].requires_grad
@@ -592,54 +490,61 @@ class _Walk:
         is_known = node in self._sites and any(x.is_floating_point() or x.is_complex() for x in tensors)
         return is_known or any(x.requires_grad for x in tensors)
 
-    def _site(self, node: Node, kind: OperatorKind, differentiable: list[Node]) -> str:
-        whole = self._find_whole(node)
+    def _find_site(self, node: Node, kind: OperatorKind, differentiable: list[Node]) -> str:
+        whole = self._find_whole_module_call(node)
         if whole is not None:
             if whole not in self._whole:
-                self._whole[whole] = self._number(".".join(self._place(node)) or "model")
+                self._whole[whole] = self._number_call(".".join(self._find_module(node)) or "model")
             return self._whole[whole]
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             # A custom function sees gradients of the global exponent.
-            return GLOBAL
+            return GLOBAL_KEY
         match kind:
             case "product":
-                return self._open(node, differentiable)
+                return self._open_site(node, differentiable)
             case "cell":
-                states = [x for x in pytree.tree_leaves(node.args[1:2]) if isinstance(x, Node) and self._carries(x)]
-                site = self._read_site(states[0]) if states and states[0] not in self._parameters else GLOBAL
-                return self._open(node, differentiable) if site == GLOBAL else site
+                leaves = pytree.tree_leaves(node.args[1:2])
+                states = [x for x in leaves if isinstance(x, Node) and self._has_gradient(x)]
+                site = self._read_site(states[0]) if states and states[0] not in self._parameters else GLOBAL_KEY
+                return self._open_site(node, differentiable) if site == GLOBAL_KEY else site
             case "in-place" if node.args and isinstance(node.args[0], Node) and node.args[0] in self._sites:
                 return self._read_site(node.args[0])
         sites = [self._read_site(x) for x in differentiable if x not in self._parameters]
-        return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._open(node, differentiable)
+        return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._open_site(node, differentiable)
 
     def _read_site(self, node: Node) -> str:
         """Return the site of a node's gradient; the latest of several results'."""
-        site = self._sites.get(node, GLOBAL)
-        return site if isinstance(site, str) else max(site, key=lambda key: self._ranks.get(key, -1), default=GLOBAL)
+        site = self._sites.get(node, GLOBAL_KEY)
+        if isinstance(site, str):
+            return site
+        return max(site, key=lambda key: self._ranks.get(key, -1), default=GLOBAL_KEY)
 
-    def _pick_site(self, node: Node, site: str) -> str:
+    def _pick_result_site(self, node: Node, site: str) -> str:
         """Return the site of a result: numbers are losses, at the global exponent; one of several has its own."""
         value = node.meta.get("example_value")
-        if name_of(node.target) == "getitem" and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
+        if (
+            get_function_name(node.target) == "getitem"
+            and isinstance(node.args[0], Node)
+            and isinstance(node.args[1], int)
+        ):
             several = self._sites.get(node.args[0])
             if isinstance(several, list):
                 return several[node.args[1]]
-        return GLOBAL if isinstance(value, Tensor) and value.dim() == 0 and not value._is_view() else site
+        return GLOBAL_KEY if isinstance(value, Tensor) and value.dim() == 0 and not value._is_view() else site
 
-    def _open(self, node: Node, differentiable: Iterable[Node]) -> str:
+    def _open_site(self, node: Node, differentiable: Iterable[Node]) -> str:
         """Return the site of this call of a product, or of what reads parameters alone."""
         owner = next((self._owners[self._parameters[x]] for x in differentiable if x in self._parameters), None)
-        return self._number(owner or ".".join([*self._place(node), name_of(node.target)]))
+        return self._number_call(owner or ".".join([*self._find_module(node), get_function_name(node.target)]))
 
-    def _number(self, key: str) -> str:
+    def _number_call(self, key: str) -> str:
         call = self._calls[key]
         self._calls[key] += 1
         key = f"{key}#{call}" if call else key
         self._ranks.setdefault(key, len(self._ranks))
         return key
 
-    def _place(self, node: Node) -> list[str]:
+    def _find_module(self, node: Node) -> list[str]:
         """Return the innermost module with parts that a node runs in."""
         calls = reversed(list(node.meta.get("nn_module_stack") or {}))
         # Dynamo calls a module by its id, and what follows an @ counts its calls.
@@ -647,17 +552,20 @@ class _Walk:
         name = next((name for name in names if name is not None), "")
         return [name] if name else []
 
-    def _find_whole(self, node: Node) -> str | None:
+    def _find_whole_module_call(self, node: Node) -> str | None:
         """Return the call of a module that the eager front end meets as one product, and dynamo as its parts."""
         calls = (node.meta.get("nn_module_stack") or {}).items()
-        return next((call for call, (_, kind) in calls if isinstance(kind, type) and issubclass(kind, WHOLE)), None)
+        return next(
+            (call for call, (_, kind) in calls if isinstance(kind, type) and issubclass(kind, SINGLE_SITE_MODULES)),
+            None,
+        )
 
 
-def find_listed_owner(parameter: Tensor, backward: Backward) -> str | None:
+def find_owning_module(parameter: Tensor, backward: Backward) -> str | None:
     """Return the module that holds a parameter, where a scaler's model lists it; else None."""
-    return next((name for name in (one.of(parameter) for one in backward.names) if name), None)
+    return next((name for name in (one.find_module_name(parameter) for one in backward.names) if name), None)
 
 
-def _path(node: Node) -> str:
+def _read_parameter_path(node: Node) -> str:
     """Return the qualified name of the parameter that a graph reads, as far as its source tells."""
-    return ".".join(a or b for a, b in _ATTRIBUTE.findall(name_dynamo_source(node.meta["grapharg"].source)))
+    return ".".join(a or b for a, b in _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source)))

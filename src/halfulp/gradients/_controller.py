@@ -1,33 +1,37 @@
-"""Controller: sets exponents at the end of each iteration, from measurements and overflows."""
+"""The controller sets exponents at the end of each iteration, in step with the processes that share gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch import distributed as dist
 
 from ..formats import Format, fp16
 from ..formats._catalog import get_signed
 from ..rounding import Nearest, Rounding, get_rounding, mix64
 from ..rounding._random_bits import STREAM_VERSION
+from ..subclass import shard_groups, sharded_modules
 from ._policy import Amax, Policy
 from ._reports import LastStep
 from ._site import (
-    GLOBAL,
+    GLOBAL_KEY,
     HIGHEST,
     LOWEST,
+    GradientReading,
     Measurement,
-    Memory,
-    Reading,
+    OverflowMemory,
     Site,
     Sites,
-    group_by_site,
-    local_values,
-    recover_sizes,
-    to_host,
+    copy_to_host,
+    get_local_values,
+    group_readings_by_site,
+    recover_vanished_sizes,
 )
 from ._state import load_sites
 from .eager._backward import Backward
@@ -70,44 +74,158 @@ def find_overflow_sources(measured: list[Measurement]) -> list[Site]:
     An activation's gradient spreads an overflow to all that comes later in backward: of these only the first counts,
     and none of the parameters that read it; a parameter's gradient spreads nowhere.
     """
-    flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
+    flow = next((one for one in measured if one.kind != "weight" and not one.reading.is_finite), None)
     found = [] if flow is None else [flow.site]
-    for site, kinds in group_by_site(measured).items():
-        others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
+    for site, kinds in group_readings_by_site(measured).items():
+        others = [reading.is_finite for kind, reading in kinds.items() if kind != "weight"]
         alone = all(others) and (others or flow is None)
-        if "weight" in kinds and not kinds["weight"].finite and alone:
+        if "weight" in kinds and not kinds["weight"].is_finite and alone:
             found.append(site)
     return found
 
 
-def is_overflow_near(kinds: dict[str, Reading], exponent: int) -> bool:
+def is_overflow_near(kinds: dict[str, GradientReading], exponent: int) -> bool:
     """Return whether gradients of this size may overflow at an exponent: they reach half of the largest number."""
     return any(
-        reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
+        reading.format is not None and reading.is_finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
         for reading in kinds.values()
     )
 
 
 # For so many intervals an overflow is remembered.
-_MEMORY = 8
+_REMEMBERED_INTERVALS = 8
 # After so many skipped steps in a row all exponents of the iteration fall as one scale, by so many powers of two.
-_ROW, _FALL = 4, 8
+_SKIPS_BEFORE_COMMON_FALL, _COMMON_FALL = 4, 8
 # So far a site stays below the exponent at which it overflowed.
-_SHORT = 4
+_MARGIN_BELOW_OVERFLOW = 4
 
 
-class Controller:
+# processes that share gradients -------------------------------------------------------------------------------
+
+# One for each occasion at which processes meet; they are part of the message.
+AGREEMENT_OCCASIONS = ("step", "skipped step", "update")
+
+
+class GradientSharingProcesses:
+    """The processes that share a scaler's gradients, by DistributedDataParallel or FSDP2.
+
+    They meet at every step whose gradients a scaler checks, after a skipped one, and at the update of an iteration that
+    was measured or skipped, all of which they know alike; a message is six integers, of which each rank learns the
+    least. It goes to the wrapper's own group, and tells who is out of step, so that nobody takes another's message for
+    an answer.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[Any] = []
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._wrappers: weakref.WeakSet[nn.parallel.DistributedDataParallel] = weakref.WeakSet()
+
+    def add_model(self, model: nn.Module) -> None:
+        """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._add_wrapper(model)
+        self._models.append(weakref.ref(model))
+        for group in _list_fsdp_groups(model):
+            self._add_group(group)
+
+    def find_groups(self) -> None:
+        """Look for wrappers again, once in an iteration, in the forward pass of a model."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        active = nn.parallel.DistributedDataParallel._active_ddp_module
+        if active is not None:
+            self._add_wrapper(active)
+        for model in (one() for one in self._models):
+            for group in () if model is None else _list_fsdp_groups(model):
+                self._add_group(group)
+
+    def agree_on_minimum(
+        self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]
+    ) -> list[int]:
+        """Return the minimum of each value (two at most) over all processes that share gradients."""
+        if not self._groups:
+            return values
+        joins = (wrapper._join_config for wrapper in self._wrappers)
+        if any(join.enable and not join.throw_on_early_termination for join in joins):
+            raise NotImplementedError(
+                "in join() of a DistributedDataParallel some processes run out of inputs, and cannot agree on an "
+                "AdaptiveGradScaler's steps: give all as many batches, as DistributedSampler(..., drop_last=True) "
+                "does, or take join(throw_on_early_termination=True)"
+            )
+        place = AGREEMENT_OCCASIONS.index(occasion)
+        message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
+        found = torch.tensor(message, device=device(), dtype=torch.int64)
+        for group in self._groups:
+            try:
+                dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+                least = found.tolist()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"AdaptiveGradScaler waited for the other processes at the {occasion} of iteration {iteration}: "
+                    "one of them died, or does not call scaler.step() and scaler.update() as often as this one. "
+                    f"torch.distributed says: {error}"
+                ) from error
+            if least[0] != -least[1] or least[2] != -least[3]:
+                first, last = AGREEMENT_OCCASIONS[least[2]], AGREEMENT_OCCASIONS[-least[3]]
+                others = f"from {least[0]} to {-least[1]}, at {first!r} to {last!r}"
+                raise RuntimeError(
+                    f"processes that share gradients are out of step: this one is at the {occasion} of iteration "
+                    f"{iteration}, all are at iterations {others}. Call scaler.step() and scaler.update() equally "
+                    "often in every process, and load the same state in all"
+                )
+        return least[4 : 4 + len(values)]
+
+    def _add_wrapper(self, wrapper: nn.parallel.DistributedDataParallel) -> None:
+        self._wrappers.add(wrapper)
+        self._add_group(wrapper.process_group)
+
+    def _add_group(self, group: Any) -> None:
+        if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):
+            self._groups.append(group)
+
+
+def _list_fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """Return the process groups of FSDP2 in a model."""
+    # Whoever shards a model has loaded these.
+    fsdp, dtensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
+    if dtensor is None:
+        return
+    sharded: set[int] = set()
+    modules = list(model.modules())
+    for module in modules:
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            for group in shard_groups(module):
+                sharded |= {id(one.sharded_param) for one in group.fsdp_params}
+                yield from group.mesh_info.mesh.get_all_groups()
+    if any(isinstance(m, dtensor.DTensor) and id(m) not in sharded for x in modules for m in x._parameters.values()):
+        _refuse_tensor_parallel(model, sharded, dtensor.DTensor)
+
+
+def _refuse_tensor_parallel(model: nn.Module, sharded: set[int], kind: type) -> None:
+    """Refuse parameters that are split among processes by tensor parallel."""
+    groups = (group for module in sharded_modules() for group in shard_groups(module))
+    held = {id(one.sharded_param) for group in groups for one in group.fsdp_params} | sharded
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, kind) and id(parameter) not in held:
+            raise ValueError(
+                f"parameter {name!r} is a DTensor of a parallel plan (tensor parallel): processes would hold parts of "
+                "one gradient at exponents of their own. AdaptiveGradScaler takes DistributedDataParallel and "
+                "fully_shard; for tensor parallel take torch.amp.GradScaler, or bfloat16"
+            )
+
+
+class ExponentController:
     """Sets every exponent at the end of an iteration, from measurements and overflows.
 
     Whether an iteration is measured, and the global exponent, are the same in all processes: they follow from the
-    number of the iteration, from which steps were skipped, and from what `_agree` says. Other exponents may differ.
+    number of the iteration, from which steps were skipped, and from what `_agree_on_minimum` says. Other exponents may
+    differ.
     """
 
     def __init__(
         self,
         policy: Policy,
         *,
-        mode: str,
         start: int,
         format: Format | str | torch.dtype | None,
         rounding: Rounding | str,
@@ -115,13 +233,6 @@ class Controller:
         floor: int,
         ceiling: int,
     ) -> None:
-        if mode not in ("function", "module"):
-            raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
-        if mode == "module" and policy.wants_operands:
-            raise ValueError(
-                f"policy {policy.name!r} reads the operands of products, which mode='module' does not see: take "
-                "mode='function', or policy='amax'"
-            )
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
         if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
@@ -139,6 +250,8 @@ class Controller:
             )
         self.sites = Sites(start, uniform=not policy.per_site)
         self.backward = Backward(self.sites, policy, format, rounding)
+        self.processes = GradientSharingProcesses()
+        self.backward.find_groups = self.processes.find_groups
         self.policy = policy
         self.interval = interval
         self.floor, self.ceiling, self.start = floor, ceiling, start
@@ -155,35 +268,30 @@ class Controller:
         self._sources: dict[Site, None] = {}
         self._suspects: list[Site] = []
         self._skipped = False
-        self.backward.processes.catch_up = self.catch_up
         # Whether exponents are to blame for that: not for a loss that is no number.
         self._overflowed = False
         self._measure_next = False
 
-    def read(self, flags: list[Tensor]) -> bool:
+    def read_overflow(self, flags: list[Tensor]) -> bool:
         """Read whether any flag is set, and the iteration's measurements, by one copy from the device."""
         binades = self.following.take_binades(flags[0].device) if self.backward.measuring else []
-        values, measured = self.backward.measurements.read([*flags, *binades])
+        values, measured = self.backward.measurements.read_all([*flags, *binades])
         self._measured += measured
         self.following.read += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
         found = any(value != 0 for value in values[: len(flags)])
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
-        return not self._agree("step", int(not found))[0]
+        return not self._agree_on_minimum("step", int(not found))[0]
 
-    def skip(self) -> LastStep:
+    def record_skipped_step(self) -> LastStep:
         """Record a skipped step and return its reason, with the sites whose gradients overflowed.
 
         A measured iteration shows them. Another one lowers all sites, and the next one is measured.
         """
         self._skipped = True
         backward, global_site = self.backward, self.sites.global_site
-        finite = all(to_host([torch.isfinite(local_values(loss)).all() for loss in self.losses]))
+        finite = all(copy_to_host([torch.isfinite(get_local_values(loss)).all() for loss in self.losses]))
         found = find_overflow_sources(self._measured) if finite and self.policy.per_site else []
-        if backward.processes.in_join:
-            # Nobody can be asked: it may be another's.
-            finite, unknown = True, False
-        else:
-            finite, unknown = map(bool, self._agree("skipped step", int(finite), int(not found)))
+        finite, unknown = map(bool, self._agree_on_minimum("skipped step", int(finite), int(not found)))
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         self._overflowed = True
@@ -203,52 +311,38 @@ class Controller:
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
-    def update(self) -> None:
+    def update_exponents(self) -> None:
         """Set the exponents of the next iteration."""
-        before = self.sites.global_site.exponent
         if self.policy.per_site:
             self._update_sites()
         else:
             self._update_global_site()
-        if self.backward.processes.in_join and self.policy.measures:
-            # Nobody can be asked: the global exponent follows from the skipped steps, which all processes know.
-            falls = self._skipped and (self._skips_in_row > 1 or not self.policy.per_site)
-            self._set(self.sites.global_site, before - _FALL // 2 if falls else before)
-            self._measure_next = False
-        elif self.backward.measuring or self._skipped:
+        if self.backward.measuring or self._skipped:
             global_site = self.sites.global_site
-            exponent, calm = self._agree("update", global_site.exponent, int(not self._measure_next))
+            exponent, calm = self._agree_on_minimum("update", global_site.exponent, int(not self._measure_next))
             global_site.exponent, self._measure_next = exponent, not calm
         self._begin_iteration()
 
-    def _agree(self, occasion: str, *values: int) -> list[int]:
+    def _agree_on_minimum(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
-        return self.backward.processes.agree(occasion, self.iteration, list(values), self.backward.find_device)
+        return self.processes.agree_on_minimum(occasion, self.iteration, list(values), self.backward.find_device)
 
-    def catch_up(self) -> None:
-        """Copy the counters of the process with the most iterations, at the end of a ``join()``."""
-        global_site = self.sites.global_site
-        numbers = [self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent]
-        numbers = self.backward.processes.read_furthest(numbers, self.backward.find_device())
-        self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent = numbers
-        self.backward.measuring = is_measured(self.iteration, self._restarted, self.interval)
-
-    def restart(self, exponent: int) -> None:
+    def set_global_exponent(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""
-        self._set(self.sites.global_site, exponent)
+        self._set_exponent(self.sites.global_site, exponent)
         self._begin_iteration()
 
-    def assign(self, exponents: Mapping[str, int]) -> None:
+    def assign_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set exponents by hand, all others to 0, and begin a new iteration."""
         unknown = [key for key in exponents if key not in self.sites]
         if unknown:
             raise ValueError(
                 f"no sites {', '.join(unknown)}; the sites are {', '.join(site.key for site in self.sites)}"
             )
-        self.sites.set_reference(None)
+        self.sites.set_reference_binade(None)
         for site in self.sites:
-            self._set(site, exponents.get(site.key, 0))
-            site.memory = Memory()
+            self._set_exponent(site, exponents.get(site.key, 0))
+            site.memory = OverflowMemory()
         self._begin_iteration()
 
     @property
@@ -269,34 +363,34 @@ class Controller:
             STREAM_VERSION,
         ]
 
-    def adopt(self, exponent: int, since: int) -> None:
+    def adopt_scale(self, exponent: int, since: int) -> None:
         """Adopt another scaler's scale and its count of steps without an overflow."""
-        self.sites.set_reference(None)
+        self.sites.set_reference_binade(None)
         for site in self.sites:
-            self._set(site, exponent)
+            self._set_exponent(site, exponent)
         self.sites.start = self.start = exponent
         self.since = since
 
-    def check_stream(self, progress: list) -> None:
+    def check_random_stream(self, progress: list) -> None:
         """Refuse a state whose gradients were rounded by another version of the stream of random bits."""
         version = progress[6]
-        if self.backward.is_drawing and progress[3] and version != STREAM_VERSION:
+        if self.backward.has_seeded_rounding and progress[3] and version != STREAM_VERSION:
             raise ValueError(
                 f"'progress' of the state_dict is of version {version} of the stream of random bits, known is "
                 f"{STREAM_VERSION}: gradients would be rounded by other bits than the saved run's. To accept that, set "
                 f"its fourth number, of roundings, to 0; to go on with the same, use the halfulp that saved it"
             )
 
-    def resume(self, given: dict[str, Any], progress: list) -> None:
+    def load_state(self, given: dict[str, Any], progress: list) -> None:
         """Load the sites of a state."""
         load_sites(given, self.sites, self.backward.format or fp16)
         for key, values in given.items():
-            self._set(self.sites[key], values["exponent"])
+            self._set_exponent(self.sites[key], values["exponent"])
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
         self._restarted, self._skips_in_row = progress[4:6]
-        self.sites.global_site.loss_binade, self.following.resumes = given[GLOBAL]["reference"]
-        self.following.decide(self.iteration)
-        self.sites.note_lowest()
+        self.sites.global_site.loss_binade, self.following.resumes = given[GLOBAL_KEY]["reference"]
+        self.following.begin_iteration(self.iteration)
+        self.sites.note_lowest_exponent()
 
     # sites with exponents of their own ------------------------------------------------------------------------
 
@@ -311,21 +405,23 @@ class Controller:
         narrow = any(one.reading.format for one in self._measured)
         if self.sites.global_site.loss_binade is None:
             self.following.update_reference(narrow, self.floor, self.ceiling)
-        readings = group_by_site(self._measured)
-        fallen = self._lower_overflowed(readings)
-        lost = recover_sizes(self.backward.list_edges(), readings, self.following.measured_lift)
+        readings = group_readings_by_site(self._measured)
+        fallen = self._lower_overflowed_sites(readings)
+        lost = recover_vanished_sizes(self.backward.list_edges(), readings, self.following.measured_lift)
         for site, kinds in readings.items():
-            if site not in fallen and all(reading.finite for reading in kinds.values()):
-                self._set_by_policy(site, kinds, site in lost)
-        self._measure_next = bool(lost) or self._raise_all(readings)
+            if site not in fallen and all(reading.is_finite for reading in kinds.values()):
+                self._set_site_by_policy(site, kinds, site in lost)
+        self._measure_next = bool(lost) or self._raise_vanished_sites(readings)
         global_site = self.sites.global_site
         if measuring and not self._sources and not global_site.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
-            self._set(global_site, self._limit(global_site, min(self.start, global_site.exponent + 1)))
+            self._set_exponent(
+                global_site, self._limit_exponent(global_site, min(self.start, global_site.exponent + 1))
+            )
         self.following.update_reference(narrow, self.floor, self.ceiling)
-        self.sites.note_lowest()
+        self.sites.note_lowest_exponent()
 
-    def _lower_overflowed(self, readings: dict[Site, dict[str, Reading]]) -> Collection[Site]:
+    def _lower_overflowed_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> Collection[Site]:
         """Lower the sites that overflowed and those that the overflow reached; return them.
 
         Who it was is not known of an iteration that was not measured, and all fall. After several skips in a row, all
@@ -333,43 +429,43 @@ class Controller:
         """
         for site in self._sources:
             site.overflows += 1
-            self._remember(site, site.exponent)
-        if self._skips_in_row > _ROW:
-            return self._lower_together()
+            self._remember_overflow(site, site.exponent)
+        if self._skips_in_row > _SKIPS_BEFORE_COMMON_FALL:
+            return self._lower_sites_to_one_exponent()
         reached = [
-            site for site, kinds in readings.items() if any(one.format and not one.finite for one in kinds.values())
+            site for site, kinds in readings.items() if any(one.format and not one.is_finite for one in kinds.values())
         ]
         fallen = dict.fromkeys([*self._sources, *self._suspects, *reached])
         for site in fallen:
             # At least to the exponent that the policy derives from its history.
             wanted = None if self.policy.wants_operands else self.policy.exponent(site)
             after = self.policy.exponent_after_overflow(site)
-            self._set(site, after if wanted is None else min(after, wanted))
+            self._set_exponent(site, after if wanted is None else min(after, wanted))
         return fallen
 
-    def _lower_together(self) -> Collection[Site]:
+    def _lower_sites_to_one_exponent(self) -> Collection[Site]:
         """Lower all sites to one exponent, after lowering single ones did not stop the overflows.
 
         It does not follow losses where one pass reaches several outputs, of which the first one may mislead.
         """
         if self.following.several:
-            self.following.resumes = self.iteration + _MEMORY * self.interval
+            self.following.resumes = self.iteration + _REMEMBERED_INTERVALS * self.interval
         reached = {**self.backward.reached, self.sites.global_site: None}
         # The global exponent falls at once to the others, which are far below it by now.
         own = [site for site in reached if not site.follows_global]
         highest = max(site.exponent for site in own or reached)
         for site in self.sites:
-            self._set(site, min(site.exponent, highest - _FALL))
+            self._set_exponent(site, min(site.exponent, highest - _COMMON_FALL))
         return reached
 
-    def _remember(self, site: Site, exponent: int) -> None:
+    def _remember_overflow(self, site: Site, exponent: int) -> None:
         """Record that a site overflowed at an exponent."""
-        site.memory.at(self.iteration)  # forgets what is old
-        site.memory.note(exponent, self.iteration + _MEMORY * self.interval)
+        site.memory.recall_exponent(self.iteration)  # forgets what is old
+        site.memory.note_overflow(exponent, self.iteration + _REMEMBERED_INTERVALS * self.interval)
 
-    def _set_by_policy(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
+    def _set_site_by_policy(self, site: Site, kinds: dict[str, GradientReading], lost: bool) -> None:
         """Set the exponent of a measured site that did not overflow; ``lost``: all gradients arrive as zero."""
-        site.remember(kinds)
+        site.store_readings(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
         overflowed = site.memory.exponent
         # Operands alone do not tell of sums for weights.
@@ -378,40 +474,46 @@ class Controller:
             # The measurement limits the exponent better than the memory does.
             site.memory.exponent = None
         if exponent is not None:
-            self._set(site, self._limit_halfway(site, exponent) if lost else self._limit(site, exponent))
+            self._set_exponent(
+                site,
+                self._limit_halfway(site, exponent) if lost else self._limit_exponent(site, exponent),
+            )
 
-    def _raise_all(self, readings: dict[Site, dict[str, Reading]]) -> bool:
+    def _raise_vanished_sites(self, readings: dict[Site, dict[str, GradientReading]]) -> bool:
         """Raise all measured sites if every gradient was stored as zero."""
         narrow = [reading for kinds in readings.values() for reading in kinds.values() if reading.format]
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
-            self._set(site, self._limit_halfway(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)))
+            self._set_exponent(
+                site,
+                self._limit_halfway(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)),
+            )
         return True
 
-    def _limit(self, site: Site, exponent: int) -> int:
+    def _limit_exponent(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent, limited below the last overflow while that is remembered."""
-        overflowed = site.memory.at(self.iteration)
+        overflowed = site.memory.recall_exponent(self.iteration)
         if overflowed is None:
             return exponent
-        return min(exponent, overflowed - self._find_margin(site))
+        return min(exponent, overflowed - self._find_overflow_margin(site))
 
-    def _find_margin(self, site: Site) -> int:
+    def _find_overflow_margin(self, site: Site) -> int:
         """Return how many powers of two a site stays below the exponent at which it overflowed."""
-        return min(_SHORT, site.exponent - self.policy.exponent_after_overflow(site))
+        return min(_MARGIN_BELOW_OVERFLOW, site.exponent - self.policy.exponent_after_overflow(site))
 
     def _limit_halfway(self, site: Site, exponent: int) -> int:
-        """Return the wanted exponent if it is below the last overflow's, else one halfway to it.
+        """Return the wanted exponent, or one halfway to the last overflow's where it is not below that.
 
         A site that does not overflow there any more, as it is there or above, may go anywhere.
         """
-        overflowed = site.memory.at(self.iteration)
+        overflowed = site.memory.recall_exponent(self.iteration)
         if overflowed is None or not site.exponent < overflowed <= exponent:
             return exponent
         half = (site.exponent + overflowed) // 2
         if self.policy.per_site:
             # All gradients underflow at this exponent: allow it back up halfway.
-            site.memory.exponent = max(overflowed, half + self._find_margin(site))
+            site.memory.exponent = max(overflowed, half + self._find_overflow_margin(site))
         return half
 
     # one scale for all ----------------------------------------------------------------------------------------
@@ -419,12 +521,12 @@ class Controller:
     def _update_global_site(self) -> None:
         """Set the global exponent, for policies with one scale for all gradients."""
         global_site = self.sites.global_site
-        readings = group_by_site(self._measured)
+        readings = group_readings_by_site(self._measured)
         for site, kinds in readings.items():
-            site.remember(kinds)
+            site.store_readings(kinds)
         for site in self._sources:
             site.overflows += 1
-            self._remember(site, site.exponent)
+            self._remember_overflow(site, site.exponent)
         self.since += 1
         wanted = self.policy.global_exponent(global_site.exponent, self._skipped, self.since, self.iteration + 1)
         if wanted is None:
@@ -434,9 +536,9 @@ class Controller:
             wanted = self.policy.exponent_after_overflow(global_site) if self._skipped else found
         if wanted is not None and (wanted != global_site.exponent or self._skipped):
             self.since = 0
-            self._set(global_site, wanted)
+            self._set_exponent(global_site, wanted)
 
-    def _find_measured_exponent(self, readings: dict[Site, dict[str, Reading]]) -> int | None:
+    def _find_measured_exponent(self, readings: dict[Site, dict[str, GradientReading]]) -> int | None:
         """Return the exponent that all measured gradients allow, below any overflow that they do not explain.
 
         That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
@@ -454,7 +556,7 @@ class Controller:
             global_site.memory.exponent = None
         return self._limit_halfway(global_site, wanted)
 
-    def _set(self, site: Site, exponent: int) -> None:
+    def _set_exponent(self, site: Site, exponent: int) -> None:
         """Set a site's exponent, clamped to floor and ceiling."""
         site.exponent = max(self.floor, min(self.ceiling, exponent))
 
@@ -467,10 +569,10 @@ class Controller:
             self._restarted = self.iteration
         self.backward.measuring = self._measure_next or is_measured(self.iteration, self._restarted, self.interval)
         followed = self.following.on
-        self.following.decide(self.iteration)
+        self.following.begin_iteration(self.iteration)
         if self.following.on and not followed:
             # Exponents of meanwhile are meant for losses of meanwhile.
-            self.sites.set_reference(None)
+            self.sites.set_reference_binade(None)
         for site in self.sites:
             site.proposals.clear()
         self._measured.clear()

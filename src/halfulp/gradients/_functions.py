@@ -17,39 +17,39 @@ from ..arithmetic import _float32_products
 from ..arithmetic._float32_products import CELLS, PRODUCT_NAMES
 
 # A region asks at every call.
-name_of = functools.cache(_float32_products.name_of)
+get_function_name = functools.cache(_float32_products.name_of)
 OperatorKind = Literal["product", "cell", "shape", "fact", "in-place", "plain", "property"]
 
 # Only their first argument has a gradient.
-_SHAPES = {"view_as", "expand_as", "reshape_as", "type_as"}
+_FIRST_ARGUMENT_FUNCTIONS = {"view_as", "expand_as", "reshape_as", "type_as"}
 # What they give has no gradient, so that reading a parameter by them opens no site.
-_FACTS = {
+_FUNCTIONS_WITHOUT_GRADIENT = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "is_pinned", "data_ptr", "get_device"),
     *("type", "detach", "tolist", "item", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"),
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "register_hook", "retain_grad"),
     *("__repr__", "__format__", "__hash__", "__bool__", "__float__", "__int__", "backward", "grad"),
 }
-_KINDS: tuple[tuple[OperatorKind, set[str]], ...] = (
+_FUNCTIONS_BY_KIND: tuple[tuple[OperatorKind, set[str]], ...] = (
     ("product", PRODUCT_NAMES),
     ("cell", CELLS),  # all steps share a site, that of the state, which several parts of such a function read
-    ("shape", _SHAPES),
-    ("fact", _FACTS),
+    ("shape", _FIRST_ARGUMENT_FUNCTIONS),
+    ("fact", _FUNCTIONS_WITHOUT_GRADIENT),
 )
 
 
 @functools.cache
-def classify(function: Callable[..., Any]) -> OperatorKind:
+def classify_function(function: Callable[..., Any]) -> OperatorKind:
     """Return which kind of operator a torch function is, by which a region treats it.
 
     >>> import torch
-    >>> classify(torch.matmul), classify(torch.conv2d), classify(torch.Tensor.add_), classify(torch.relu)
-    ('product', 'product', 'in-place', 'plain')
+    >>> [classify_function(function) for function in (torch.matmul, torch.conv2d, torch.Tensor.add_, torch.relu)]
+    ['product', 'product', 'in-place', 'plain']
     """
     if isinstance(function, MethodWrapperType):
         return "property"
-    name = name_of(function)
-    for kind, known in _KINDS:
+    name = get_function_name(function)
+    for kind, known in _FUNCTIONS_BY_KIND:
         if name in known:
             return kind
     inplace = name.endswith("_") and not name.endswith("__")
@@ -59,12 +59,12 @@ def classify(function: Callable[..., Any]) -> OperatorKind:
 ProductForm = Literal["left", "right", "convolution", "transposed"]
 
 # The places of the two factors.
-_MATRIX = {
+_MATRIX_FACTOR_PLACES = {
     **dict.fromkeys(("linear", "matmul", "__matmul__", "mm", "bmm"), (0, 1)),
     **dict.fromkeys(("addmm", "baddbmm"), (1, 2)),
 }
-_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-_GROUPS = 6
+_CONVOLUTION_NAMES = ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+_GROUPS_PLACE = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Operands:
 
 
 @dataclasses.dataclass(frozen=True)
-class Factor:
+class SecondFactor:
     """The second operand of a product in backward, by which a gradient is multiplied.
 
     Attributes:
@@ -96,15 +96,15 @@ class Factor:
     form: ProductForm
     groups: int = 1
 
-    def operands(self, gradient: Tensor) -> Operands:
+    def align_operands(self, gradient: Tensor) -> Operands:
         """Return gradient and weight with the summed dimensions last and first; complex ones as real numbers."""
-        gradient, weight, fan = self._align(gradient.detach(), self.tensor.detach())
+        gradient, weight, fan = self._align_dimensions(gradient.detach(), self.tensor.detach())
         if gradient.is_complex():
             gradient, weight = torch.cat([gradient.real, gradient.imag], -1), torch.cat([weight.real, weight.imag])
             fan *= 2
         return Operands(gradient, weight, fan)
 
-    def _align(self, gradient: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _align_dimensions(self, gradient: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor, int]:
         match self.form:
             case "left":
                 return gradient, tensor.movedim(-2, 0), tensor.shape[-2]
@@ -116,30 +116,30 @@ class Factor:
         return gradient.movedim(1 - tensor.dim(), -1), tensor, fan
 
 
-def list_factors(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Factor]:
+def list_second_factors(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[SecondFactor]:
     """Return the factors by which a product's gradient is multiplied, one for each argument that it is passed on to.
 
     A layer's input counts even where nothing is passed on to it. Nothing where there is no one such factor, as in a
     fused attention or a recurrent layer.
     """
-    name = name_of(function)
+    name = get_function_name(function)
     given = [*args, *kwargs.values()]
-    first, second = _MATRIX.get(name, (0, 1))
-    if (name not in _MATRIX and name not in _CONVOLUTIONS) or len(given) <= second:
+    first, second = _MATRIX_FACTOR_PLACES.get(name, (0, 1))
+    if (name not in _MATRIX_FACTOR_PLACES and name not in _CONVOLUTION_NAMES) or len(given) <= second:
         return
     a, b = given[first], given[second]
     if not all(isinstance(x, Tensor) and x.dim() > 1 for x in (a, b)):
         return
     left, right = a.detach(), b.detach()
-    if name in _CONVOLUTIONS:
-        groups = kwargs.get("groups", args[_GROUPS] if len(args) > _GROUPS else 1)
-        yield Factor(right, "transposed" if "transpose" in name else "convolution", groups)
+    if name in _CONVOLUTION_NAMES:
+        groups = kwargs.get("groups", args[_GROUPS_PLACE] if len(args) > _GROUPS_PLACE else 1)
+        yield SecondFactor(right, "transposed" if "transpose" in name else "convolution", groups)
         return
     if not is_parameter(a) and (a.requires_grad or is_parameter(b)):
         # A linear layer's weight is stored transposed already.
-        yield Factor(right if name == "linear" else right.mT, "left")
+        yield SecondFactor(right if name == "linear" else right.mT, "left")
     if not is_parameter(b) and (b.requires_grad or is_parameter(a)):
-        yield Factor(left.mT, "right")
+        yield SecondFactor(left.mT, "right")
 
 
 def is_parameter(tensor: Tensor) -> bool:
@@ -149,7 +149,7 @@ def is_parameter(tensor: Tensor) -> bool:
 
 # tensors in nested arguments ---------------------------------------------------------------------------------
 
-_NO_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
+_TYPES_WITHOUT_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
 
 
 def list_differentiable(value: Any) -> Iterator[Tensor]:
@@ -163,12 +163,12 @@ def list_differentiable(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from list_differentiable(item)
-    elif type(value) not in _NO_TENSORS and dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif type(value) not in _TYPES_WITHOUT_TENSORS and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from list_differentiable(getattr(value, field.name, None))
 
 
-def memoize(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def memoize_by_tensor(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function cached per tensor, so that a tensor given twice stays one tensor."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -182,7 +182,7 @@ def memoize(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool = True) -> Any:
     """Apply a function to every tensor of a structure that requires gradients; return it unchanged if none changes."""
-    if type(value) in _NO_TENSORS:
+    if type(value) in _TYPES_WITHOUT_TENSORS:
         return value
     if isinstance(value, Tensor):
         return change(value) if value.requires_grad or not differentiable else value
@@ -201,7 +201,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: 
 
 
 def _rebuild_dict(value: dict, found: dict) -> dict:
-    """Return a dict of the same class; a subclass, such as the outputs of transformers, is changed in a copy."""
+    """Return a dict of the given one's class with new values; a subclass (outputs of transformers) in a copy."""
     if type(value) is dict:
         return found
     changed = copy.copy(value)

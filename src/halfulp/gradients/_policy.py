@@ -14,11 +14,11 @@ from .._messages import a_kind
 from .._names import enter, words_of
 from ..formats import Format
 from ._functions import Operands
-from ._site import Proposal, Site
+from ._site import ExponentProposal, Site
 
-_BY_NAME: dict[str, type[Policy]] = {}
+_POLICIES_BY_NAME: dict[str, type[Policy]] = {}
 # Beyond 2^15 more room in the format serves nobody, and sums of squares would leave float32.
-_TOP = 15
+_HIGHEST_USED_EXPONENT = 15
 # Powers of two left free above peaks; above what is usual, where so many binades stay below it.
 _PEAK_ROOM, _USUAL_ROOM, _BELOW = 3, 8, 27
 
@@ -41,7 +41,7 @@ class Policy(abc.ABC):
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
-            enter("policy", _BY_NAME, cls.name, cls, words_of(cls))
+            enter("policy", _POLICIES_BY_NAME, cls.name, cls, words_of(cls))
 
     @abc.abstractmethod
     def exponent(self, site: Site) -> int | None:
@@ -62,7 +62,9 @@ class Policy(abc.ABC):
         """
         return None
 
-    def proposed(self, site: Site, operands: Operands, format: Format, global_site: Site) -> Proposal | None:
+    def propose_bounds(
+        self, site: Site, operands: Operands, format: Format, global_site: Site
+    ) -> ExponentProposal | None:
         """Return bounds of a site's exponent from a product's operands, for policies with ``wants_operands``, or None.
 
         Args:
@@ -73,7 +75,9 @@ class Policy(abc.ABC):
         """
         return None
 
-    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
+    def propose_bounds_at_loss(
+        self, site: Site, gradient: Tensor, format: Format, global_site: Site
+    ) -> ExponentProposal | None:
         """Return the bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
         return None
 
@@ -88,9 +92,9 @@ def get_policy(policy: Policy | str) -> Policy:
         return policy
     if not isinstance(policy, str):
         raise TypeError(f"a policy is a name or a Policy, got {a_kind(policy)}")
-    if policy not in _BY_NAME:
-        raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(_BY_NAME)}")
-    return _BY_NAME[policy]()
+    if policy not in _POLICIES_BY_NAME:
+        raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(_POLICIES_BY_NAME)}")
+    return _POLICIES_BY_NAME[policy]()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +123,8 @@ class Amax(Policy):
     def __post_init__(self) -> None:
         for field in ("headroom", "weight_headroom"):
             if getattr(self, field) is not None:
-                check_count(field, getattr(self, field), 0, 30)
-        check_count("measurements", self.measurements, 1, 64)
+                check_integer_option(field, getattr(self, field), 0, 30)
+        check_integer_option("measurements", self.measurements, 1, 64)
 
     def exponent(self, site: Site) -> int | None:
         """Return the exponent that the class describes."""
@@ -128,9 +132,9 @@ class Amax(Policy):
             # What no narrow format stores has no limit, whatever it was before.
             return None
         limits = []
-        for kind, sizes in _list_sizes(site, self.measurements).items():
+        for kind, sizes in _list_gradient_sizes(site, self.measurements).items():
             room = self.weight_headroom if kind == "weight" else self.headroom
-            limits.append(find_top(site.format) - _find_needed_top(sizes, room, site.format))
+            limits.append(find_highest_exponent(site.format) - _find_needed_top(sizes, room, site.format))
         return min(limits, default=None)
 
 
@@ -148,23 +152,23 @@ def _find_needed_top(sizes: list[float], room: int | None, format: Format) -> in
     return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + above_usual)
 
 
-def _list_sizes(site: Site, measurements: int) -> dict[str, list[float]]:
+def _list_gradient_sizes(site: Site, measurements: int) -> dict[str, list[float]]:
     """Return, by kind, the nonzero sizes of true gradients over a site's last measurements."""
     recent = list(site.history)[-measurements:]
     found: dict[str, list[float]] = {}
     for entry in recent:
         for kind, size in entry.items():
             if size > 0:
-                found.setdefault(kind, []).append(math.ldexp(size, site.reference))
+                found.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
     return found
 
 
-def find_top(format: Format) -> int:
+def find_highest_exponent(format: Format) -> int:
     """Return the power of two that the largest gradients stored in a format may reach."""
-    return min(format.emax, _TOP)
+    return min(format.emax, _HIGHEST_USED_EXPONENT)
 
 
-def check_count(field: str, given: object, low: int, high: int) -> None:
+def check_integer_option(field: str, given: object, low: int, high: int) -> None:
     """Raise unless an option is an integer within its bounds."""
     if not isinstance(given, int) or isinstance(given, bool) or not low <= given <= high:
         raise ValueError(f"{field} is an integer from {low} to {high}, got {given!r}")
@@ -208,7 +212,7 @@ class Measured(Policy):
     per_site = False
 
     def __post_init__(self) -> None:
-        check_count("headroom", self.headroom, 0, 30)
+        check_integer_option("headroom", self.headroom, 0, 30)
 
     def exponent(self, site: Site) -> int | None:
         """Return the exponent that this site alone would allow; the scaler takes the least of all sites."""
@@ -232,7 +236,7 @@ class Dynamic(Policy):
     measures = False
 
     def __post_init__(self) -> None:
-        check_count("growth_interval", self.growth_interval, 1, 10**9)
+        check_integer_option("growth_interval", self.growth_interval, 1, 10**9)
 
     def exponent(self, site: Site) -> int | None:
         """Return None: only overflows decide."""

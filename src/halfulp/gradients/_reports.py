@@ -12,7 +12,7 @@ from typing import Any
 
 from ..formats import get
 from ..sinks import Outlet, RowFile
-from ._site import Reading, Site, Sites
+from ._site import GradientReading, Site, Sites
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LastStep:
         return "applied" if self.applied else f"skipped: {self.reason}"
 
 
-_KINDS = ("received", "passed", "weight")
+_GRADIENT_KINDS = ("received", "passed", "weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +80,20 @@ class SiteRow:
         return math.log2(get(self.format).max) - math.log2(largest) - self.exponent
 
     @classmethod
-    def of(cls, site: Site, kinds: tuple[str, ...] = _KINDS) -> SiteRow:
+    def from_site(cls, site: Site, kinds: tuple[str, ...] = _GRADIENT_KINDS) -> SiteRow:
         """Return the row of a site for the given kinds of gradients."""
         readings = {kind: reading for kind, reading in site.readings.items() if kind in kinds}
         return cls(
             site=site.key,
             exponent=site.exponent,
-            amax={kind: readings[kind].amax if kind in readings and readings[kind].finite else None for kind in _KINDS},
-            zero=_find_share(readings, "zero"),
-            subnormal=_find_share(readings, "subnormal"),
+            amax={
+                kind: readings[kind].amax if kind in readings and readings[kind].is_finite else None
+                for kind in _GRADIENT_KINDS
+            },
+            zero=_average_share(readings, "zero"),
+            subnormal=_average_share(readings, "subnormal"),
             elements=sum(reading.elements for reading in readings.values()),
-            format=_format_name(site, readings),
+            format=_find_format_name(site, readings),
             overflows=site.overflows,
             merged=site.merged,
         )
@@ -109,9 +112,11 @@ class SiteTable:
     total: int = 0
 
     @classmethod
-    def of(cls, sites: Sites, pattern: str | None, kind: str | None, sort: str | None, limit: int | None) -> SiteTable:
+    def from_sites(
+        cls, sites: Sites, pattern: str | None, kind: str | None, sort: str | None, limit: int | None
+    ) -> SiteTable:
         """Return the table of the sites that are asked for; see `AdaptiveGradScaler.sites`."""
-        for name, given, allowed in (("kind", kind, _KINDS), ("sort", sort, _SORTS)):
+        for name, given, allowed in (("kind", kind, _GRADIENT_KINDS), ("sort", sort, _SORT_KEYS)):
             if given is not None and given not in allowed:
                 raise ValueError(f"{name} is {', '.join(map(repr, allowed))} or None, got {given!r}")
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
@@ -123,9 +128,9 @@ class SiteTable:
             chosen = [site for site in sites if any(fnmatch.fnmatchcase(site.key, one) for one in patterns)]
         if kind is not None:
             chosen = [site for site in chosen if kind in site.readings]
-        rows = [SiteRow.of(site, _KINDS if kind is None else (kind,)) for site in chosen]
+        rows = [SiteRow.from_site(site, _GRADIENT_KINDS if kind is None else (kind,)) for site in chosen]
         if sort is not None:
-            rows.sort(key=_SORTS[sort])
+            rows.sort(key=_SORT_KEYS[sort])
         return cls(tuple(rows[:limit]), len(sites))
 
     def __getitem__(self, key: str | int | slice) -> Any:
@@ -152,7 +157,7 @@ class SiteTable:
     def __str__(self) -> str:
         if not self.rows:
             return f"none of {self.total} sites"
-        lines = [_format_cells(row) for row in self.rows]
+        lines = [_format_row_cells(row) for row in self.rows]
         headers = list(lines[0])
         widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
         table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
@@ -170,7 +175,7 @@ def _make_sort_key(value: Callable[[SiteRow], float | None], largest: bool) -> C
     return key
 
 
-_SORTS = {
+_SORT_KEYS = {
     "underflow": _make_sort_key(lambda row: row.underflow, largest=True),
     "margin": _make_sort_key(lambda row: row.margin, largest=False),
     "overflows": _make_sort_key(lambda row: row.overflows, largest=True),
@@ -179,7 +184,7 @@ _SORTS = {
 }
 
 
-def _format_cells(row: SiteRow) -> dict[str, str]:
+def _format_row_cells(row: SiteRow) -> dict[str, str]:
     amax = {f"amax {kind}": "–" if value is None else f"{value:.2g}" for kind, value in row.amax.items()}
     return {
         "site": row.site,
@@ -193,7 +198,7 @@ def _format_cells(row: SiteRow) -> dict[str, str]:
     }
 
 
-def _format_name(site: Site, readings: dict[str, Reading]) -> str | None:
+def _find_format_name(site: Site, readings: dict[str, GradientReading]) -> str | None:
     if readings.keys() == site.readings.keys():
         return site.format.name if site.format else None
     return next((reading.format.name for reading in readings.values() if reading.format), None)
@@ -203,18 +208,18 @@ def _format_percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.2f}%"
 
 
-def _find_share(readings: dict[str, Reading], field: str) -> float | None:
+def _average_share(readings: dict[str, GradientReading], field: str) -> float | None:
     total = sum(reading.elements for reading in readings.values())
     return sum(getattr(one, field) * one.elements for one in readings.values()) / total if total else None
 
 
-_COLUMNS = (
+_RECORD_COLUMNS = (
     *("iteration", "applied", "reason", "site", "exponent", "received", "passed", "weight"),
     *("zero", "subnormal", "format", "overflows"),
 )
 
 
-class Recorder:
+class SiteRecorder:
     """Appends one JSON line per measured iteration, or one CSV line per site and measured iteration.
 
     A disk that is full ends the record with a warning, and the training goes on.
@@ -227,19 +232,19 @@ class Recorder:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = RowFile(path, _COLUMNS)
+        self._file = RowFile(path, _RECORD_COLUMNS)
         self._file.check()
         self.path: Path = Path(path)
-        self._outlet = Outlet("the record of gradient exponents", self._write)
+        self._outlet = Outlet("the record of gradient exponents", self._write_row)
 
-    def add(self, iteration: int, step: LastStep | None, table: SiteTable) -> None:
+    def write_iteration(self, iteration: int, step: LastStep | None, table: SiteTable) -> None:
         """Write one iteration, at once, so that a killed run keeps what it had; nothing once closed."""
         if self._outlet.closed:
             return
         applied, reason = (step.applied, step.reason) if step else (None, "")
         self._outlet.put({"iteration": iteration, "applied": applied, "reason": reason, "sites": table})
 
-    def _write(self, row: Any) -> None:
+    def _write_row(self, row: Any) -> None:
         table, common = row["sites"], {key: value for key, value in row.items() if key != "sites"}
         if not self._file.is_csv:
             self._file.write([{**common, **table.to_dict()}])

@@ -22,13 +22,12 @@ from .._messages import a_kind
 from ..formats import Format
 from ..kernels import uncompiled
 from ..rounding import Rounding
-from ._controller import Controller
+from ._controller import ExponentController
 from ._policy import Policy, get_policy
-from ._reports import LastStep, Recorder, SiteTable
-from ._site import HIGHEST, parse_exponent
+from ._reports import LastStep, SiteRecorder, SiteTable
+from ._site import HIGHEST, parse_scale_exponent
 from ._state import check_entries, check_sites, index_sites, reduce_scaler, resume_scaler, save_sites
-from .eager._attach import attach, unwrap
-from .eager._backward import check_units
+from .eager._attach import attach_scaler, get_wrapped_model
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
@@ -65,10 +64,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         float32_outputs: Whether float16 outputs of the model become float32, so that the gradient of a loss computed
             outside is not rounded before it is scaled; None does so under autocast to float16, where sites have
             exponents of their own.
-        mode: ``"function"`` watches every torch function of the forward pass; ``"module"`` gives each module with
-            parameters and no parts, and each ``nn.MultiheadAttention``, one site, for models whose functions cannot be
-            watched. There ``format`` rounds where gradients enter and leave such a module, and `scale` refuses a
-            loss whose modules take or give tensors by attributes.
         enabled: False makes all methods those of a disabled GradScaler, and leaves the model alone.
 
     Raises:
@@ -97,27 +92,24 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         floor: int = -30,
         ceiling: int = HIGHEST,
         float32_outputs: bool | None = None,
-        mode: str = "function",
         enabled: bool = True,
     ) -> None:
         before, models, policy = set(vars(self)), list_models(model), get_policy(policy)
         device = next((p.device.type for one in models for p in one.parameters()), "cpu")
         super().__init__(device, init_scale=init_scale, enabled=enabled)
         self._options: dict[str, Any] = {"policy": policy, "init_scale": init_scale, "interval": interval}
-        self._options |= {"format": format, "rounding": rounding, "floor": floor, "ceiling": ceiling, "mode": mode}
+        self._options |= {"format": format, "rounding": rounding, "floor": floor, "ceiling": ceiling}
         self._options |= {"float32_outputs": float32_outputs}
         self.last_step: LastStep | None = None
-        self._recorders: list[Recorder] = []
+        self._recorders: list[SiteRecorder] = []
         self._unscaled = UnscaledGradients()
         self._exponent: int | None = None
         self._models = [weakref.ref(one) for one in models]
-        self._mode = mode
         self._scale_was_read = False
         self._growth_interval = getattr(policy, "growth_interval", 2000)
-        self._controller = Controller(
+        self._controller = ExponentController(
             policy,
-            mode=mode,
-            start=parse_exponent("init_scale", init_scale),
+            start=parse_scale_exponent("init_scale", init_scale),
             format=format,
             rounding=rounding,
             interval=interval,
@@ -131,7 +123,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             try:
                 for i, one in enumerate(models):
                     prefix = str(i) if len(models) > 1 else ""
-                    self._detach.append(attach(one, backward, wide=wide, prefix=prefix, mode=mode))
+                    # A compiled forward pass does not tell who called it.
+                    self._controller.processes.add_model(one)
+                    self._detach.append(attach_scaler(one, backward, wide=wide, prefix=prefix))
             except (TypeError, ValueError):
                 self.detach()
                 raise
@@ -149,8 +143,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """Return the loss times ``get_scale()``; a backward pass from there has exponents. Nested lists and tuples too.
 
         Raises:
-            ValueError: the loss reads a tensor that left the model, or with ``mode="module"`` one of its modules, by
-                another way than its output.
+            ValueError: the loss reads a tensor that left the model by another way than its output.
         """
         if not self._enabled:
             return outputs
@@ -165,17 +158,14 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def _scale_output(self, output: Tensor) -> Tensor:
         """Return one loss times the scale, with hooks that open the edges in its backward pass."""
         backward = self._controller.backward
-        backward.end_unless_differentiating()
+        backward.close_edges_after_backward()
         if output.grad_fn is not None and not backward.second_order:
-            if self._mode == "module":
-                check_units(output.grad_fn, backward.sites.global_site)
-            else:
-                backward.check_exits(output.grad_fn)
-        scaled = output * self._make_scale(output.device)
+            backward.refuse_inner_tensors(output.grad_fn)
+        scaled = output * self._make_scale_tensor(output.device)
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
-            node.register_prehook(backward.begin)
-            node.register_prehook(self._unscaled.begin_pass)
+            node.register_prehook(backward.open_edges)
+            node.register_prehook(self._unscaled.begin_backward_pass)
         self._controller.losses.append(output.detach())
         return scaled
 
@@ -193,7 +183,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             return
         controller = self._controller
         by_hand = (controller.losses or self._scale_was_read) and next(
-            _list_with_gradients(optimizer), None
+            _list_parameters_with_gradients(optimizer), None
         ) is not None
         if not (controller.backward.passes or by_hand):
             raise ValueError(
@@ -203,9 +193,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "at a scale that this one does not know: in pipelines train in bfloat16, or multiply the loss by a "
                 "constant power of two and divide every stage's gradients by it"
             )
-        controller.backward.end_unless_differentiating()
-        self._unscaled.check(optimizer, self._models)
-        self._make_scale(torch.device(self._device))
+        controller.backward.close_edges_after_backward()
+        self._unscaled.check_units(optimizer, self._models)
+        self._make_scale_tensor(torch.device(self._device))
         super().unscale_(optimizer)
 
     def _unscale_grads_(
@@ -214,18 +204,18 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """Unscale the gradients that are still scaled, as GradScaler does; check those that were divided already."""
         # Float16 is allowed where torch only checks, and divides none.
         known = UnscaledGradients() if allow_fp16 else self._unscaled
-        scaled, divided = known.split(optimizer)
+        scaled, divided = known.split_parameters(optimizer)
         flags: dict[torch.device, Tensor] = {}
         # torch leaves values as they are, bit for bit, under an inverse of 1.
         for parameters, factor in (
             (scaled, inv_scale),
             (divided, torch.ones_like(inv_scale) if divided else inv_scale),
         ):
-            for alike in _group_by_mesh(parameters):
+            for alike in _group_by_device_mesh(parameters):
                 held: Any = SimpleNamespace(param_groups=[{"params": alike}])
                 for device, flag in super()._unscale_grads_(held, factor, found_inf, allow_fp16).items():
                     flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
-        known.note(parameter for group in optimizer.param_groups for parameter in group["params"])
+        known.mark_as_divided(parameter for group in optimizer.param_groups for parameter in group["params"])
         return flags
 
     @uncompiled
@@ -239,6 +229,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: as `unscale_`; no gradients, where torch's GradScaler wants some; ``closure=`` is given.
             RuntimeError: called twice since the last update.
+            TypeError: the optimizer's step takes ``grad_scaler=``.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -247,27 +238,21 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        self._unscaled.check(optimizer, self._models, divided=state["stage"] is OptState.UNSCALED)
-        whole = is_taking_scaler(optimizer)
-        if whole:
-            self._make_scale(torch.device(self._device))
-            warnings.warn(
-                "the optimizer's step takes grad_scaler=, which torch.amp.GradScaler is going to stop giving: let it "
-                "read the attributes grad_scale and found_inf that are set on it during a step",
-                FutureWarning,
-                stacklevel=2,
+        self._unscaled.check_units(optimizer, self._models, divided=state["stage"] is OptState.UNSCALED)
+        if is_handling_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            raise TypeError(
+                "the optimizer's step takes grad_scaler=, the older form of torch's contract: let it read the "
+                "attributes grad_scale and found_inf, which are set on it during a step"
             )
-            take: Callable[..., Any] = optimizer.step
-            result = take(*args, **kwargs, grad_scaler=self)
-        elif state["stage"] is OptState.READY and not is_idle(optimizer):
+        if state["stage"] is OptState.READY and not is_stepped_without_gradients(optimizer):
             self.unscale_(optimizer)
         if self._controller.backward.passes:
-            self._controller.backward.check_seen()
-        flags = collect_flags(optimizer, state["found_inf_per_device"], self._device)
+            self._controller.backward.warn_if_unwatched()
+        flags = collect_overflow_flags(optimizer, state["found_inf_per_device"], self._device)
         state["stage"] = OptState.STEPPED
-        overflowed = self._controller.read(flags)
-        self.last_step = self._controller.skip() if overflowed else LastStep(applied=True)
-        return result if whole else step_unscaled(optimizer, flags, overflowed, args, kwargs)
+        overflowed = self._controller.read_overflow(flags)
+        self.last_step = self._controller.record_skipped_step() if overflowed else LastStep(applied=True)
+        return step_with_unscaled_gradients(optimizer, flags, overflowed, args, kwargs)
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -287,21 +272,21 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "update() before a step: no gradients were checked since the last update(); call "
                 "scaler.step(optimizer), or scaler.unscale_(optimizer), first"
             )
-        exponent = None if new_scale is None else parse_exponent("new_scale", float(new_scale))
+        exponent = None if new_scale is None else parse_scale_exponent("new_scale", float(new_scale))
         unread = [state for state in states if state["stage"] is OptState.UNSCALED]
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
-        if flags and self._controller.read(flags):
-            self.last_step = self._controller.skip()
+        if flags and self._controller.read_overflow(flags):
+            self.last_step = self._controller.record_skipped_step()
         measured = self._controller.backward.measuring
         if exponent is None:
-            self._controller.update()
+            self._controller.update_exponents()
         else:
-            self._controller.restart(exponent)
+            self._controller.set_global_exponent(exponent)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._unscaled.clear()
         self._scale_was_read = False
         for recorder in self._recorders if measured else ():
-            recorder.add(self._controller.iteration, self.last_step, self.sites())
+            recorder.write_iteration(self._controller.iteration, self.last_step, self.sites())
 
     def get_scale(self) -> float:
         """Return the global scale: a scaled loss over the loss, and a parameter's scaled gradient over the true one.
@@ -309,12 +294,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         It need not fall where a step is skipped, as sites have scales of their own: ask ``last_step.applied``.
         """
         self._scale_was_read = True
-        return self._scale_now()
+        return self._compute_global_scale()
 
-    def _scale_now(self) -> float:
+    def _compute_global_scale(self) -> float:
         return 2.0**self._controller.sites.global_site.exponent if self._enabled else 1.0
 
-    def _make_scale(self, device: torch.device) -> Tensor:
+    def _make_scale_tensor(self, device: torch.device) -> Tensor:
         """Return the global scale as GradScaler's tensor."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
@@ -322,7 +307,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if self._exponent != self._controller.sites.global_site.exponent:
             # A new tensor, as autograd may have saved the old one.
             self._exponent = self._controller.sites.global_site.exponent
-            self._scale = torch.full_like(self._scale, self._scale_now())
+            self._scale = torch.full_like(self._scale, self._compute_global_scale())
         return self._scale.to(device, non_blocking=True)
 
     def set_growth_interval(self, new_interval: int) -> None:
@@ -349,7 +334,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
         """
-        _check_kept("growth", new_factor, self._growth_factor)
+        _refuse_other_factor("growth", new_factor, self._growth_factor)
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Raise unless the factor is the policy's own.
@@ -357,7 +342,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
         """
-        _check_kept("backoff", new_factor, self._backoff_factor)
+        _refuse_other_factor("backoff", new_factor, self._backoff_factor)
 
     # what it tells --------------------------------------------------------------------------------------------
 
@@ -376,9 +361,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: an unknown kind or order, or a limit below 1.
         """
-        return SiteTable.of(self._controller.sites, pattern, kind, sort, limit)
+        return SiteTable.from_sites(self._controller.sites, pattern, kind, sort, limit)
 
-    def record(self, path: str | os.PathLike[str]) -> Recorder:
+    def record(self, path: str | os.PathLike[str]) -> SiteRecorder:
         """Start writing ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
 
         Returns:
@@ -387,7 +372,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: another ending, or a file that cannot be written.
         """
-        recorder = Recorder(path)
+        recorder = SiteRecorder(path)
         self._recorders.append(recorder)
         return recorder
 
@@ -397,19 +382,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: there is no such site yet; sites are known from the first forward pass on.
         """
-        self._controller.assign(exponents)
+        self._controller.assign_exponents(exponents)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._unscaled.clear()
-
-    def mode_of(self, model: nn.Module) -> str:
-        """Return the mode in which a model is watched: "function" or "module".
-
-        Raises:
-            ValueError: it is not the one model of this scaler.
-        """
-        if len(self._models) != 1 or self._models[0]() is not model:
-            raise ValueError("the scaler is not this model's alone: make one for the model, AdaptiveGradScaler(model)")
-        return self._mode
 
     def merge(self, *keys: str, reason: str = "by hand") -> None:
         """Let sites follow the global exponent from now on.
@@ -417,7 +392,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: there is no such site; before the first forward pass any key is taken.
         """
-        self._controller.sites.merge(keys, reason)
+        self._controller.sites.merge_sites(keys, reason)
 
     def backend(self, name: str = "inductor") -> Callable[..., Any]:
         """Return the backend of ``torch.compile(model, backend=scaler.backend("inductor"))`` for this scaler's models.
@@ -427,7 +402,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """
         from ._compiled_backend import make_backend
 
-        self._controller.backward.following.disable()
+        self._controller.backward.following.stop_following()
         return make_backend(self._controller.backward, name)
 
     # what is saved --------------------------------------------------------------------------------------------
@@ -436,7 +411,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """Return GradScaler's entries and each site's exponent and history as plain data; empty where disabled."""
         if not self._enabled:
             return {}
-        state = {**super().state_dict(), "scale": self._scale_now()}
+        state = {**super().state_dict(), "scale": self._compute_global_scale()}
         controller = self._controller
         sites = save_sites(controller.sites, controller.following.resumes)
         return {**state, "sites": sites, "progress": controller.progress}
@@ -470,27 +445,27 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         check_entries(state_dict)
         given = state_dict.get("sites")
         if given is not None:
-            check_sites(given, {site.key for site in self._controller.sites}, self._module_names())
-            self._controller.check_stream(state_dict["progress"])
-        self._take(state_dict)
+            check_sites(given, {site.key for site in self._controller.sites}, self._list_module_names())
+            self._controller.check_random_stream(state_dict["progress"])
+        self._load_checked_state(state_dict)
 
-    def _take(self, state_dict: dict[str, Any]) -> None:
+    def _load_checked_state(self, state_dict: dict[str, Any]) -> None:
         """Load a checked state of this model."""
         state_dict = index_sites(state_dict)
-        global_site = parse_exponent("the state's scale", state_dict["scale"])
+        global_site = parse_scale_exponent("the state's scale", state_dict["scale"])
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
         if state_dict.get("sites") is None:
-            self._controller.adopt(global_site, int(state_dict["_growth_tracker"]))
+            self._controller.adopt_scale(global_site, int(state_dict["_growth_tracker"]))
         else:
             self._controller.sites.global_site.exponent = global_site
-            self._controller.resume(state_dict["sites"], state_dict["progress"])
+            self._controller.load_state(state_dict["sites"], state_dict["progress"])
 
-    def _module_names(self) -> set[str]:
+    def _list_module_names(self) -> set[str]:
         """Return the qualified names of all modules, with which sites' keys begin."""
         found = {"model", ""}
         for i, model in enumerate(one() for one in self._models):
-            names = () if model is None else (name for name, _ in unwrap(model).named_modules())
+            names = () if model is None else (name for name, _ in get_wrapped_model(model).named_modules())
             prefix = str(i) if len(self._models) > 1 else ""
             found |= {f"{prefix}.{name}".strip(".") for name in names}
         return found
@@ -500,11 +475,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         for detach in self._detach:
             detach()
         self._detach.clear()
-        self._controller.backward.processes.restore()
         self._enabled = False
 
 
-def _check_kept(name: str, new_factor: float, factor: float) -> None:
+def _refuse_other_factor(name: str, new_factor: float, factor: float) -> None:
     if new_factor != factor:
         raise NotImplementedError(
             f"scales are powers of two, which the policy chooses, got a {name} factor of {new_factor}: keep {factor}, "
@@ -524,10 +498,12 @@ def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 # unscaling and steps ------------------------------------------------------------------------------------------
 
-_BETWEEN = "call scaler.update() between the passes of a step that has several, such as a sharpness-aware one"
+_UPDATE_BETWEEN_PASSES = (
+    "call scaler.update() between the passes of a step that has several, such as a sharpness-aware one"
+)
 
 
-class _Written:
+class _GradientSnapshot:
     """A snapshot of a parameter's gradient: a weak reference to the tensor and its version counter."""
 
     def __init__(self, parameter: Tensor) -> None:
@@ -546,8 +522,8 @@ class _Written:
         return self.is_held_by(parameter) and self._version == parameter.grad._version
 
 
-class _Unscaled:
-    """What became of a parameter's gradient since its optimizer was unscaled.
+class _UnscaledGradient:
+    """The units of a parameter's gradient since its optimizer was unscaled.
 
     Attributes:
         parameter: a weak reference.
@@ -560,25 +536,25 @@ class _Unscaled:
     def __init__(self, parameter: Tensor) -> None:
         self.parameter: weakref.ref[Tensor] = weakref.ref(parameter)
         self.units: Literal["divided", "scaled", "mixed"] = "divided"
-        self.left = _Written(parameter)
-        self.begun: _Written | None = None
+        self.left = _GradientSnapshot(parameter)
+        self.begun: _GradientSnapshot | None = None
         self._adds_to_divided = False
 
-    def begin(self) -> None:
+    def take_snapshot(self) -> None:
         """Take a snapshot of the gradient before a scaled backward pass."""
         parameter = self.parameter()
         if parameter is not None:
-            self.begun = _Written(parameter)
+            self.begun = _GradientSnapshot(parameter)
             # A divided gradient that was changed before the pass may have been set to zero.
             was_left = self.units == "divided" and self.left.is_unchanged_in(parameter)
             self._adds_to_divided = parameter.grad is not None and (self.units == "mixed" or was_left)
 
-    def update(self) -> None:
+    def detect_write(self) -> None:
         """Compare the gradient with the snapshot, to see whether the scaled backward pass wrote into it."""
         parameter = self.parameter()
         if parameter is None or parameter.grad is None or self.begun is None or self.begun.is_unchanged_in(parameter):
             return
-        self.left, self.units = _Written(parameter), "mixed" if self._adds_to_divided else "scaled"
+        self.left, self.units = _GradientSnapshot(parameter), "mixed" if self._adds_to_divided else "scaled"
 
 
 class UnscaledGradients:
@@ -590,22 +566,22 @@ class UnscaledGradients:
     """
 
     def __init__(self) -> None:
-        self._records: dict[int, _Unscaled] = {}
+        self._records: dict[int, _UnscaledGradient] = {}
         self._pass = -1
 
     def clear(self) -> None:
         """Forget all gradients."""
         self._records.clear()
 
-    def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+    def split_parameters(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Return an optimizer's parameters whose gradients are scaled, and those whose gradients were divided."""
         parts: tuple[list[Tensor], list[Tensor]] = [], []
-        for parameter in _list_with_gradients(optimizer):
+        for parameter in _list_parameters_with_gradients(optimizer):
             record = self._find_record(parameter)
             parts[record is not None and record.units == "divided"].append(parameter)
         return parts
 
-    def check(
+    def check_units(
         self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref[Any]], divided: bool = False
     ) -> None:
         """Check that no gradient of an optimizer is a sum of divided and scaled values.
@@ -614,7 +590,7 @@ class UnscaledGradients:
             RuntimeWarning: a gradient that a scaled backward pass left was written since, and will not be divided.
         """
         written = ""
-        for parameter in _list_with_gradients(optimizer):
+        for parameter in _list_parameters_with_gradients(optimizer):
             record = self._find_record(parameter)
             if record is None or record.units == "divided" or not (record.units == "mixed" or divided):
                 continue
@@ -629,56 +605,56 @@ class UnscaledGradients:
                 )
             origin = f"the gradient of {said} comes from a scaled backward pass after unscale_() of its optimizer"
             if record.left.is_unchanged_in(parameter):
-                raise ValueError(f"{origin}, and is still scaled: {_BETWEEN}")
+                raise ValueError(f"{origin}, and is still scaled: {_UPDATE_BETWEEN_PASSES}")
             # Divided by hand, or clipped as it was.
             written = written or origin
         if written:
             warnings.warn(
-                f"{written}, and was written since: it is taken as unscaled; if it is not, {_BETWEEN}",
+                f"{written}, and was written since: it is taken as unscaled; if it is not, {_UPDATE_BETWEEN_PASSES}",
                 RuntimeWarning,
                 stacklevel=3,  # the line that steps
             )
 
-    def note(self, parameters: Iterable[Tensor]) -> None:
+    def mark_as_divided(self, parameters: Iterable[Tensor]) -> None:
         """Mark the gradients of these parameters, where present, as divided."""
-        self._records |= {id(parameter): _Unscaled(parameter) for parameter in parameters}
+        self._records |= {id(parameter): _UnscaledGradient(parameter) for parameter in parameters}
 
-    def begin_pass(self, _: tuple[Any, ...]) -> None:
+    def begin_backward_pass(self, _: tuple[Any, ...]) -> None:
         """Take snapshots as a scaled backward pass begins (the hook of a scaled loss's node)."""
         number = torch._C._current_graph_task_id()
         if not self._records or number == self._pass:
             return
-        self._end_pass()
+        self._end_backward_pass()
         self._pass = number
         for record in self._records.values():
-            record.begin()
-        Variable._execution_engine.queue_callback(self._end_pass)
+            record.take_snapshot()
+        Variable._execution_engine.queue_callback(self._end_backward_pass)
 
-    def _end_pass(self) -> None:
+    def _end_backward_pass(self) -> None:
         """Compare gradients with their snapshots as a backward pass ends, even one that raised."""
         self._pass = -1
         for record in self._records.values():
-            record.update()
+            record.detect_write()
             record.begun = None
 
-    def _find_record(self, parameter: Tensor) -> _Unscaled | None:
+    def _find_record(self, parameter: Tensor) -> _UnscaledGradient | None:
         """Return the record of the gradient that a parameter has; None where another tensor took its place."""
         record = self._records.get(id(parameter))
         if record is None or record.parameter() is not parameter:
             return None
         if self._pass != torch._C._current_graph_task_id():
-            self._end_pass()
-        record.update()
+            self._end_backward_pass()
+        record.detect_write()
         return record if record.left.is_held_by(parameter) else None
 
 
-def _list_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _list_parameters_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of an optimizer that have a gradient."""
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
 
 
-def _group_by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
+def _group_by_device_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
     """Group parameters by their gradients' device mesh: torch takes no list of plain ones and DTensors, or two meshes.
 
     Plain gradients come first: what is found in them is told to other processes by what follows.
@@ -697,26 +673,17 @@ def is_handling_overflow(optimizer: torch.optim.Optimizer) -> bool:
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def is_taking_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's step takes the scaler and unscales by itself: the older form of the contract."""
-    return is_handling_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
-
-
-def is_idle(optimizer: torch.optim.Optimizer) -> bool:
+def is_stepped_without_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is stepped without any gradient, as GradScaler steps torch's fused ones."""
-    return (
-        is_handling_overflow(optimizer)
-        and not is_taking_scaler(optimizer)
-        and next(_list_with_gradients(optimizer), None) is None
-    )
+    return is_handling_overflow(optimizer) and next(_list_parameters_with_gradients(optimizer), None) is None
 
 
-def collect_flags(
+def collect_overflow_flags(
     optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor], device: str | torch.device
 ) -> list[Tensor]:
-    """Return the overflow flags of an optimizer's gradients; for one that `is_idle` a flag that is not set."""
+    """Return the overflow flags of an optimizer's gradients, one that is not set where it is stepped without any."""
     flags = list(found.values())
-    if not flags and is_idle(optimizer):
+    if not flags and is_stepped_without_gradients(optimizer):
         flags = [torch.zeros((), dtype=torch.float32, device=device)]
     if not flags:
         raise ValueError(
@@ -726,7 +693,7 @@ def collect_flags(
     return flags
 
 
-def step_unscaled(
+def step_with_unscaled_gradients(
     optimizer: torch.optim.Optimizer,
     found: list[Tensor],
     overflowed: bool,

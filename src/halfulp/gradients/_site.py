@@ -15,16 +15,16 @@ from torch import Tensor
 from ..formats import Format, fp16
 from ..kernels import untraced
 
-GLOBAL = "global"
+GLOBAL_KEY = "global"
 # Differences of two exponents must be powers of two that float32 holds.
 LOWEST, HIGHEST = -60, 60
-HISTORY = 64
+HISTORY_LENGTH = 64
 # Why a site is merged where its policy has no other exponent than the global one.
-UNIFORM = "one scale for all"
+UNIFORM_SCALE_REASON = "one scale for all"
 
 
 @dataclasses.dataclass
-class Reading:
+class GradientReading:
     """The last measurement of one kind of gradient tensor of a site.
 
     Attributes:
@@ -41,17 +41,17 @@ class Reading:
     format: Format | None
 
     @property
-    def finite(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether every element was finite."""
         return math.isfinite(self.amax)
 
-    def combine(self, other: Reading) -> Reading:
+    def merge_reading(self, other: GradientReading) -> GradientReading:
         """Return the measurement of both tensors together."""
         total = self.elements + other.elements
         mine, theirs = self.elements / total, other.elements / total
-        return Reading(
+        return GradientReading(
             # max() would drop a NaN that comes second.
-            amax=max(self.amax, other.amax) if self.finite and other.finite else math.inf,
+            amax=max(self.amax, other.amax) if self.is_finite and other.is_finite else math.inf,
             zero=mine * self.zero + theirs * other.zero,
             subnormal=mine * self.subnormal + theirs * other.subnormal,
             elements=total,
@@ -60,7 +60,7 @@ class Reading:
 
 
 @dataclasses.dataclass
-class Memory:
+class OverflowMemory:
     """Remembers the lowest exponent at which a site lately overflowed, and for how long.
 
     Attributes:
@@ -71,19 +71,19 @@ class Memory:
     exponent: int | None = None
     until: int = 0
 
-    def note(self, exponent: int, until: int) -> None:
+    def note_overflow(self, exponent: int, until: int) -> None:
         """Remember an overflow at an exponent."""
         self.exponent = exponent if self.exponent is None else min(self.exponent, exponent)
         self.until = until
 
-    def at(self, iteration: int) -> int | None:
-        """Return the exponent, or None once it is older than it is to be remembered."""
+    def recall_exponent(self, iteration: int) -> int | None:
+        """Return the remembered exponent, or None once the overflow is too old."""
         if iteration >= self.until:
             self.exponent = None
         return self.exponent
 
 
-class Proposal(NamedTuple):
+class ExponentProposal(NamedTuple):
     """Bounds of an exponent: the least one without underflow and the largest one without overflow, which wins."""
 
     least: int
@@ -100,26 +100,26 @@ class Site:
             passes on), "weight" (of its parameters).
         proposals: The least and the most exponent that a policy made of each product's operands, in this iteration.
         stored: The narrow format that its product computes in, whatever its operands were cast from; None if wide.
-        history: Largest magnitudes by kind, of the latest measurements, in units of 2^reference.
+        history: Largest magnitudes by kind, of the latest measurements, in units of 2^reference_binade.
         format: The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
         measured: Whether they ever were.
         overflows: How often it was the one that overflowed.
         memory: Remembers its overflows.
         loss_binade: Of the global site, floor(log2) of the largest gradient that losses send into the model for which
-            sites' exponents are meant, which move with it from pass to pass (`Following`); None where it is not known.
+            sites' exponents are meant, which move with it from pass to pass (`LossFollowing`); None if it is not known.
         global_site: The global site of the scaler; None where it is that.
     """
 
     def __init__(self, key: str, global_site: Site | None, exponent: int) -> None:
         self.key = key
         self.merged: str | None = None
-        self.readings: dict[str, Reading] = {}
-        self.proposals: list[Proposal] = []
-        self.history: deque[dict[str, float]] = deque(maxlen=HISTORY)
+        self.readings: dict[str, GradientReading] = {}
+        self.proposals: list[ExponentProposal] = []
+        self.history: deque[dict[str, float]] = deque(maxlen=HISTORY_LENGTH)
         self.format: Format | None = None
         self.measured: bool = False
         self.overflows: int = 0
-        self.memory = Memory()
+        self.memory = OverflowMemory()
         self.stored: Format | None = None
         self.loss_binade: int | None = None
         self.global_site = global_site
@@ -140,19 +140,19 @@ class Site:
         return self.global_site is None or self.merged is not None
 
     @property
-    def reference(self) -> int:
+    def reference_binade(self) -> int:
         """The power of two in whose units gradients are remembered; 0 where losses are not followed."""
         if self.global_site is None or self.merged is not None:
             return 0
         return self.global_site.loss_binade or 0
 
-    def remember(self, readings: dict[str, Reading]) -> None:
+    def store_readings(self, readings: dict[str, GradientReading]) -> None:
         """Store a measurement; only gradients in narrow formats enter the history, as others limit nothing."""
         self.readings = readings
         self.measured = True
         self.format = next((reading.format for reading in readings.values() if reading.format), None)
-        narrow = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.finite}
-        entry = {kind: math.ldexp(amax, -self.reference) for kind, amax in narrow.items()}
+        narrow = {kind: reading.amax for kind, reading in readings.items() if reading.format and reading.is_finite}
+        entry = {kind: math.ldexp(amax, -self.reference_binade) for kind, amax in narrow.items()}
         if entry:
             self.history.append(entry)
 
@@ -161,8 +161,8 @@ class Site:
         """Whether it was measured and all its gradients have float32's range."""
         return self.measured and self.format is None
 
-    def change_reference(self, before: int | None, binade: int | None) -> None:
-        """Convert a site's exponent and history to another reference binade (`Sites.set_reference`)."""
+    def change_reference_binade(self, before: int | None, binade: int | None) -> None:
+        """Convert a site's exponent and history to another reference binade (`Sites.set_reference_binade`)."""
         if before is None or binade is None:
             factor = (before or 0) - (binade or 0)
             for entry in self.history:
@@ -182,22 +182,22 @@ class Sites:
     """The sites of a scaler's models by key, in order of first use, the global one first; if uniform, all follow it."""
 
     def __init__(self, exponent: int, uniform: bool = False) -> None:
-        self.global_site: Site = Site(GLOBAL, None, exponent)
-        self._sites = {GLOBAL: self.global_site}
+        self.global_site: Site = Site(GLOBAL_KEY, None, exponent)
+        self._sites = {GLOBAL_KEY: self.global_site}
         self.start = exponent
         # The least exponent of a site that was measured, or overflowed; None where none was.
         self.lowest: int | None = None
         self._uniform = uniform
 
-    def open(self, key: str) -> Site:
+    def open_site(self, key: str) -> Site:
         """Return the site of a key, created at its first use with the previous call's exponent or the lowest in use."""
         site = self._sites.get(key)
         if site is None:
-            site = self._sites[key] = Site(key, self.global_site, self._first_exponent(key))
-            site.merged = UNIFORM if self._uniform else None
+            site = self._sites[key] = Site(key, self.global_site, self._find_first_exponent(key))
+            site.merged = UNIFORM_SCALE_REASON if self._uniform else None
         return site
 
-    def _first_exponent(self, key: str) -> int:
+    def _find_first_exponent(self, key: str) -> int:
         place, _, call = key.rpartition("#")
         if call.isdecimal():
             before = self._sites.get(f"{place}#{int(call) - 1}" if call != "1" else place)
@@ -205,7 +205,7 @@ class Sites:
                 return before._exponent
         return self.start if self.lowest is None else self.lowest
 
-    def set_reference(self, binade: int | None) -> None:
+    def set_reference_binade(self, binade: int | None) -> None:
         """Set the binade of the loss gradients for which exponents are meant.
 
         What is known of sites is put in these units; None leaves exponents as they are, whatever losses send.
@@ -215,22 +215,22 @@ class Sites:
             return
         for site in self:
             if not site.follows_global:
-                site.change_reference(before, binade)
+                site.change_reference_binade(before, binade)
 
-    def note_lowest(self) -> None:
+    def note_lowest_exponent(self) -> None:
         """Note the lowest exponent in use, at which new sites start."""
         fallen = [site for site in self if site.memory.exponent is not None and not site.follows_global]
         measured = [site for site in self if site.format is not None]
         self.lowest = min((site.exponent for site in measured + fallen), default=None)
 
-    def merge(self, keys: Iterable[str], reason: str) -> None:
+    def merge_sites(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass any key is taken."""
         keys = list(keys)
-        unknown = [key for key in keys if key == GLOBAL or (key not in self._sites and len(self) > 1)]
+        unknown = [key for key in keys if key == GLOBAL_KEY or (key not in self._sites and len(self) > 1)]
         if unknown:
             raise ValueError(f"no sites {', '.join(unknown)} to merge; the sites are {', '.join(self._sites)}")
         for key in keys:
-            self.open(key).merged = reason
+            self.open_site(key).merged = reason
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self._sites.values())
@@ -245,10 +245,10 @@ class Sites:
         return self._sites[key]
 
 
-def parse_exponent(field: str, scale: float) -> int:
+def parse_scale_exponent(field: str, scale: float) -> int:
     """Return the exponent of a scale that is a power of two.
 
-    >>> parse_exponent("init_scale", 1024.0)
+    >>> parse_scale_exponent("init_scale", 1024.0)
     10
     """
     fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
@@ -260,7 +260,7 @@ def parse_exponent(field: str, scale: float) -> int:
     return exponent - 1
 
 
-def narrow(dtype: torch.dtype) -> Format | None:
+def find_narrow_format(dtype: torch.dtype) -> Format | None:
     """Return the format of a dtype with a narrower range than float32's; None for other dtypes."""
     return fp16 if dtype == torch.float16 else None
 
@@ -278,20 +278,20 @@ class Measurements:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, site: Site, kind: str, gradient: Tensor, format: Format | None) -> None:
+    def add_gradient(self, site: Site, kind: str, gradient: Tensor, format: Format | None) -> None:
         """Measure a gradient that is stored at the site's exponent."""
         if gradient.numel():
-            stored = format or narrow(gradient.dtype)
-            self._rows.append((site, kind, stored, gradient.numel(), _statistics(gradient, stored)))
+            stored = format or find_narrow_format(gradient.dtype)
+            self._rows.append((site, kind, stored, gradient.numel(), _compute_statistics(gradient, stored)))
 
-    def read(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
+    def read_all(self, flags: list[Tensor]) -> tuple[list[float], list[Measurement]]:
         """Return the values of ``flags`` and all measurements, in order, by one copy per device."""
         rows, self._rows = self._rows, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
-        values = to_host([*lines, *(row[-1] for row in rows)])
+        values = copy_to_host([*lines, *(row[-1] for row in rows)])
         found = []
         for (site, kind, stored, count, _), (amax, zero, subnormal) in zip(rows, values[len(flags) :]):
-            reading = Reading(math.ldexp(amax, -site.exponent), zero / count, subnormal / count, count, stored)
+            reading = GradientReading(math.ldexp(amax, -site.exponent), zero / count, subnormal / count, count, stored)
             found.append(Measurement(site, kind, reading))
         return [numbers[0] for numbers in values[: len(flags)]], found
 
@@ -302,20 +302,20 @@ class Measurement:
 
     site: Site
     kind: str
-    reading: Reading
+    reading: GradientReading
 
 
-def group_by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
+def group_readings_by_site(measured: list[Measurement]) -> dict[Site, dict[str, GradientReading]]:
     """Return the readings of each site by kind; several tensors of a kind count as one."""
-    found: dict[Site, dict[str, Reading]] = {}
+    found: dict[Site, dict[str, GradientReading]] = {}
     for one in measured:
         kinds = found.setdefault(one.site, {})
-        kinds[one.kind] = kinds[one.kind].combine(one.reading) if one.kind in kinds else one.reading
+        kinds[one.kind] = kinds[one.kind].merge_reading(one.reading) if one.kind in kinds else one.reading
     return found
 
 
-def recover_sizes(
-    edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, Reading]], lift: int = 0
+def recover_vanished_sizes(
+    edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, GradientReading]], lift: int = 0
 ) -> set[Site]:
     """Return the sites where all received gradients underflowed to zero; their size before the move is filled in.
 
@@ -325,7 +325,7 @@ def recover_sizes(
     for source, target in edges:
         arrived = readings.get(source, {}).get("received")
         passed = readings.get(target, {}).get("passed")
-        if arrived is not None and arrived.amax == 0 and passed is not None and passed.finite and passed.amax:
+        if arrived is not None and arrived.amax == 0 and passed is not None and passed.is_finite and passed.amax:
             power = lift * (target.follows_global - source.follows_global)
             readings[source]["received"] = dataclasses.replace(arrived, amax=math.ldexp(passed.amax, power))
             found.add(source)
@@ -333,9 +333,9 @@ def recover_sizes(
 
 
 @torch.no_grad()
-def _statistics(gradient: Tensor, stored: Format | None) -> Tensor:
+def _compute_statistics(gradient: Tensor, stored: Format | None) -> Tensor:
     """Return [amax, count of zeros, count of subnormals] on the device; counts are 0 for a wide gradient."""
-    gradient = local_values(gradient)
+    gradient = get_local_values(gradient)
     if stored is None:
         low, high = torch.aminmax(gradient)
         amax = torch.maximum(-low, high).float()
@@ -346,7 +346,7 @@ def _statistics(gradient: Tensor, stored: Format | None) -> Tensor:
     return torch.stack([size.amax().float(), zero.float(), (below - zero).float()])
 
 
-def local_values(gradient: Tensor) -> Tensor:
+def get_local_values(gradient: Tensor) -> Tensor:
     """Return the elements that this process holds, dense."""
     gradient = gradient.detach()
     if gradient.layout is not torch.strided:
@@ -355,7 +355,7 @@ def local_values(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def to_host(rows: list[Tensor]) -> list[Any]:
+def copy_to_host(rows: list[Tensor]) -> list[Any]:
     """Copy small tensors of one shape to Python lists or numbers, in order, by one copy per device."""
     values: list[Any] = [None] * len(rows)
     for device in dict.fromkeys(row.device for row in rows):
@@ -366,9 +366,9 @@ def to_host(rows: list[Tensor]) -> list[Any]:
 
 
 # Kernels choose by how far the first element, and each row, is from a multiple of this many bytes.
-_ALIGNMENT = 64
+_ALIGNMENT_BYTES = 64
 # A part of a tensor that lies in more than so many times its own memory is moved together.
-_SPREAD = 4
+_LARGEST_SPAN_RATIO = 4
 
 
 def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
@@ -381,14 +381,14 @@ def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
         return gradient
     # Two tensors without dimensions would give the wider type.
     plain = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.dim()
-    return restore_strides(gradient * (power_of_two(exponent) if plain else 2.0**exponent), gradient)
+    return restore_strides(gradient * (make_power_of_two(exponent) if plain else 2.0**exponent), gradient)
 
 
 @functools.cache
-def power_of_two(exponent: int) -> Tensor:
+def make_power_of_two(exponent: int) -> Tensor:
     """Return 2^exponent as a 0-d tensor, by which torch multiplies twice as fast as by a Python number.
 
-    >>> power_of_two(-2)
+    >>> make_power_of_two(-2)
     tensor(0.2500, dtype=torch.float64)
     """
     return torch.tensor(2.0**exponent, dtype=torch.float64, device="cpu")
@@ -402,32 +402,32 @@ def restore_strides(values: Tensor, like: Tensor) -> Tensor:
     """
     if like.layout is not torch.strided or type(like) is not Tensor:
         return values
-    aligned = not like.storage_offset() * like.element_size() % _ALIGNMENT
+    aligned = not like.storage_offset() * like.element_size() % _ALIGNMENT_BYTES
     if aligned and (like.is_contiguous() or values.stride() == like.stride()):
         return values
-    return _place_like(values, like) if like.numel() else values
+    return _copy_to_layout(values, like) if like.numel() else values
 
 
-def _place_like(values: Tensor, like: Tensor) -> Tensor:
+def _copy_to_layout(values: Tensor, like: Tensor) -> Tensor:
     """Copy the values to new memory, with the strides and the misalignment of another tensor."""
-    size, unit = like.shape, _ALIGNMENT // like.element_size() or 1
+    size, unit = like.shape, _ALIGNMENT_BYTES // like.element_size() or 1
     # What is expanded is kept once.
     kept = [1 if s == 0 else n for n, s in zip(size, like.stride())]
     stride = list(like.stride())
-    if _count_span(kept, stride) > _SPREAD * math.prod(kept):
-        stride = _close_gaps(kept, stride, unit)
+    if _count_spanned_elements(kept, stride) > _LARGEST_SPAN_RATIO * math.prod(kept):
+        stride = _close_stride_gaps(kept, stride, unit)
     offset = like.storage_offset() % unit
-    memory = torch.empty(offset + _count_span(kept, stride), dtype=values.dtype, device=values.device)
+    memory = torch.empty(offset + _count_spanned_elements(kept, stride), dtype=values.dtype, device=values.device)
     memory.as_strided(kept, stride, offset).copy_(values.as_strided(kept, values.stride(), values.storage_offset()))
     return memory.as_strided(size, stride, offset)
 
 
-def _count_span(size: list[int], stride: list[int]) -> int:
+def _count_spanned_elements(size: list[int], stride: list[int]) -> int:
     """Return how many elements of memory a tensor of this size and these strides spans."""
     return 1 + sum((n - 1) * s for n, s in zip(size, stride))
 
 
-def _close_gaps(size: list[int], stride: list[int], unit: int) -> list[int]:
+def _close_stride_gaps(size: list[int], stride: list[int], unit: int) -> list[int]:
     """Return strides without gaps that keep each dimension's alignment, and which dimensions are contiguous."""
     found, old, new = list(stride), 1, 1
     for i in sorted((i for i, n in enumerate(size) if n > 1), key=lambda i: stride[i]):
@@ -463,10 +463,10 @@ def copy_with_strides(tensor: Tensor) -> Tensor:
 
 
 # 2^127 and 2^-126 are float32's last normal powers of two.
-_BIAS, _MOST = 127, 126
+_FLOAT32_BIAS, _LARGEST_POWER = 127, 126
 
 
-class Following:
+class LossFollowing:
     """Lifts all sites' exponents by one power of two per backward pass, so that they follow the loss's gradient.
 
     A model's gradients are linear in the one that enters it. Exponents are right for a loss that sends gradients of a
@@ -503,17 +503,17 @@ class Following:
         self._entered = 0
         self._factors: dict[tuple, Tensor] = {}
 
-    def begin(self, measuring: bool) -> None:
+    def begin_backward_pass(self, measuring: bool) -> None:
         """Begin a backward pass with its lift unknown; ``measuring``: read binades at its end."""
         self.lift = 0
         self._is_found = not measuring and self._global_site.loss_binade is None
         if not self._is_found:
             below = (site.exponent - self._global_site.exponent for site in self._sites)
-            self._room = _MOST - max(map(abs, below))
+            self._room = _LARGEST_POWER - max(map(abs, below))
         self._entered = 0
         self._factors.clear()
 
-    def disable(self) -> None:
+    def stop_following(self) -> None:
         """Stop lifting exponents by the loss from now on, as compiled graphs cannot."""
         self.wanted = self.on = False
 
@@ -522,7 +522,7 @@ class Following:
         binades, self.binades = self.binades, []
         return [torch.as_tensor(binade, dtype=torch.float32, device=device) for binade in binades]
 
-    def decide(self, iteration: int) -> None:
+    def begin_iteration(self, iteration: int) -> None:
         """Begin an iteration: decide whether exponents follow the loss in it."""
         self.on = self.wanted and iteration >= self.resumes
         self.several = False
@@ -540,21 +540,21 @@ class Following:
             return
         largest = max(self.read)
         if known is None:
-            self._sites.set_reference(largest)
+            self._sites.set_reference_binade(largest)
         elif self.on or largest > known:
             own = [site.exponent for site in self._sites if not site.follows_global]
             most, least = max(0, min(own) - floor), min(0, max(own) - ceiling)
-            self._sites.set_reference(known + max(least, min(most, largest - known)))
+            self._sites.set_reference_binade(known + max(least, min(most, largest - known)))
 
-    def move(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
+    def move_between_sites(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
         """Return a gradient stored at ``target``'s exponent, multiplied to ``source``'s; strides are kept."""
-        return self.move_by(gradient, source.exponent - target.exponent, self.find_sign(source, target))
+        return self.move_gradient_by(gradient, source.exponent - target.exponent, self.find_lift_sign(source, target))
 
-    def find_sign(self, source: Site, target: Site) -> int:
+    def find_lift_sign(self, source: Site, target: Site) -> int:
         """Return how often the lift counts from ``target`` to ``source``: 1 into sites that follow, -1 out of them."""
         return target.follows_global - source.follows_global if self.wanted else 0
 
-    def move_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
+    def move_gradient_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
         """Return a gradient times 2^(exponent + sign lift); strides are kept."""
         if sign > 0:
             self._entered += 1
@@ -573,7 +573,7 @@ class Following:
 
     def _find_lift(self, gradient: Tensor) -> int | Tensor:
         """Return the lift for a gradient that enters the model at the global exponent."""
-        values = local_values(gradient)
+        values = get_local_values(gradient)
         if not values.numel():
             return 0
         low, high = torch.aminmax(values)
@@ -599,7 +599,7 @@ class Following:
         key = exponent, sign, device
         if key not in self._factors:
             self._factors[key] = (
-                ((exponent + sign * lift + _BIAS) << 23).view(torch.float32).to(device, non_blocking=True)
+                ((exponent + sign * lift + _FLOAT32_BIAS) << 23).view(torch.float32).to(device, non_blocking=True)
             )
         return self._factors[key]
 

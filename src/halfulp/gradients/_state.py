@@ -12,12 +12,12 @@ from torch import nn
 
 from .._messages import name_differences
 from ..formats import Format
-from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Memory, Site, Sites, parse_exponent
+from ._site import GLOBAL_KEY, HIGHEST, LOWEST, UNIFORM_SCALE_REASON, OverflowMemory, Site, Sites, parse_scale_exponent
 
 # No gradient of float64 has a binade beyond.
-_FARTHEST = 1200
+_FARTHEST_BINADE = 1200
 # By the name of an entry, whether a value may be it.
-_Wanted = dict[str, Callable[[Any], bool]]
+_EntryChecks = dict[str, Callable[[Any], bool]]
 
 
 def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
@@ -34,13 +34,12 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
             "measured": site.measured,
             "narrow": site.format is not None,
             "overflows": site.overflows,
-            # The third stood for a suspicion.
-            "memory": [site.memory.exponent, site.memory.until, None],
+            "memory": [site.memory.exponent, site.memory.until],
             "history": [dict(entry) for entry in site.history],
         }
         for site in sites
     }
-    found[GLOBAL]["reference"] = [sites.global_site.loss_binade, resumes]
+    found[GLOBAL_KEY]["reference"] = [sites.global_site.loss_binade, resumes]
     return tuple(found.items())
 
 
@@ -55,22 +54,24 @@ def index_sites(state_dict: Any) -> Any:
 
 def check_entries(state_dict: Any) -> None:
     """Check every entry of a scaler's state, or of a GradScaler's, which has neither sites nor progress."""
-    _check("the state_dict", state_dict, _TORCH)
-    parse_exponent("'scale' of the state_dict", state_dict["scale"])
+    _check_fields("the state_dict", state_dict, _TORCH_ENTRIES)
+    parse_scale_exponent("'scale' of the state_dict", state_dict["scale"])
     if not {"sites", "progress"} & state_dict.keys():
         return
-    _check("the state_dict", state_dict, _HALFULP_ENTRIES)
+    _check_fields("the state_dict", state_dict, _HALFULP_ENTRIES)
     for key, values in state_dict["sites"].items():
-        _check(f"site {key!r} of the state_dict", values, _GLOBAL_SITE if key == GLOBAL else _SITE)
-    scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL]["exponent"]
+        _check_fields(
+            f"site {key!r} of the state_dict", values, _GLOBAL_SITE_ENTRIES if key == GLOBAL_KEY else _SITE_ENTRIES
+        )
+    scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL_KEY]["exponent"]
     if scale != 2.0**exponent:
         raise ValueError(
-            f"'scale' of the state_dict is 2^{exponent}, the exponent of its site {GLOBAL!r}, got {scale!r}: leave "
+            f"'scale' of the state_dict is 2^{exponent}, the exponent of its site {GLOBAL_KEY!r}, got {scale!r}: leave "
             "'sites' and 'progress' out to start from the scale alone"
         )
 
 
-def _check(place: str, given: object, wanted: _Wanted) -> None:
+def _check_fields(place: str, given: object, wanted: _EntryChecks) -> None:
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} is a dict with {', '.join(wanted)}, got {reprlib.repr(given)}")
     for name, holds in wanted.items():
@@ -83,76 +84,67 @@ def _check(place: str, given: object, wanted: _Wanted) -> None:
             )
 
 
-def _is_whole(given: object, low: float = 0, high: float = math.inf) -> bool:
-    return isinstance(given, int) and not isinstance(given, bool) and low <= given <= high
-
-
-def _is_exponent(given: object) -> bool:
-    return _is_whole(given, LOWEST, HIGHEST)
-
-
-def _is_size(given: object) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < math.inf
-
-
-def _is_row(given: object, *kinds: Callable[[Any], bool]) -> bool:
-    """Return whether a list has as many numbers as there are kinds, each of its kind."""
-    return (
-        isinstance(given, (list, tuple))
-        and len(given) == len(kinds)
-        and all(kind(one) for kind, one in zip(kinds, given))
-    )
-
-
-def _is_progress(given: Any) -> bool:
-    """Return whether these are `Controller.progress`, whose measured iterations are not counted from a later one."""
-    counts = (_is_whole, _is_whole, _is_bool, _is_whole, _is_whole, _is_whole, _is_whole)
-    return _is_row(given, *counts) and given[4] <= given[0]
+def _make_whole_number_check(low: float = 0, high: float = math.inf) -> Callable[[Any], bool]:
+    return lambda given: type(given) is int and low <= given <= high
 
 
 def _is_bool(given: object) -> bool:
     return isinstance(given, bool)
 
 
-def _is_limit(given: object) -> bool:
-    return given is None or _is_exponent(given)
+def _is_finite_size(given: object) -> bool:
+    return type(given) in (int, float) and 0 <= given < math.inf
 
 
-def _is_binade(given: object) -> bool:
-    return given is None or _is_whole(given, -_FARTHEST, _FARTHEST)
+def _allow_none(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda given: given is None or kind(given)
+
+
+def _make_row_check(*kinds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check for a list of as many numbers as there are kinds, each of its kind."""
+    return lambda given: (
+        isinstance(given, (list, tuple))
+        and len(given) == len(kinds)
+        and all(kind(one) for kind, one in zip(kinds, given))
+    )
 
 
 def _is_history(given: object) -> bool:
     return isinstance(given, (list, tuple)) and all(
-        isinstance(entry, Mapping) and all(map(_is_size, entry.values())) for entry in given
+        isinstance(entry, Mapping) and all(map(_is_finite_size, entry.values())) for entry in given
     )
 
 
-def _is_sites(given: object) -> bool:
-    return isinstance(given, Mapping) and GLOBAL in given and all(isinstance(key, str) for key in given)
-
-
-_TORCH: _Wanted = {
-    "scale": _is_size,
-    "growth_factor": _is_size,
-    "backoff_factor": _is_size,
-    "growth_interval": _is_whole,
-    "_growth_tracker": _is_whole,
+# Of `Controller.progress`, whose measured iterations are not counted from a later one.
+_is_row_of_counts = _make_row_check(*([_make_whole_number_check()] * 2), _is_bool, *([_make_whole_number_check()] * 4))
+_TORCH_ENTRIES: _EntryChecks = {
+    "scale": _is_finite_size,
+    "growth_factor": _is_finite_size,
+    "backoff_factor": _is_finite_size,
+    "growth_interval": _make_whole_number_check(),
+    "_growth_tracker": _make_whole_number_check(),
 }
-_HALFULP_ENTRIES: _Wanted = {"sites": _is_sites, "progress": _is_progress}
-_SITE: _Wanted = {
-    "exponent": _is_exponent,
-    "merged": lambda given: given is None or isinstance(given, str),
+_HALFULP_ENTRIES: _EntryChecks = {
+    "sites": lambda given: (
+        isinstance(given, Mapping) and GLOBAL_KEY in given and all(isinstance(k, str) for k in given)
+    ),
+    "progress": lambda given: _is_row_of_counts(given) and given[4] <= given[0],
+}
+_SITE_ENTRIES: _EntryChecks = {
+    "exponent": _make_whole_number_check(LOWEST, HIGHEST),
+    "merged": _allow_none(lambda given: isinstance(given, str)),
     "measured": _is_bool,
     "narrow": _is_bool,
-    "overflows": _is_whole,
-    "memory": lambda given: _is_row(given, _is_limit, _is_whole, _is_limit),
+    "overflows": _make_whole_number_check(),
+    "memory": _make_row_check(_allow_none(_make_whole_number_check(LOWEST, HIGHEST)), _make_whole_number_check()),
     "history": _is_history,
 }
-_GLOBAL_SITE: _Wanted = {
-    **_SITE,
+_GLOBAL_SITE_ENTRIES: _EntryChecks = {
+    **_SITE_ENTRIES,
     "merged": lambda given: given is None,
-    "reference": lambda given: _is_row(given, _is_binade, _is_whole),
+    "reference": _make_row_check(
+        _allow_none(_make_whole_number_check(-_FARTHEST_BINADE, _FARTHEST_BINADE)), _make_whole_number_check()
+    ),
 }
 
 
@@ -160,7 +152,7 @@ def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None
     """Compare the sites of a state with those of a scaler, or with the modules of models that have not run yet."""
     known = len(own) > 1
     missing = sorted(own - given.keys()) if known else []
-    unknown = [key for key in given if key not in own and (known or not _is_of_module(key.split("#")[0], modules))]
+    unknown = [key for key in given if key not in own and (known or not _is_key_of_module(key.split("#")[0], modules))]
     if missing or unknown:
         raise ValueError(
             f"this state_dict is of another model: it {name_differences(missing, sorted(unknown))}. Load the one "
@@ -168,7 +160,7 @@ def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None
         )
 
 
-def _is_of_module(key: str, modules: set[str]) -> bool:
+def _is_key_of_module(key: str, modules: set[str]) -> bool:
     """Return whether a key names a module, an operator in one, or a derivative that only a compiled graph has."""
     place, _, name = key.rpartition(".")
     operator = any(hasattr(home, name) for home in (torch, torch.Tensor, torch.nn.functional))
@@ -178,15 +170,15 @@ def _is_of_module(key: str, modules: set[str]) -> bool:
 def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
     """Load every site of a state; ``narrow`` is the format of those that have one."""
     for key, values in given.items():
-        site: Site = sites.global_site if key == GLOBAL else sites.open(key)
+        site: Site = sites.global_site if key == GLOBAL_KEY else sites.open_site(key)
         site.exponent = values["exponent"]
         # Whether one scale serves all sites comes from the current policy, not from the file.
-        if site.merged != UNIFORM:
-            site.merged = None if values["merged"] == UNIFORM else values["merged"]
+        if site.merged != UNIFORM_SCALE_REASON:
+            site.merged = None if values["merged"] == UNIFORM_SCALE_REASON else values["merged"]
         site.measured = values["measured"]
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
-        site.memory = Memory(*values["memory"][:2])
+        site.memory = OverflowMemory(*values["memory"])
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
 
@@ -210,7 +202,7 @@ def reduce_scaler(scaler: Any, base: type) -> tuple:
 
 
 def restore_scaler(base: type[Any], kind: type[object], models: list[nn.Module], options: dict[str, Any]) -> Any:
-    """Return a scaler of those models, with those options, of a kind which is ``base`` or a subclass of it."""
+    """Return a new scaler of a class (``base`` or a subclass of it) with the given models and options."""
     if not all("_modules" in vars(model) for model in models):
         raise ValueError(
             "the scaler's model holds the scaler, so that neither can be copied before the other: keep the scaler "
@@ -227,4 +219,4 @@ def resume_scaler(scaler: Any, state: dict[str, Any]) -> None:
     vars(scaler).update(state["own"])
     scaler.last_step, scaler._device = state["last_step"], state["device"]
     if scaler._enabled:
-        scaler._take(state["state"])
+        scaler._load_checked_state(state["state"])

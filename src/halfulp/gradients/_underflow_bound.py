@@ -21,11 +21,11 @@ from ..formats import Format
 from ..kernels import in_float64
 from ._functions import Operands
 from ._policy import Policy
-from ._site import HIGHEST, Proposal, Site
+from ._site import HIGHEST, ExponentProposal, Site
 
 
 @dataclasses.dataclass(frozen=True)
-class Moments:
+class TensorMoments:
     """Statistics of a tensor that the rules read.
 
     Attributes:
@@ -42,16 +42,16 @@ class Moments:
     finite: bool
 
     @classmethod
-    def of(cls, x: Tensor) -> Moments:
+    def measure(cls, x: Tensor) -> TensorMoments:
         """Measure a floating-point tensor of any shape on its device, with one copy to the host.
 
         Sums are made in float32 (float64 for a float64 tensor) of x divided by its largest magnitude, so that the
         squares of no finite tensor overflow or vanish.
 
-        >>> Moments.of(torch.tensor([0.0, -4.0, 1.0, 3.0]))
-        Moments(mean=0.0, std=2.549..., amax=4.0, smallest=1.0, finite=True)
+        >>> TensorMoments.measure(torch.tensor([0.0, -4.0, 1.0, 3.0]))
+        TensorMoments(mean=0.0, std=2.549..., amax=4.0, smallest=1.0, finite=True)
         """
-        x = widen(x)
+        x = widen_to_float32(x)
         if not x.numel():
             return cls(0.0, 0.0, 0.0, 0.0, True)
         low, high = torch.aminmax(x)
@@ -74,13 +74,13 @@ class LogMoments:
     amax: float
 
     @classmethod
-    def of(cls, x: Tensor) -> LogMoments:
+    def measure(cls, x: Tensor) -> LogMoments:
         """Measure a floating-point tensor of any shape on its device, with one copy to the host.
 
-        >>> LogMoments.of(torch.tensor([0.0, -1.0, 1.0]))
+        >>> LogMoments.measure(torch.tensor([0.0, -1.0, 1.0]))
         LogMoments(mean=0.0, std=0.0, amax=1.0)
         """
-        size = widen(x).abs()
+        size = widen_to_float32(x).abs()
         if not size.numel():
             return cls(0.0, 0.0, 0.0)
         given = size > 0
@@ -92,19 +92,18 @@ class LogMoments:
         return cls(mean * math.log(2), std * math.log(2), amax)
 
 
-def widen(x: Tensor) -> Tensor:
+def widen_to_float32(x: Tensor) -> Tensor:
     """Return a tensor's real numbers in float32, or float64 as they are; no gradient flows back."""
     x = torch.view_as_real(x) if x.is_complex() else x
     return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 # The papers' constants.
-PAPER_SHARE = 1e-3
+PAPER_UNDERFLOW_SHARE = 1e-3
 PAPER_LEAST_PRODUCT = 1e-15  # abs_range takes no product of minima for smaller than this
 
-Version = Literal["product", "sum"]
+RuleVersion = Literal["product", "sum"]
 
-_BISECTIONS = 64  # a range of 2^12 binades shrinks below the spacing of float64
 _ROUNDING_OF_LOGS = 2.0**-36  # a sum of a few logarithms below 2^11 is nearer than this to the true one
 
 
@@ -128,18 +127,18 @@ class LogScale(float):
         return made
 
 
-NOTHING = LogScale(-math.inf, math.inf)
+NO_BOUNDS = LogScale(-math.inf, math.inf)
 # Of operands that are not finite.
-_UNKNOWN = LogScale(math.nan, math.nan)
+_UNKNOWN_BOUNDS = LogScale(math.nan, math.nan)
 
 
 def underflow_bound(
-    gradient: Moments,
-    weight: Moments | None = None,
+    gradient: TensorMoments,
+    weight: TensorMoments | None = None,
     fan: int = 1,
     *,
-    version: Version = "sum",
-    share: float = PAPER_SHARE,
+    version: RuleVersion = "sum",
+    share: float = PAPER_UNDERFLOW_SHARE,
     u_min: float,
     u_max: float,
 ) -> LogScale:
@@ -155,26 +154,28 @@ def underflow_bound(
     Without a weight o is the gradient: s_o = s_g, and K = 1 whatever ``fan`` says. The upper bound may be less than 1,
     and wins. s_o = 0 gives alpha = 1.
 
-    >>> g, w = Moments.of(torch.tensor([-1e-6, 1e-6])), Moments.of(torch.tensor([-1.0, 1.0]))
+    >>> g, w = TensorMoments.measure(torch.tensor([-1e-6, 1e-6])), TensorMoments.measure(torch.tensor([-1.0, 1.0]))
     >>> underflow_bound(g, w, 512, u_min=6e-8, u_max=65504.0)
     1.581...
     """
     if not (gradient.finite and (weight is None or weight.finite)):
-        return _UNKNOWN
+        return _UNKNOWN_BOUNDS
     if weight is None:
-        log_sigma, log_largest = _log2(gradient.std), _log2(gradient.amax)
+        log_sigma, log_largest = _compute_log2(gradient.std), _compute_log2(gradient.amax)
     else:
-        log_sigma = _log2(math.hypot(gradient.std, gradient.mean)) + _log2(math.hypot(weight.std, weight.mean))
+        log_sigma = _compute_log2(math.hypot(gradient.std, gradient.mean)) + _compute_log2(
+            math.hypot(weight.std, weight.mean)
+        )
         log_sigma += 0.5 * math.log2(0.5 * fan) * (version == "sum")
         # The largest of the four corner products of the two ranges is the product of the largest magnitudes.
-        log_largest = math.log2(fan) + _log2(gradient.amax) + _log2(weight.amax)
+        log_largest = math.log2(fan) + _compute_log2(gradient.amax) + _compute_log2(weight.amax)
     if log_sigma == -math.inf:
-        return NOTHING
+        return NO_BOUNDS
     threshold = math.sqrt(2) * torch.special.erfinv(torch.tensor(share, dtype=torch.float64, device="cpu")).item()
     return LogScale(math.log2(u_min) - math.log2(threshold) - log_sigma, math.log2(u_max) - log_largest)
 
 
-def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float, u_max: float) -> LogScale:
+def lognormal(gradient: LogMoments, *, share: float = PAPER_UNDERFLOW_SHARE, u_min: float, u_max: float) -> LogScale:
     """Return the rule of IJCAI-20 for the cast to a narrow format at the loss: magnitudes are taken for lognormal.
 
     With ln|g| of mean mu and standard deviation s over the elements that are not zero,
@@ -183,119 +184,94 @@ def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float,
 
     Where s = 0 the equation holds as it stands (the papers' code gives 1). Multiply before the cast.
 
-    >>> g = LogMoments.of(torch.tensor([2.0**-30, -(2.0**-30), 0.0]))
-    >>> power_of_two(lognormal(g, u_min=2.0**-24, u_max=65504.0))
+    >>> g = LogMoments.measure(torch.tensor([2.0**-30, -(2.0**-30), 0.0]))
+    >>> floor_to_exponent(lognormal(g, u_min=2.0**-24, u_max=65504.0))
     6
     """
     if not math.isfinite(gradient.amax):
-        return _UNKNOWN
+        return _UNKNOWN_BOUNDS
     if not gradient.amax:
-        return NOTHING
+        return NO_BOUNDS
     # sqrt(2) erfinv(2 share - 1), without the cancellation at small shares.
     quantile = NormalDist().inv_cdf(share)
     log_alpha = math.log2(u_min) - (gradient.mean + gradient.std * quantile) / math.log(2)
-    return LogScale(log_alpha, math.log2(u_max) - _log2(gradient.amax))
+    return LogScale(log_alpha, math.log2(u_max) - _compute_log2(gradient.amax))
 
 
-def element_wise(
-    g: Tensor, w: Tensor, fan: int, *, u_min: float, u_max: float, rescue_share: float | None = None
-) -> LogScale:
+def element_wise(g: Tensor, w: Tensor, fan: int, *, u_min: float, u_max: float) -> LogScale:
     """Return the rule that looks at every product p = g_ik w_kj that is not zero, without making them.
 
         alpha = min(max over p of max(u_min / |p|, 1), min over p of u_max / (K |p|))
 
-    Only the extremes of |g_ik| and |w_kj| for every inner index k count. With ``rescue_share`` = r the scales
-    max(u_min / |p|, 1) are sorted and the lowest int(r x their number) kept: the smallest products may underflow.
-    The threshold is then found by bisection on the number of products above it, on the host.
+    Only the extremes of |g_ik| and |w_kj| for every inner index k count.
 
     Args:
         g: gradient of the layer's output, (..., K); of a convolution with the channels moved to the end.
         w: weight, (K, ...), as torch stores a linear layer's and an ungrouped convolution's.
         fan: the terms in each sum.
         u_min, u_max: of the format.
-        rescue_share: of the products, from 0 (none is rescued) to 1 (all, as without it).
 
     >>> g, w = torch.tensor([[2.0**-20, 0.0]]), torch.tensor([[2.0**-9], [2.0**-30]])
     >>> element_wise(g, w, 2, u_min=2.0**-24, u_max=65504.0)
     5.0
     """
-    g, w = widen(g), widen(w)
+    g, w = widen_to_float32(g), widen_to_float32(w)
     if not (g.numel() and w.numel()):
-        return NOTHING
+        return NO_BOUNDS
     g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
-    table = torch.stack([*_find_extremes(g), *_find_extremes(w)]).to("cpu").double().log2()
+    table = torch.stack([*_find_column_extremes(g), *_find_column_extremes(w)]).to("cpu").double().log2()
     low, high = table[0] + table[2], table[1] + table[3]
     if not (table[1] < math.inf).all() or not (table[3] < math.inf).all():
-        return _UNKNOWN
+        return _UNKNOWN_BOUNDS
     least, largest = low.min().item(), high.max().item()
     if largest == -math.inf:
-        return NOTHING
-    if rescue_share is not None:
-        least = _find_rescued(g, w, rescue_share, least, largest)
+        return NO_BOUNDS
     return LogScale(math.log2(u_min) - least, math.log2(u_max) - (math.log2(fan) + largest))
 
 
-def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_max: float) -> LogScale:
+def abs_range(gradient: TensorMoments, weight: TensorMoments, fan: int, *, u_min: float, u_max: float) -> LogScale:
     """Return the rule that lifts the product of the smallest magnitudes, as if it occurred.
 
         alpha = max((u_min / K) / max(min|g| min|W|, 1e-15), 1), at most (u_max / K) / (max|g| max|W|)
 
     over the elements that are not zero, K = ``fan``. That u_min is divided by K too is the papers' code's choice.
 
-    >>> one = Moments.of(torch.tensor([2.0**-16, 1.0]))
+    >>> one = TensorMoments.measure(torch.tensor([2.0**-16, 1.0]))
     >>> abs_range(one, one, 4, u_min=2.0**-24, u_max=65504.0)
     6.0
     """
     if not (gradient.finite and weight.finite):
-        return _UNKNOWN
+        return _UNKNOWN_BOUNDS
     if not (gradient.amax and weight.amax):
-        return NOTHING
+        return NO_BOUNDS
     log_fan = math.log2(fan)
     least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_LEAST_PRODUCT))
     largest = math.log2(gradient.amax) + math.log2(weight.amax)
     return LogScale(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))
 
 
-def power_of_two(log2_alpha: float) -> int:
+def floor_to_exponent(log2_alpha: float) -> int:
     """Return the exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha).
 
-    >>> power_of_two(3.99), power_of_two(4.0), power_of_two(-0.5)
+    >>> floor_to_exponent(3.99), floor_to_exponent(4.0), floor_to_exponent(-0.5)
     (3, 4, -1)
     """
     # Logarithms may leave an exact power of two a rounding short of its exponent.
     return math.floor(log2_alpha + _ROUNDING_OF_LOGS)
 
 
-def _log2(value: float) -> float:
+def _compute_log2(value: float) -> float:
     return math.log2(value) if value else -math.inf
 
 
-def _find_extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _find_column_extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least nonzero magnitude (else infinity) and the largest one of every column."""
     size = rows.abs()
     return torch.where(size == 0, torch.inf, size).amin(0), size.amax(0)
 
 
-def _find_rescued(g: Tensor, w: Tensor, share: float, least: float, largest: float) -> float:
-    """Return log2 of the k-th largest product, k = int(share x number of products); infinity where k is 0."""
-    g, w = (x.to("cpu").double().abs().log2().T.contiguous() for x in (g, w))
-    w = w.sort().values
-
-    def above(threshold: float) -> int:
-        return w.numel() // len(w) * g.numel() - int(torch.searchsorted(w, threshold - g).sum())
-
-    kept = int(share * int(((g > -math.inf).sum(1) * (w > -math.inf).sum(1)).sum()))
-    if not kept:
-        return math.inf
-    low, high = least - 1, largest + 1
-    for _ in range(_BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if above(middle) >= kept else (low, middle)
-    return low
-
-
 # Rows and columns of a product of which all sums are made.
-_SAMPLED = 128
+_SAMPLED_ROWS = 128
 
 
 def scale_by_numbers(numbers: Tensor, *, share: float, u_min: float, u_max: float) -> LogScale:
@@ -306,10 +282,10 @@ def scale_by_numbers(numbers: Tensor, *, share: float, u_min: float, u_max: floa
     >>> scale_by_numbers(torch.tensor([0.0, 2.0**-20, 1.0]), share=1e-3, u_min=2.0**-14, u_max=65504.0).lower
     6.0
     """
-    sizes = widen(numbers).abs().flatten()
+    sizes = widen_to_float32(numbers).abs().flatten()
     sizes = sizes[sizes > 0]
     if not sizes.numel():
-        return NOTHING
+        return NO_BOUNDS
     rank = 1 + int(share / 2 * sizes.numel())
     least, largest = torch.stack([sizes.kthvalue(rank).values, sizes.amax()]).tolist()
     return LogScale(math.log2(u_min) - math.log2(least), math.log2(u_max) - math.log2(largest))
@@ -318,18 +294,18 @@ def scale_by_numbers(numbers: Tensor, *, share: float, u_min: float, u_max: floa
 def sample_sums(gradient: Tensor, weight: Tensor) -> Tensor:
     """Return a product's sums for some rows of (..., K) and some columns of (K, ...), evenly chosen, in float64."""
     rows, columns = gradient.reshape(-1, gradient.shape[-1]), weight.reshape(weight.shape[0], -1)
-    rows, columns = rows[:: 1 + len(rows) // _SAMPLED], columns[:, :: 1 + columns.shape[1] // _SAMPLED]
+    rows, columns = rows[:: 1 + len(rows) // _SAMPLED_ROWS], columns[:, :: 1 + columns.shape[1] // _SAMPLED_ROWS]
     return in_float64(rows) @ in_float64(columns)
 
 
 # the policies -----------------------------------------------------------------------------------------------
 
 
-def _is_number(given: object) -> bool:
+def _is_real_number(given: object) -> bool:
     return isinstance(given, (int, float)) and not isinstance(given, bool)
 
 
-def _find_limits(format: Format) -> dict[str, float]:
+def _find_format_limits(format: Format) -> dict[str, float]:
     return {"u_min": format.smallest_subnormal, "u_max": format.max}
 
 
@@ -355,21 +331,25 @@ class OperandStatisticsPolicy(Policy):
     def __post_init__(self) -> None:
         for field in ("scale_bound", "accumulated_bound"):
             given = getattr(self, field)
-            if given is not None and not (_is_number(given) and given > 0):
+            if given is not None and not (_is_real_number(given) and given > 0):
                 raise ValueError(f"{field} is a positive number, or None for no bound; got {given!r}")
 
     @abc.abstractmethod
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """Return the base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
 
-    def proposed(self, site: Site, operands: Operands, format: Format, global_site: Site) -> Proposal | None:
+    def propose_bounds(
+        self, site: Site, operands: Operands, format: Format, global_site: Site
+    ) -> ExponentProposal | None:
         """Return the bounds of a site's exponent by a product's operands; the gradient is stored at the present one."""
         # Zeros alone say nothing of how far to go.
         if not bool(operands.gradient.any()):
             return None
-        return self._proposal(site.exponent, self.log2_alpha(operands, format), site, global_site)
+        return self._combine_bounds(site.exponent, self.log2_alpha(operands, format), site, global_site)
 
-    def _proposal(self, exponent: int, alphas: list[LogScale], site: Site, global_site: Site) -> Proposal | None:
+    def _combine_bounds(
+        self, exponent: int, alphas: list[LogScale], site: Site, global_site: Site
+    ) -> ExponentProposal | None:
         """Return the bounds of several rules as one, of a gradient that is stored at an exponent."""
         if any(map(math.isnan, alphas)):
             return None
@@ -378,8 +358,8 @@ class OperandStatisticsPolicy(Policy):
         lower = max([0.0, *(alpha.lower for alpha in alphas)])
         upper = min(min(alpha.upper for alpha in alphas), cap + (site.exponent - exponent))
         # Up for what must be reached, down for what must not be passed.
-        least = exponent - power_of_two(-lower)
-        return Proposal(least, HIGHEST if upper == math.inf else exponent + power_of_two(upper))
+        least = exponent - floor_to_exponent(-lower)
+        return ExponentProposal(least, HIGHEST if upper == math.inf else exponent + floor_to_exponent(upper))
 
     def exponent(self, site: Site) -> int | None:
         """Return the largest lower bound of all proposals, at most the smallest upper one."""
@@ -402,22 +382,22 @@ class UnderflowBound(OperandStatisticsPolicy):
         share: The share that may underflow.
     """
 
-    version: Version = "sum"
-    share: float = PAPER_SHARE
+    version: RuleVersion = "sum"
+    share: float = PAPER_UNDERFLOW_SHARE
 
     name = "underflow-bound"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.version, str) or self.version not in get_args(Version):
-            raise ValueError(f"version is one of {', '.join(get_args(Version))}; got {self.version!r}")
-        if not (_is_number(self.share) and 0 < self.share < 1):
+        if not isinstance(self.version, str) or self.version not in get_args(RuleVersion):
+            raise ValueError(f"version is one of {', '.join(get_args(RuleVersion))}; got {self.version!r}")
+        if not (_is_real_number(self.share) and 0 < self.share < 1):
             raise ValueError(f"share is between 0 and 1, both excluded; got {self.share!r}")
 
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """Return log2 alpha by the published rule for the product, for the gradient alone, and by sampled sums."""
-        limits: dict[str, Any] = {"share": self.share, **_find_limits(format)}
-        gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
+        limits: dict[str, Any] = {"share": self.share, **_find_format_limits(format)}
+        gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
         found = [
             underflow_bound(gradient, weight, operands.fan, version=self.version, **limits),
             underflow_bound(gradient, **limits),
@@ -426,38 +406,29 @@ class UnderflowBound(OperandStatisticsPolicy):
             found.append(scale_by_numbers(sample_sums(operands.gradient, operands.weight), **limits))
         return found
 
-    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
-        """Return bounds for a gradient at the global exponent: taken as Gaussian, as lognormal, as it is."""
-        limits: dict[str, Any] = {"share": self.share, **_find_limits(format)}
-        moments = Moments.of(gradient)
+    def propose_bounds_at_loss(
+        self, site: Site, gradient: Tensor, format: Format, global_site: Site
+    ) -> ExponentProposal | None:
+        """Return bounds for a gradient at the loss, by the Gaussian and the lognormal rule and by its numbers."""
+        limits: dict[str, Any] = {"share": self.share, **_find_format_limits(format)}
+        moments = TensorMoments.measure(gradient)
         if not (moments.finite and moments.amax):
             return None
-        alphas = [lognormal(LogMoments.of(gradient), **limits), underflow_bound(moments, **limits)]
-        return self._proposal(global_site.exponent, [*alphas, scale_by_numbers(gradient, **limits)], site, global_site)
+        alphas = [lognormal(LogMoments.measure(gradient), **limits), underflow_bound(moments, **limits)]
+        return self._combine_bounds(
+            global_site.exponent, [*alphas, scale_by_numbers(gradient, **limits)], site, global_site
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class ElementWise(OperandStatisticsPolicy):
-    """No single product of two elements may underflow, unless a sum could then overflow.
-
-    Args:
-        rescue_share: Only this share of the products is to be saved, the largest of them; None means all.
-    """
-
-    rescue_share: float | None = None
+    """No single product of two elements may underflow, unless a sum could then overflow."""
 
     name = "element-wise"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rescue = self.rescue_share
-        if rescue is not None and not (_is_number(rescue) and 0 <= rescue <= 1):
-            raise ValueError(f"rescue_share is None or from 0 to 1; got {rescue!r}")
-
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """See `element_wise`."""
-        limits: dict[str, Any] = {"rescue_share": self.rescue_share, **_find_limits(format)}
-        return [element_wise(operands.gradient, operands.weight, operands.fan, **limits)]
+        return [element_wise(operands.gradient, operands.weight, operands.fan, **_find_format_limits(format))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -468,5 +439,5 @@ class AbsRange(OperandStatisticsPolicy):
 
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """See `abs_range`."""
-        gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
-        return [abs_range(gradient, weight, operands.fan, **_find_limits(format))]
+        gradient, weight = TensorMoments.measure(operands.gradient), TensorMoments.measure(operands.weight)
+        return [abs_range(gradient, weight, operands.fan, **_find_format_limits(format))]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .._messages import a_kind
-from ..gradients._functions import map_tensors, memoize
+from ..gradients._functions import map_tensors, memoize_by_tensor
 from ..subclass.models._conversion import remove_hooks
 from ..subclass.models._float32_products import class_of
 
@@ -158,7 +158,7 @@ class CastInputsHook(_CastHook):
                 return None
             if not finds_writes:
                 return (cast_finite(args[0], dtype),), kwargs
-        once = memoize(lambda x: cast_finite(x, dtype))
+        once = memoize_by_tensor(lambda x: cast_finite(x, dtype))
         cast_args, cast_kwargs = map_tensors(args, once, False), map_tensors(kwargs, once, False)
         if finds_writes:
             cast_kwargs = CopiedArguments(cast_kwargs, (args, kwargs), (cast_args, cast_kwargs))

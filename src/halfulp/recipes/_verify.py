@@ -223,15 +223,14 @@ class ExponentProof(Proof):
     scaler changes is not taken for what an exponent does.
     """
 
-    def __init__(self, model: nn.Module, batch: Any, loss: LossOfOutput, seed: int, mode: str) -> None:
+    def __init__(self, model: nn.Module, batch: Any, loss: LossOfOutput, seed: int) -> None:
         super().__init__(model, batch, loss, seed)
-        self._mode = mode
         self._state: dict[str, Any] | None = None
 
     def run_under_exponents(self, trials: int) -> Verification:
         """Run so many draws of exponents, and then passes whose graph is known."""
         merged = self.merge_sites(trials)
-        replays = 0 if self.wrong or self._mode == "module" else self.check_replays(merged)
+        replays = 0 if self.wrong else self.check_replays(merged)
         return self.describe_result("gradients", trials, merged=merged, replays=replays)
 
     def merge_sites(self, trials: int) -> list[str]:
@@ -267,7 +266,7 @@ class ExponentProof(Proof):
         Returns how many of the forward passes were not watched; none where the graph is not the same each time.
         """
         ours, theirs = copy_model(self._model), copy_model(self._model)
-        scaler = AdaptiveGradScaler(ours, mode=self._mode, init_scale=1.0, float32_outputs=False)
+        scaler = AdaptiveGradScaler(ours, init_scale=1.0, float32_outputs=False)
         assert self._state is not None  # `merge_sites` ran
         scaler.load_state_dict(self._state)
         (binade,) = self.draw_integers(LOWEST_EXPONENT, -LOWEST_EXPONENT - 1, 1)
@@ -298,7 +297,7 @@ class ExponentProof(Proof):
     def _run_scaled_step(self, exponents: dict[str, int], merged: list[str] | None = None) -> StepResults:
         """Return a copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
         model = copy_model(self._model)
-        scaler = AdaptiveGradScaler(model, mode=self._mode, init_scale=1.0, float32_outputs=False)
+        scaler = AdaptiveGradScaler(model, init_scale=1.0, float32_outputs=False)
         if self._state is not None:
             scaler.load_state_dict(self._set_exponents(self._state, exponents, merged or []))
         run = run_one_step(model, self._batch, self._loss, scaler.scale)
@@ -374,12 +373,13 @@ def verify(
             "as 'scaled-fp16' and 'fp16-adaptive'"
         )
     _check_arguments(model, loss, trials)
-    mode = "function" if scaler is None else scaler.mode_of(model)
+    if scaler is not None and [one() for one in scaler._models] != [model]:
+        raise ValueError("the scaler is not this model's alone: make one for the model, AdaptiveGradScaler(model)")
     loss_of = loss or make_default_loss(seed)
     with check_untouched(model):
         if recipe.payload:
             return ScaleProof(model, batch, loss_of, seed).run_under_scales(recipe, trials)
-        found = ExponentProof(model, batch, loss_of, seed, mode).run_under_exponents(trials)
+        found = ExponentProof(model, batch, loss_of, seed).run_under_exponents(trials)
     if scaler is not None:
         scaler.merge(*found.merged, reason="not exact by itself")
     return found

@@ -24,10 +24,10 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_fun
 PLAIN_FORMS = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single", "broadcast")
 # The identity on a result that is waited for; torch defines it as it imports torch.distributed._functional_collectives,
 # which may be after the rules are registered.
-_MARKS_WAITED = "_c10d_functional::_wrap_tensor_autograd"
+_WAITED_MARK_OPERATOR = "_c10d_functional::_wrap_tensor_autograd"
 
 # What is said too where tensor parallel begins, before any parameter is a DTensor.
-_SCATTERED = (
+_TENSOR_PARALLEL_TEXT = (
     ". Parameters: parallelize_module begins by this, and its layers add and scatter plain tensors. Use "
     "DistributedDataParallel, or give the plan plain parameters"
 )
@@ -50,7 +50,7 @@ def is_collective(operator: OpOverload) -> bool:
 def collective_rule(
     operator: OpOverload, rules: Mapping[OpOverload, Rule], write: Write, refuse: Callable[[OpOverload], NoReturn]
 ) -> Rule:
-    """Return the rule of a collective that has none of its own, made of those that are registered for the class.
+    """Return the rule of a collective, derived from the registered ones, or a function that refuses it.
 
     `write` copies a value into a tensor, `refuse` raises NotImplementedError in words.
     """
@@ -59,16 +59,14 @@ def collective_rule(
         try:
             refuse(operator)
         except NotImplementedError as error:
-            more = _SCATTERED if operator._schema.name == "c10d::scatter_" else ""
+            more = _TENSOR_PARALLEL_TEXT if operator._schema.name == "c10d::scatter_" else ""
             raise NotImplementedError(f"{error}{more}") from None
 
     if operator.namespace == "c10d_functional" and operator._can_decompose():
         return operator.decompose  # older names, which give way to the operators of _c10d_functional
-    if operator._schema.name == _MARKS_WAITED:
+    if operator._schema.name == _WAITED_MARK_OPERATOR:
         return rules[torch.ops._c10d_functional.wait_tensor.default]
-    if operator.namespace == "_dtensor" and operator._schema.name.endswith("::shard_dim_alltoall"):
-        return _shard_dim_alltoall
-    plain = _plain_form(operator)
+    plain = _find_plain_form(operator)
     if plain is None or plain not in rules:
         return refused
     name = operator._schema.name.partition("::")[2]
@@ -76,21 +74,21 @@ def collective_rule(
     if plain._schema.name == operator._schema.name or operator.namespace == "_c10d_functional_autograd":
         return rules[plain]
     if any(argument.is_out for argument in operator._schema.arguments):
-        return _with_out(plain, write)
+        return _make_out_rule(plain, write)
     if on_lists:
-        return _on_lists(_in_place(plain, write) if in_place else _run_and_wait(plain))
-    return _in_place(plain, write) if in_place else refused
+        return _make_list_rule(_make_in_place_rule(plain, write) if in_place else _make_waiting_call(plain))
+    return _make_in_place_rule(plain, write) if in_place else refused
 
 
-def _plain_form(operator: OpOverload) -> OpOverload | None:
-    """Return the operator of `PLAIN_FORMS` that does the same for one tensor and returns a new one."""
+def _find_plain_form(operator: OpOverload) -> OpOverload | None:
+    """Return the form of `PLAIN_FORMS`, of one tensor into a new one, of an operator; None without one."""
     if operator.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
         return None
     name = operator._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
     return getattr(torch.ops._c10d_functional, name).default if name in PLAIN_FORMS else None
 
 
-def _run_and_wait(plain: OpOverload) -> Rule:
+def _make_waiting_call(plain: OpOverload) -> Rule:
     """Return a function that runs the functional form and waits; plain tensors may stand in a list beside others."""
 
     def run(x: Tensor, *rest: Any) -> Tensor:
@@ -99,8 +97,8 @@ def _run_and_wait(plain: OpOverload) -> Rule:
     return run
 
 
-def _in_place(plain: OpOverload, write: Write) -> Rule:
-    run = _run_and_wait(plain)
+def _make_in_place_rule(plain: OpOverload, write: Write) -> Rule:
+    run = _make_waiting_call(plain)
 
     def run_in_place(x: Tensor, *rest: Any) -> Tensor:
         write(x, run(x, *rest))
@@ -109,8 +107,8 @@ def _in_place(plain: OpOverload, write: Write) -> Rule:
     return run_in_place
 
 
-def _with_out(plain: OpOverload, write: Write) -> Rule:
-    run = _run_and_wait(plain)
+def _make_out_rule(plain: OpOverload, write: Write) -> Rule:
+    run = _make_waiting_call(plain)
 
     def run_with_out(x: Tensor, *rest: Any, out: Tensor) -> Tensor:
         write(out, run(x, *rest))
@@ -119,7 +117,7 @@ def _with_out(plain: OpOverload, write: Write) -> Rule:
     return run_with_out
 
 
-def _on_lists(run: Rule) -> Rule:
+def _make_list_rule(run: Rule) -> Rule:
     def run_each(inputs: list[Tensor], *rest: Any) -> list[Tensor]:
         return [run(x, *rest) for x in inputs]
 
@@ -127,7 +125,7 @@ def _on_lists(run: Rule) -> Rule:
 
 
 def eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverload, Rule]:
-    """Return the rules of those operators of c10d, which write into their arguments, whose functional form has one.
+    """Return rules of c10d's operators, which write into their arguments, made of their functional forms' rules.
 
     They are synchronous: callers may read before they wait for a handle.
     """
@@ -136,12 +134,12 @@ def eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverlo
     c10d, functional = torch.ops.c10d, torch.ops._c10d_functional
 
     def reduced(plain: OpOverload, x: Tensor, group: Any, op: Any, *size: int) -> Tensor:
-        return _run_and_wait(plain)(x, name_of_reduction(op).lower(), *size, _name(group))
+        return _make_waiting_call(plain)(x, name_of_reduction(op).lower(), *size, _get_group_name(group))
 
     def allreduce_(tensors: list[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
         for x in tensors:
             write(x, reduced(functional.all_reduce.default, x, group, op))
-        return tensors, _finished_work()
+        return tensors, _make_finished_work()
 
     def allreduce_coalesced_(tensors: list[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
         return allreduce_(tensors, group, op)[1]
@@ -151,35 +149,35 @@ def eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverlo
             value = reduced(functional.all_reduce.default, x, group, op)
             if torch.distributed.ProcessGroup.unbox(group).rank() == root:
                 write(x, value)
-        return _finished_work()
+        return _make_finished_work()
 
     def reduce_scatter_base_(out: Tensor, x: Tensor, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-        size = group_size(_name(group))
+        size = group_size(_get_group_name(group))
         piece = reduced(functional.reduce_scatter_tensor.default, x.reshape(-1), group, op, size)
         write(out, piece.reshape(out.shape))
-        return out, _finished_work()
+        return out, _make_finished_work()
 
     def reduce_scatter_(outs: list[Tensor], inputs: Any, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
         for out, pieces in zip(outs, inputs):
             reduce_scatter_base_(out, torch.cat([piece.reshape(-1) for piece in pieces]), group, op)
-        return outs, _finished_work()
+        return outs, _make_finished_work()
 
     def broadcast_(tensors: list[Tensor], group: Any, root: int, *rest: Any, **options: Any) -> Any:
         for x in tensors:
-            write(x, _run_and_wait(functional.broadcast.default)(x, root, _name(group)))
-        return tensors, _finished_work()
+            write(x, _make_waiting_call(functional.broadcast.default)(x, root, _get_group_name(group)))
+        return tensors, _make_finished_work()
 
     def allgather_(outs: Any, inputs: list[Tensor], group: Any, *rest: Any, **options: Any) -> Any:
         # One rank after another, so that each value keeps its own scale.
         for targets, x in zip(outs, inputs):
             for rank, target in enumerate(targets):
-                write(target, _run_and_wait(functional.broadcast.default)(x, rank, _name(group)))
-        return outs, _finished_work()
+                write(target, _make_waiting_call(functional.broadcast.default)(x, rank, _get_group_name(group)))
+        return outs, _make_finished_work()
 
     def allgather_base_(out: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
-        run = _run_and_wait(functional.all_gather_into_tensor.default)
-        write(out, run(x.reshape(-1), group_size(_name(group)), _name(group)).reshape(out.shape))
-        return out, _finished_work()
+        run = _make_waiting_call(functional.all_gather_into_tensor.default)
+        write(out, run(x.reshape(-1), group_size(_get_group_name(group)), _get_group_name(group)).reshape(out.shape))
+        return out, _make_finished_work()
 
     made_of: dict[OpOverload, dict[OpOverload, Rule]] = {
         functional.all_reduce.default: {
@@ -197,27 +195,16 @@ def eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverlo
     return {operator: rule for plain, made in made_of.items() if plain in rules for operator, rule in made.items()}
 
 
-def _name(group: Any) -> str:
+def _get_group_name(group: Any) -> str:
     name: str = torch.distributed.ProcessGroup.unbox(group).group_name
     return name
 
 
-def _finished_work() -> Any:
+def _make_finished_work() -> Any:
     future: torch.futures.Future[None] = torch.futures.Future()
     future.set_result(None)
     c10d: Any = torch._C._distributed_c10d
     return c10d._create_work_from_future(future).boxed()
-
-
-def _shard_dim_alltoall(x: Tensor, gather_dim: int, shard_dim: int, group: Any) -> Tensor:
-    """Reshard from one dimension to another: send piece r to rank r, and concatenate the pieces received."""
-    size = group_size(group)
-    if x.shape[shard_dim] % size:
-        raise ValueError(f"dimension {shard_dim} of size {x.shape[shard_dim]} cannot be divided among {size} ranks")
-    pieces = torch.cat(x.chunk(size, shard_dim))
-    rows = [pieces.shape[0] // size] * size
-    received = _run_and_wait(torch.ops._c10d_functional.all_to_all_single.default)(pieces, rows, rows, group)
-    return torch.cat(received.chunk(size), gather_dim)
 
 
 def group_size(group: Any) -> int:

@@ -14,7 +14,7 @@ from ._rule_table import Rule
 
 aten = torch_operators("aten")
 # Operators of one tensor whose name or arguments differ from those of the list.
-_SINGLE: dict[str, Callable[..., Any]] = {
+_SINGLE_TENSOR_FORMS: dict[str, Callable[..., Any]] = {
     "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
     "powsum": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype) ** order,
     "max": lambda x: torch.amax(x),
@@ -29,7 +29,7 @@ _SINGLE: dict[str, Callable[..., Any]] = {
     "addcdiv_": lambda x, a, b, value=1: aten.addcdiv_.default(x, a, b, value=value),
     "zero_": lambda x: x.zero_(),
 }
-_NAMED = ("alpha", "dtype", "memory_format")
+_KEYWORD_NAMES = ("alpha", "dtype", "memory_format")
 
 
 def foreach_rule(operator: OpOverload) -> Rule | None:
@@ -38,7 +38,7 @@ def foreach_rule(operator: OpOverload) -> Rule | None:
     A tensor of scalars is split where the overload takes one.
     """
     name = operator._schema.name.removeprefix("aten::_foreach_")
-    single = _SINGLE.get(name) or getattr(torch.ops.aten, name, None)
+    single = _SINGLE_TENSOR_FORMS.get(name) or getattr(torch.ops.aten, name, None)
     if name == operator._schema.name or single is None:
         return None
     places = [(a.name, str(a.type)) for a in operator._schema.arguments]
@@ -53,14 +53,15 @@ def foreach_rule(operator: OpOverload) -> Rule | None:
         split = lists | {of_scalars}
         count = max(len(given[place]) for place in lists if place in given)
         results = [
-            _call(single, {place: x[i] if place in split else x for place, x in given.items()}) for i in range(count)
+            _call_single_form(single, {place: x[i] if place in split else x for place, x in given.items()})
+            for i in range(count)
         ]
         return None if name.endswith("_") else results
 
     return loop
 
 
-def _call(single: Callable, given: dict[str, Any]) -> Tensor:
+def _call_single_form(single: Callable, given: dict[str, Any]) -> Tensor:
     """Call an operator, by position for arguments whose names differ between overloads, by name for others."""
-    named = {key: x for key, x in given.items() if key in _NAMED and x is not None}
-    return single(*(x for key, x in given.items() if key not in _NAMED), **named)
+    named = {key: x for key, x in given.items() if key in _KEYWORD_NAMES and x is not None}
+    return single(*(x for key, x in given.items() if key not in _KEYWORD_NAMES), **named)

@@ -35,14 +35,14 @@ class CompositeTensor(torch.Tensor):
         def decode(self, dtype: torch.dtype = torch.float64) -> Tensor: ...
 
     def __init_subclass__(cls) -> None:
-        torch.utils.data._utils.collate.default_collate_fn_map[cls] = _collate
+        torch.utils.data._utils.collate.default_collate_fn_map[cls] = _stack_batch
 
     def _inner(self) -> list[Tensor]:
         """Return the plain tensors."""
         raise NotImplementedError
 
     def _like(self, inner: list[Tensor], requires_grad: bool) -> Self:
-        """Return a leaf of other plain tensors, with what else this one has."""
+        """Return a leaf made of other plain tensors, otherwise like this one."""
         raise NotImplementedError
 
     @staticmethod
@@ -104,7 +104,7 @@ def saved_marks(x: Tensor) -> tuple[bool, bool]:
 
 
 def with_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
-    """Return the tensor with what `saved_marks` returned of the stored one."""
+    """Set the autograd marks that `saved_marks` returned, and return the tensor."""
     x.requires_grad_(requires_grad)
     if is_parameter:
         x._is_param = True
@@ -120,7 +120,7 @@ def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
         )
 
 
-def _collate(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None = None) -> Tensor:
+def _stack_batch(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None = None) -> Tensor:
     """Stack a DataLoader's batch of tensors of a subclass.
 
     torch's own makes plain memory for it in a worker, which would hold one component, or values without their scale.
@@ -129,16 +129,16 @@ def _collate(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None = Non
 
 
 _PACKAGE = __name__.partition(".")[0]
-_PROCESS = uuid.uuid4().hex
+_PROCESS_ID = uuid.uuid4().hex
 
 
-class Flattens(Protocol):
+class FlattenableTensor(Protocol):
     """A tensor subclass that names its inner tensors to compilers."""
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
 
 
-def graph_key(x: Flattens, rules: Iterable[Callable[..., Any]]) -> str:
+def graph_key(x: FlattenableTensor, rules: Iterable[Callable[..., Any]]) -> str:
     """Return the cache key of graphs of a tensor: its kind, its shapes, and the rules' sources.
 
     torch keeps compiled graphs between processes under its own tensors' properties. The graph of ours also follows from
@@ -147,17 +147,23 @@ def graph_key(x: Flattens, rules: Iterable[Callable[..., Any]]) -> str:
     """
     names, context = x.__tensor_flatten__()
     foreign = any(rule.__module__.partition(".")[0] != _PACKAGE for rule in rules)
-    kind = (type(x).__name__, _source_digest(), _PROCESS if foreign else "", bool(_fallback._strict), context)
-    return repr((kind, _properties(x), [(name, _properties(getattr(x, name))) for name in names]))
+    kind = (
+        type(x).__name__,
+        _digest_sources(),
+        _PROCESS_ID if foreign else "",
+        bool(_fallback._strict_contexts),
+        context,
+    )
+    return repr((kind, _read_layout(x), [(name, _read_layout(getattr(x, name))) for name in names]))
 
 
-def _properties(x: Any) -> tuple[object, ...]:
+def _read_layout(x: Any) -> tuple[object, ...]:
     layout = (x.dtype, x.shape, x.stride(), x.storage_offset(), x.device)
     return *layout, x.requires_grad, x.is_leaf, x.is_inference()
 
 
 @functools.cache
-def _source_digest() -> str:
+def _digest_sources() -> str:
     """Return a digest of this library's code."""
     found = hashlib.blake2b(digest_size=16)
     folder = Path(__file__).parents[1]

@@ -1,4 +1,4 @@
-"""What autograd and recorders of graphs meet: which results are gradients, plain gradients converted, refusals."""
+"""Autograd of the tensor subclasses: which results are gradients, conversion of plain ones, refused recorders."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from .._torch_versions import saved_tensor_hooks
 from ..kernels import under_transform, untraced
 
 FIRST, COMPONENTS = "first", "components"
-_graph_task = torch._C._current_graph_task_id
-_unrounded = threading.local()
+_get_graph_task = torch._C._current_graph_task_id
+_rounding_state = threading.local()
 
 
 def check_gradients(gradients: str) -> str:
@@ -31,7 +31,7 @@ def check_gradients(gradients: str) -> str:
 
 def in_backward() -> bool:
     """Return whether a backward pass is running."""
-    return _graph_task() != -1
+    return _get_graph_task() != -1
 
 
 def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
@@ -40,7 +40,13 @@ def gives_plain_gradient(gradients: str, has_gradient: bool) -> bool:
     has_gradient: whether an operand may be a gradient: a plain one, or the ones that a backward pass begins with. What
     is computed of saved values alone keeps all components: a difference or a comparison of them needs every digit.
     """
-    return has_gradient and _graph_task() != -1 and gradients == FIRST and _is_gradient() and not _is_accumulating()
+    return (
+        has_gradient
+        and _get_graph_task() != -1
+        and gradients == FIRST
+        and _is_computing_gradient()
+        and not _is_storing_gradient()
+    )
 
 
 def gives_plain_gradient_of(x: Any) -> bool:
@@ -50,55 +56,55 @@ def gives_plain_gradient_of(x: Any) -> bool:
 
 def stores_plain_gradient(gradients: str) -> bool:
     """Return whether a gradient is being stored in a leaf of plain gradients: one in the mode "first", or plain."""
-    if _graph_task() == -1 or not _is_accumulating():
+    if _get_graph_task() == -1 or not _is_storing_gradient():
         return False
-    is_gradient = gradients == FIRST and _is_gradient()
+    is_gradient = gradients == FIRST and _is_computing_gradient()
     return is_gradient or not hasattr(getattr(torch._C._current_autograd_node(), "variable", None), "_parts")
 
 
 @contextmanager
 def unrounded_results() -> Iterator[None]:
     """Return a context in which no result is rounded, for the steps of one operator."""
-    before = getattr(_unrounded, "on", False)
-    _unrounded.on = True
+    before = getattr(_rounding_state, "on", False)
+    _rounding_state.on = True
     try:
         yield
     finally:
-        _unrounded.on = before
+        _rounding_state.on = before
 
 
-def _node_name() -> str:
+def _get_node_name() -> str:
     node = torch._C._current_autograd_node()
     return "" if node is None else node.name()
 
 
-def _is_accumulating() -> bool:
+def _is_storing_gradient() -> bool:
     """Return whether a leaf's gradient is being stored; other code that runs then is a hook (an optimizer step)."""
-    return _node_name().endswith("AccumulateGrad")
+    return _get_node_name().endswith("AccumulateGrad")
 
 
-def _is_gradient() -> bool:
+def _is_computing_gradient() -> bool:
     """Return whether results are gradients here; not where activation checkpointing runs the forward pass again."""
-    if getattr(_unrounded, "on", False):
+    if getattr(_rounding_state, "on", False):
         return False
     if not torch.is_grad_enabled():
         return True
-    return saved_tensor_hooks() is None and not _node_name().startswith("Checkpoint")
+    return saved_tensor_hooks() is None and not _get_node_name().startswith("Checkpoint")
 
 
 # torch calls this method of a gradient.
-_CONVERSION = "__coerce_same_metadata_as_tangent__"
+_CONVERSION_METHOD = "__coerce_same_metadata_as_tangent__"
 
 
 @untraced
-def _convert_plain(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
+def _convert_plain_gradient(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
     """Convert a plain gradient to the class that torch expects; None (torch's error) where that is none of ours."""
     convert = getattr(expected, "_of_tangent", None)
     return None if convert is None else convert(gradient.detach(), context)
 
 
 # Of an output that the loss does not use, autograd hands over plain zeros.
-setattr(torch.Tensor, _CONVERSION, _convert_plain)
+setattr(torch.Tensor, _CONVERSION_METHOD, _convert_plain_gradient)
 
 
 def differentiable(
@@ -130,7 +136,7 @@ def differentiable(
 
 _PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 # How a model becomes plain, by the tensor class.
-_PLAIN = {"ScaledTensor": "halfulp.scaled.unscalify", "MCTensor": "halfulp.mctensor.single_component"}
+_PLAIN_MODEL_FUNCTIONS = {"ScaledTensor": "halfulp.scaled.unscalify", "MCTensor": "halfulp.mctensor.single_component"}
 
 
 def refuse_make_fx(kind: str) -> None:
@@ -138,13 +144,13 @@ def refuse_make_fx(kind: str) -> None:
     if not torch._C._len_torch_dispatch_stack():
         return
     if torch._C._get_dispatch_mode(_PROXY) is not None and torch._C._get_dispatch_mode(_FAKE) is None:
-        raise NotImplementedError(_words("make_fx", kind))
+        raise NotImplementedError(_make_refusal_text("make_fx", kind))
 
 
 def refuse_jit_trace(kind: str) -> None:
     """Raise where torch.jit.trace records, which keeps what it cannot see as a constant, or fails at a shape."""
     if torch._C._is_tracing():
-        raise NotImplementedError(_words("torch.jit.trace", kind))
+        raise NotImplementedError(_make_refusal_text("torch.jit.trace", kind))
 
 
 def refuse_jvp(operands: Iterable[Tensor], what: str) -> None:
@@ -161,19 +167,20 @@ def refuse_jvp(operands: Iterable[Tensor], what: str) -> None:
             )
 
 
-def refuse_at_call(model: nn.Module, arguments: tuple) -> None:
+def refuse_recorders_at_call(model: nn.Module, arguments: tuple) -> None:
     """Raise as a model is called if torch.jit.trace records it, or torch.func.jvp would derive it in several dtypes."""
     if torch._C._is_tracing():
         kinds = {type(p.data).__name__ for p in model.parameters()}
-        for kind in kinds & _PLAIN.keys():
+        for kind in kinds & _PLAIN_MODEL_FUNCTIONS.keys():
             refuse_jit_trace(kind)
     if getattr(sys.modules.get("torch._functorch.eager_transforms"), "JVP_NESTING", 0):
         parts = [p for p in model.parameters() if type(p.data).__name__ == "MCTensor"]
         refuse_jvp([*parts, *(x for x in arguments if isinstance(x, Tensor))] if parts else [], type(model).__name__)
 
 
-def _words(recorder: str, kind: str) -> str:
+def _make_refusal_text(recorder: str, kind: str) -> str:
     return (
         f"{recorder} would record constants in place of {kind}s, which are made of several tensors: record a plain "
-        f"copy of the model, {_PLAIN[kind]}(copy.deepcopy(model)), or run the model as it is by torch.compile"
+        f"copy of the model, {_PLAIN_MODEL_FUNCTIONS[kind]}(copy.deepcopy(model)), or run the model as it is by "
+        "torch.compile"
     )

@@ -14,13 +14,13 @@ from torch._ops import OpOverload
 
 from ..kernels import present
 
-_totals: Counter[str] = Counter()
-_warned: set[tuple[str, str]] = set()
+_fallback_totals: Counter[str] = Counter()
+_warned_fallbacks: set[tuple[str, str]] = set()
 # Process-wide and not per thread: a backward pass on an accelerator runs in threads of its own.
-_recorders: list[Counter[str]] = []
+_fallback_recorders: list[Counter[str]] = []
 
 
-class _Running:
+class _RunningModel:
     """Thread-local counts of the model whose forward pass began last.
 
     Only written while a compiled model is traced: reading it there would be a guard, and each change a new graph.
@@ -29,8 +29,8 @@ class _Running:
     counts: Counter[str] | None = None
 
 
-_running = _Running()
-_strict: list[bool] = []
+_running_model = _RunningModel()
+_strict_contexts: list[bool] = []
 
 
 class FallbackWarning(UserWarning):
@@ -43,7 +43,7 @@ def fallbacks() -> dict[str, int]:
     >>> isinstance(fallbacks(), dict)
     True
     """
-    return dict(_totals)
+    return dict(_fallback_totals)
 
 
 @contextmanager
@@ -56,21 +56,21 @@ def recorded() -> Iterator[Counter[str]]:
     {}
     """
     counts: Counter[str] = Counter()
-    _recorders.append(counts)
+    _fallback_recorders.append(counts)
     try:
         yield counts
     finally:
-        _recorders[:] = [other for other in _recorders if other is not counts]
+        _fallback_recorders[:] = [other for other in _fallback_recorders if other is not counts]
 
 
 @contextmanager
 def strict() -> Iterator[None]:
     """Return a context in which an operator without a rule raises NotImplementedError and never uses plain tensors."""
-    _strict.append(True)
+    _strict_contexts.append(True)
     try:
         yield
     finally:
-        _strict.pop()
+        _strict_contexts.pop()
 
 
 def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> None:
@@ -80,14 +80,14 @@ def note_fallback(operator: OpOverload, why: str, remedy: str, loss: str) -> Non
     """
     name = str(operator)
     advice = f"{name} has no rule for {why}: {remedy}"
-    if _strict:
+    if _strict_contexts:
         raise NotImplementedError(f"{advice}, or leave halfulp.mctensor.strict()")
-    _totals[name] += 1
-    for counts in (*_recorders, _running.counts):
+    _fallback_totals[name] += 1
+    for counts in (*_fallback_recorders, _running_model.counts):
         if counts is not None:
             counts[name] += 1
-    if (name, remedy) not in _warned:
-        _warned.add((name, remedy))
+    if (name, remedy) not in _warned_fallbacks:
+        _warned_fallbacks.add((name, remedy))
         warnings.warn(f"{advice}. {loss}", FallbackWarning, stacklevel=4)
 
 
@@ -117,7 +117,7 @@ class RuleTable:
         return rule
 
     def forget(self, operator: OpOverload) -> None:
-        """Derive an operator's rule anew when it is next met."""
+        """Drop an operator's derived rule, so that it is derived anew."""
         self._derived.pop(operator, None)
 
     def implements(self, *operators: OpOverload) -> Callable[[Given], Given]:
@@ -157,7 +157,7 @@ def arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: d
 
 
 def functional_form(operator: OpOverload) -> OpOverload | None:
-    """Return the overload that takes the same arguments, in any order, and writes none of them; None without one."""
+    """Return the overload of an in-place or out operator that writes none of its arguments; None without one."""
     name = operator._schema.name.removeprefix("aten::")
     is_out = any(argument.is_out for argument in operator._schema.arguments)
     packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
@@ -172,10 +172,10 @@ def functional_form(operator: OpOverload) -> OpOverload | None:
     return None
 
 
-_graph_task = torch._C._current_graph_task_id
+_get_graph_task = torch._C._current_graph_task_id
 # 1 / (1 + exp(b - a)), 1 / (1 + x^2), a / (a^2 + b^2) and their like: beside a large x the 1 would vanish under one
 # scale, and a finite gradient would be infinite.
-_NODES = frozenset(
+_QUOTIENT_NODE_NAMES = frozenset(
     f"{name}Backward0"
     for name in (
         *("Logaddexp", "Logaddexp2", "Log1P", "Atan", "Atan2", "Asinh", "Acosh", "Atanh", "Asin", "Acos", "Sinc"),
@@ -186,14 +186,14 @@ _NODES = frozenset(
 
 def in_quotient_formula() -> bool:
     """Return whether an operator is a step of a quotient node's formula."""
-    if _graph_task() == -1:
+    if _get_graph_task() == -1:
         return False
     node = torch._C._current_autograd_node()
-    return node is not None and node.name() in _NODES
+    return node is not None and node.name() in _QUOTIENT_NODE_NAMES
 
 
 # So many times the largest of the others the least stand-in is: data of a wide range have no such gap.
-_GAP = 2.0**10
+_STAND_IN_GAP = 2.0**10
 
 
 def stand_ins(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
@@ -210,5 +210,5 @@ def stand_ins(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
     others = torch.where(large, 0.0, magnitudes).amax()
     least, largest = torch.where(large, magnitudes, torch.inf).amin(), magnitudes.amax()
     are_few = 2 * large.count_nonzero() <= x.numel()
-    decided = (least >= others * _GAP) & ((least == largest) | are_few)
+    decided = (least >= others * _STAND_IN_GAP) & ((least == largest) | are_few)
     return large & (decided if among_zeros else decided & (others > 0))

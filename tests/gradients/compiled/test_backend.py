@@ -9,11 +9,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import halfulp as hu
-from halfulp.gradients._compiled_backend import Partition, make_backend
-from halfulp.gradients._compiled_placement import Plan
+from halfulp.gradients._compiled_backend import Partitioner, make_backend
+from halfulp.gradients._compiled_placement import SitePlan
 from halfulp.gradients._policy import get_policy
-from halfulp.gradients._site import GLOBAL, Sites
-from halfulp.gradients.eager._attach import attach
+from halfulp.gradients._site import GLOBAL_KEY, Sites
+from halfulp.gradients.eager._attach import attach_scaler
 from halfulp.gradients.eager._backward import Backward
 from halfulp.kernels import same_bits
 
@@ -47,7 +47,7 @@ SITES = [
 
 def _watched(model: nn.Module, exponent: int = 0, **given) -> Backward:
     backward = Backward(Sites(exponent), get_policy("amax"), **given)
-    attach(model, backward, wide=None, prefix="", mode="function")
+    attach_scaler(model, backward, wide=None, prefix="")
     return backward
 
 
@@ -62,7 +62,7 @@ def _backpropagate(loss: torch.Tensor, model: nn.Module, backward: Backward | No
     exponent = 0 if backward is None else backward.sites.global_site.exponent
     loss = loss * 2.0**exponent
     if backward is not None:
-        loss.grad_fn.register_prehook(backward.begin)
+        loss.grad_fn.register_prehook(backward.open_edges)
     loss.backward()
     return {name: p.grad * 2.0**-exponent for name, p in model.named_parameters() if p.grad is not None}
 
@@ -156,7 +156,9 @@ def test_a_product_is_measured_with_what_is_added_to_it(seed):
     _backpropagate(_compiled(model, backward)(x).square().sum(), model, backward)
     made = model[0](x).detach().requires_grad_()
     model[1](made).square().sum().backward()
-    passed = next(r.reading for r in backward.measurements.read([])[1] if (r.site.key, r.kind) == ("1.inner", "passed"))
+    passed = next(
+        r.reading for r in backward.measurements.read_all([])[1] if (r.site.key, r.kind) == ("1.inner", "passed")
+    )
     assert passed.amax == pytest.approx(made.grad.abs().max().item(), rel=1e-5)
 
 
@@ -197,20 +199,29 @@ def _check_edges(backward: Backward, compiled: bool) -> None:
 def test_each_of_several_models_has_sites_of_its_own(seed):
     models, backward, x = [_mlp(), _mlp()], Backward(Sites(0), get_policy("amax")), torch.randn(5, 6)
     for i, model in enumerate(models):
-        attach(model, backward, wide=None, prefix=str(i), mode="function")
+        attach_scaler(model, backward, wide=None, prefix=str(i))
     compiled = [_compiled(model, backward) for model in models]
     loss = sum(one(x).square().sum() for one in compiled)
-    loss.register_hook(lambda _: backward.begin(()))
+    loss.register_hook(lambda _: backward.open_edges(()))
     loss.backward()
     assert {site.key for site in backward.reached} == {f"{i}.{j}" for i in (0, 1) for j in (0, 2, 4)}
 
 
 def test_caches_of_graphs_tell_apart_what_the_pass_depends_on(seed):
     keys = [{"linear": "a"}, {"linear": "b"}, {"linear": "a"}]
-    uuids = [Partition("0", Plan((True,), key)).uuid() for key in keys]
+    uuids = [Partitioner("0", SitePlan((True,), key)).uuid() for key in keys]
     assert uuids[0] == uuids[2] != uuids[1]
-    plans = [Plan((False,), keys[0]), Plan((True,), keys[0], rounds=True), Plan((True,), keys[0], watches=True)]
-    assert len({*uuids, Partition("1", Plan((True,), keys[0])).uuid(), *(Partition("0", p).uuid() for p in plans)}) == 6
+    plans = [SitePlan((False,), keys[0]), SitePlan((True,), keys[0], product_paths={"linear"})]
+    assert (
+        len(
+            {
+                *uuids,
+                Partitioner("1", SitePlan((True,), keys[0])).uuid(),
+                *(Partitioner("0", p).uuid() for p in plans),
+            }
+        )
+        == 5
+    )
 
 
 def test_exponents_do_nothing_without_a_scaled_loss(seed):
@@ -286,9 +297,9 @@ def test_readings_are_those_of_the_eager_front_end(seed):
         backward.measuring = False
         _backpropagate(run(x).square().sum(), model, backward)
         backward.measuring = True
-        backward.measurements.read([])
+        backward.measurements.read_all([])
         _backpropagate(run(x).square().sum(), model, backward)
-        rows = backward.measurements.read([])[1]
+        rows = backward.measurements.read_all([])[1]
         read.append({(one.site.key, one.kind): one.reading for one in rows if one.reading.elements > 16})
         del model.forward
     kinds = {(key, kind) for key in ("0", "2", "4") for kind in ("passed", "weight")} - {("0", "passed")}
@@ -305,7 +316,7 @@ def test_nothing_is_measured_unless_asked(seed):
         backward.measuring = measuring
         _backpropagate(compiled(torch.randn(5, 6)).sum(), model, backward)
         assert bool(len(backward.measurements)) is measuring
-    backward.measurements.read([])
+    backward.measurements.read_all([])
     compiled(torch.randn(5, 6)).sum().backward()
     assert not len(backward.measurements)
 
@@ -427,7 +438,7 @@ def test_input_gradients_are_at_the_global_exponent(seed):
     for _ in range(3):
         x.grad = None
         _backpropagate(compiled(x).square().sum(), model, backward)
-        assert torch.equal(x.grad * 2.0 ** -backward.sites[GLOBAL].exponent, expected)
+        assert torch.equal(x.grad * 2.0 ** -backward.sites[GLOBAL_KEY].exponent, expected)
         _shuffle(backward)
 
 
@@ -437,11 +448,11 @@ def test_names_of_backends(seed):
         make_backend(backward, "eager")
 
 
-def test_modules_as_sites_are_compiled_by_the_scalers_backend_alone(seed):
+def test_a_model_is_compiled_by_the_scalers_backend_alone(seed):
     model, x = _mlp(), torch.randn(5, 6)
     model(x).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
-    scaler = hu.AdaptiveGradScaler(model, mode="module")
+    scaler = hu.AdaptiveGradScaler(model)
     other = torch.compile(model, backend="aot_eager")
     with pytest.raises(ValueError, match="compiled by another backend"):
         other(x)

@@ -5,7 +5,7 @@ import torch
 
 from halfulp._torch_floor import is_older
 from halfulp.gradients import _compiled_placement
-from halfulp.gradients._compiled_placement import MATRIX, find_role
+from halfulp.gradients._compiled_placement import _FACTOR_PLACES, find_node_role
 
 aten = torch.ops.aten
 # All matrix products of two dimensions and more, and the shapes of their arguments; what is added comes first.
@@ -23,7 +23,17 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("table", ["_MOVES", "_VIEWS", "_SHAPES", "_NEW", "_CASTS", "_FILLS", "MATRIX"])
+@pytest.mark.parametrize(
+    "table",
+    [
+        "_LINEAR_MOVE_NAMES",
+        "_VIEW_NAMES",
+        "_SHAPE_ONLY_NAMES",
+        "_CAST_NAMES",
+        "_FILL_VALUE_PLACES",
+        "_FACTOR_PLACES",
+    ],
+)
 def test_functions_that_are_known_by_name_are_torchs(table):
     if is_older(torch.__version__, "2.13"):
         pytest.skip("older versions lack some of the operators")
@@ -45,7 +55,7 @@ def _node(name: str, shapes: tuple) -> tuple[torch.fx.Node, list[torch.fx.Node]]
 
 
 def test_every_matrix_product_is_in_the_table():
-    assert MATRIX.keys() == SHAPES.keys()
+    assert _FACTOR_PLACES.keys() == SHAPES.keys()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -56,7 +66,7 @@ def test_a_product_is_linear_in_the_factors_at_its_places(name, seed):
     def of(*given):
         return operator(*given)
 
-    for place in MATRIX[name]:
+    for place in _FACTOR_PLACES[name]:
         zero, twice = list(values), list(values)
         zero[place], twice[place] = torch.zeros_like(values[place]), 2 * values[place]
         rest = of(*zero)
@@ -71,11 +81,11 @@ def test_a_product_of_one_gradient_is_a_product_and_of_two_none(name):
     factors = [operands[-2], operands[-1]]
     added = dict.fromkeys(operands[:-2])
     for factor in factors:
-        assert find_role(node, {factor: None, **added}) == "product"
+        assert find_node_role(node, {factor: None, **added}) == "product"
         if added:
-            assert find_role(node, {factor: None}) == "other"  # a constant beside a gradient has no exponent
-    assert find_role(node, dict.fromkeys(operands)) == "other"
-    assert find_role(node, added) == "other"
+            assert find_node_role(node, {factor: None}) == "other"  # a constant beside a gradient has no exponent
+    assert find_node_role(node, dict.fromkeys(operands)) == "other"
+    assert find_node_role(node, added) == "other"
 
 
 def _of(operator, gradient: torch.Tensor, other, *rest) -> torch.fx.Node:
@@ -110,7 +120,7 @@ X = torch.ones(3, 4)
 def test_writes_are_linear_in_what_they_keep_and_write(operator, other, rest, role):
     node = _of(operator, X, other, *rest)
     gradient = next(one for one in node.all_input_nodes if one.name == "gradient")
-    assert find_role(node, {gradient: None}) == role
+    assert find_node_role(node, {gradient: None}) == role
 
 
 def test_zeros_in_the_shape_of_a_gradient_are_none():
@@ -120,4 +130,4 @@ def test_zeros_in_the_shape_of_a_gradient_are_none():
         made = node.graph.call_function(aten.zeros_like.default, (zeros,))
     made.meta["val"] = X
     node.replace_input_with(zeros, made)
-    assert find_role(node, {shape: None}) == "shape"
+    assert find_node_role(node, {shape: None}) == "shape"

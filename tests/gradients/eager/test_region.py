@@ -51,16 +51,14 @@ def watched(model, run, **options):
 
 
 @pytest.mark.parametrize("name", ["hf-gpt2", "in-place-sums", "checkpoint-reentrant", "swish-function", "gru"])
-@pytest.mark.parametrize("mode", ["function", "module"])
-def test_a_loss_that_was_not_scaled_has_true_gradients(name, mode, seed):
+def test_a_loss_that_was_not_scaled_has_true_gradients(name, seed):
     case = case_of(name, seed)
     wanted = plainly(seed, case.run, case.model)
-    watched(case.model, case.run, mode=mode)
+    watched(case.model, case.run)
     assert_same(plainly(seed, case.run, case.model), wanted)
 
 
-@pytest.mark.parametrize("mode", ["function", "module"])
-def test_hooks_see_true_gradients_of_a_loss_that_was_not_scaled(mode, seed):
+def test_hooks_see_true_gradients_of_a_loss_that_was_not_scaled(seed):
     model, x, seen = mlp(), batch().requires_grad_(), []
 
     def run():
@@ -77,7 +75,7 @@ def test_hooks_see_true_gradients_of_a_loss_that_was_not_scaled(mode, seed):
         p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
     plainly(seed, run, model)
     wanted = [*seen]
-    watched(model, run, mode=mode)
+    watched(model, run)
     seen.clear()
     plainly(seed, run, model)
     assert len(seen) == len(wanted) > 20
@@ -287,15 +285,14 @@ def test_hooks_see_true_gradients_after_an_exception_in_backward(seed):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("mode", ["function", "module"])
-def test_the_whole_model_under_checkpoint(mode, reentrant, seed):
+def test_the_whole_model_under_checkpoint(reentrant, seed):
     model, x = mlp(), batch().requires_grad_()
 
     def run():
         return mean_square(checkpoint(model, x, use_reentrant=reentrant))
 
     wanted = plainly(seed, run, model)
-    scaler = hu.AdaptiveGradScaler(model, mode=mode)
+    scaler = hu.AdaptiveGradScaler(model)
     assert_same(scrambled(seed, scaler, lambda: scaler.scale(run()).backward(), model), wanted)
 
 
@@ -324,17 +321,16 @@ def test_copies_are_plain_models(copied, seed):
     assert_same(scrambled(seed, own, lambda: own.scale(mean_square(twin(x))).backward(), twin), wanted)
 
 
-@pytest.mark.parametrize("mode", ["function", "module"])
-def test_detach_gives_the_plain_model_back(mode, seed):
+def test_detach_gives_the_plain_model_back(seed):
     case = case_of("hf-gpt2", seed)
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in case.model.modules()]
     wanted = plainly(seed, case.run, case.model)
-    scaler = watched(case.model, case.run, mode=mode)
+    scaler = watched(case.model, case.run)
     scaler.detach()
     assert "forward" not in vars(case.model)
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in case.model.modules()] == hooks
     assert_same(plainly(seed, case.run, case.model), wanted)
-    again = hu.AdaptiveGradScaler(case.model, mode=mode)
+    again = hu.AdaptiveGradScaler(case.model)
     found = scrambled(seed, again, lambda: again.scale(case.run()).backward(), case.model)
     assert found.keys() == wanted.keys()
 
@@ -545,19 +541,14 @@ def forces(model, x):
 
 @pytest.mark.filterwarnings("ignore:gradients are taken with create_graph:UserWarning")
 @pytest.mark.parametrize(
-    ("make", "loss", "mode"),
-    [
-        pytest.param(mlp, unscaled_penalty, "function", id="penalty-function"),
-        pytest.param(mlp, unscaled_penalty, "module", id="penalty-module"),
-        pytest.param(Forces, forces, "function", id="forces-function"),
-        pytest.param(Forces, forces, "module", id="forces-module"),
-    ],
+    ("make", "loss"),
+    [pytest.param(mlp, unscaled_penalty, id="penalty"), pytest.param(Forces, forces, id="forces")],
 )
 @pytest.mark.filterwarnings("ignore:a gradient of the scaled loss")
-def test_gradients_of_gradients_are_exact_or_refused(make, loss, mode, seed):
+def test_gradients_of_gradients_are_exact_or_refused(make, loss, seed):
     model, x = make(), batch()
     wanted = plainly(seed, lambda: loss(model, x), model)
-    scaler = hu.AdaptiveGradScaler(model, mode=mode)
+    scaler = hu.AdaptiveGradScaler(model)
     try:
         found = scrambled(seed, scaler, lambda: scaler.scale(loss(model, x)).backward(), model)
     except (ValueError, NotImplementedError):
@@ -566,7 +557,7 @@ def test_gradients_of_gradients_are_exact_or_refused(make, loss, mode, seed):
         assert (found[key] - gradient).norm() <= 1e-4 * gradient.norm(), key
 
 
-class Reading(nn.Module):
+class GradientReading(nn.Module):
     """Two layers, the second of which reads the first one's result and the parameter by a function of one call."""
 
     def __init__(self, read):
@@ -607,7 +598,7 @@ def graph(outputs):
 
 @pytest.mark.parametrize("name", READS)
 def test_the_graph_is_the_plain_one(name, seed):
-    model, x = Reading(READS[name]), batch()
+    model, x = GradientReading(READS[name]), batch()
     wanted = graph([model(x)])
     scaler = hu.AdaptiveGradScaler(model)
     (_, *found) = graph([model(x)])
@@ -618,7 +609,7 @@ def test_the_graph_is_the_plain_one(name, seed):
 
 @pytest.mark.parametrize("name", READS)
 def test_gradients_keep_their_bits(name, seed):
-    model, x = Reading(READS[name]), batch()
+    model, x = GradientReading(READS[name]), batch()
     wanted = plainly(seed, lambda: mean_square(model(x)), model)
     scaler = hu.AdaptiveGradScaler(model)
     found = scrambled(seed, scaler, lambda: scaler.scale(mean_square(model(x))).backward(), model)
@@ -634,7 +625,7 @@ def second(x, y):
 
 @pytest.mark.parametrize("read", [lambda x, y, v: second(y, x) * y, lambda x, y, v: second(y, v) * y])
 def test_an_argument_that_is_given_back_stays_at_its_site(read, seed):
-    model, x = Reading(read), batch()
+    model, x = GradientReading(read), batch()
     wanted = plainly(seed, lambda: mean_square(model(x)), model)
     scaler = hu.AdaptiveGradScaler(model)
     found = scrambled(seed, scaler, lambda: scaler.scale(mean_square(model(x))).backward(), model)
@@ -644,7 +635,7 @@ def test_an_argument_that_is_given_back_stays_at_its_site(read, seed):
 @pytest.mark.parametrize("older", [0, 1000])
 def test_tensors_of_another_thread_are_no_nodes_of_the_call(older, seed):
     """Autograd numbers nodes in each thread by itself: those of the inputs may be above or below the call's."""
-    model = Reading(READS["cosine_similarity"])
+    model = GradientReading(READS["cosine_similarity"])
     source, made = torch.randn(4, WIDTH, requires_grad=True), []
 
     def make():

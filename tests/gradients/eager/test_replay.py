@@ -10,8 +10,8 @@ import torch
 import halfulp as hu
 from halfulp.gradients.eager import _attach, _replay
 from halfulp.gradients.eager import _backward as _site_boundaries
-from halfulp.gradients.eager._attach import Forward
-from halfulp.gradients.eager._replay import walk
+from halfulp.gradients.eager._attach import WatchedForward
+from halfulp.gradients.eager._replay import walk_graph
 
 from ...samples import drawn
 from ..exponents import ALL, WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, plainly, scramble
@@ -219,7 +219,7 @@ def test_a_replay_rounds_as_a_region_does(name, seed):
 
 
 class ByNumber(torch.nn.Module):
-    """Reads a number that a product made by two functions, which do not save it."""
+    """ArgumentMoves a number that a product made by two functions, which do not save it."""
 
     def __init__(self):
         super().__init__()
@@ -341,7 +341,7 @@ def test_steps_that_a_hook_takes_in_the_middle_of_backward(seed):
 
 
 def scaler_forwards(model):
-    return [module.forward for module in model.modules() if isinstance(module.__dict__.get("forward"), Forward)]
+    return [module.forward for module in model.modules() if isinstance(module.__dict__.get("forward"), WatchedForward)]
 
 
 def test_a_walk_tells_nodes_of_before_from_those_of_now():
@@ -349,9 +349,9 @@ def test_a_walk_tells_nodes_of_before_from_those_of_now():
     inner = w.tanh()
     begun = torch._C._autograd._get_sequence_nr()
     old, new = inner.exp(), w.tanh().exp()
-    shapes = [walk([(x.grad_fn, 0)], begun, frozenset())[0] for x in (old, new)]
+    shapes = [walk_graph([(x.grad_fn, 0)], begun, frozenset())[0] for x in (old, new)]
     assert shapes[0] != shapes[1]
-    assert walk([(old.grad_fn, 0)], 0, frozenset([inner.grad_fn]))[0] == shapes[0]
+    assert walk_graph([(old.grad_fn, 0)], 0, frozenset([inner.grad_fn]))[0] == shapes[0]
 
 
 class Remembers(torch.nn.Module):
@@ -369,8 +369,8 @@ def test_a_tensor_that_outlives_forward_passes_gets_no_hooks_of_theirs(seed, mon
     torch.manual_seed(seed)
     model, x, memory = Remembers(), batch(), batch().requires_grad_() * 2
     scaler, made = hu.AdaptiveGradScaler(model), []
-    entering = _replay._enter
-    monkeypatch.setattr(_replay, "_enter", lambda *given: (made.append(1), entering(*given))[1])
+    entering = _replay._move_output_gradient
+    monkeypatch.setattr(_replay, "_move_output_gradient", lambda *given: (made.append(1), entering(*given))[1])
     for _ in range(6):
         clear(model)
         scaler._controller.backward.end_iteration()
@@ -388,14 +388,14 @@ def numbered(number):
 
 
 def test_nodes_of_forward_passes_are_known_by_numbers_that_several_threads_count(seed, monkeypatch):
-    monkeypatch.setattr(_site_boundaries, "_KEPT", 12)
-    draw, unmarked, added = random.Random(seed), _site_boundaries.Unmarked(), []
+    monkeypatch.setattr(_site_boundaries, "_REMEMBERED_PASSES", 12)
+    draw, unmarked, added = random.Random(seed), _site_boundaries.UnmarkedPasses(), []
     for _ in range(200):
         begin = draw.randint(0, 1000)
         added.append((begin, begin + draw.choice([0, 1, 3, 20])))
-        unmarked.add(*added[-1])
+        unmarked.add_pass(*added[-1])
         made = {number for one in added[-12:] for number in range(*one)}
-        assert all(unmarked.has(numbered(number)) for number in made)
+        assert all(unmarked.has_node(numbered(number)) for number in made)
         known = {number for one in added for number in range(*one)}
-        assert not any(unmarked.has(numbered(number)) for number in set(range(1100)) - known)
+        assert not any(unmarked.has_node(numbered(number)) for number in set(range(1100)) - known)
     assert len(unmarked._begins) <= 24

@@ -15,7 +15,7 @@ from halfulp.subclass.models._conversion import fallbacks
 @pytest.fixture(autouse=True)
 def unwarned(monkeypatch):
     """As in a fresh process, whatever other tests did."""
-    monkeypatch.setattr(fallback, "_warned", set())
+    monkeypatch.setattr(fallback, "_warned_fallbacks", set())
 
 
 class Lacking(nn.Module):

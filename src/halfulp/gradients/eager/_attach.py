@@ -1,12 +1,9 @@
-"""Attaching a scaler to a model, whose forward passes run in regions, or whose modules are sites, from then on."""
+"""Attaching a scaler to a model, whose forward passes run in regions from then on."""
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import copy
 import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,14 +18,13 @@ from ...kernels import define_operator
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
-from .._functions import list_differentiable, map_tensors, memoize
-from .._site import Site, copy_with_strides, narrow
-from ._backward import Backward, check_leaf, get_region, is_differentiating, mark
-from ._region import ParameterNames, Region, hook_weight_edge, make_view
-from ._replay import Replays
+from .._functions import map_tensors
+from ._backward import Backward, get_region, is_differentiating
+from ._region import ParameterNames, Region
+from ._replay import GraphReplay
 
 
-def _refuse(out: Tensor, scaler: str) -> Tensor:
+def _refuse_other_backend(out: Tensor, scaler: str) -> Tensor:
     raise ValueError(
         "the model has an AdaptiveGradScaler but was compiled by another backend, which would keep all its gradients "
         'at one exponent in silence: compile it with torch.compile(model, backend=scaler.backend("inductor")), of the '
@@ -36,27 +32,57 @@ def _refuse(out: Tensor, scaler: str) -> Tensor:
     )
 
 
-scaled_here = define_operator(
-    "scaled_here(Tensor out, str scaler) -> Tensor", _refuse, lambda out, scaler: torch.empty_like(out)
+mark_scaled_output = define_operator(
+    "mark_scaled_output(Tensor out, str scaler) -> Tensor",
+    _refuse_other_backend,
+    lambda out, scaler: torch.empty_like(out),
 )
 # Traced by other backends on the way to its refusal.
-torch.library.register_autograd("halfulp::scaled_here", lambda _, gradient: (gradient, None))
+torch.library.register_autograd("halfulp::mark_scaled_output", lambda _, gradient: (gradient, None))
 
 
 class NotScriptedError(NotImplementedError, AttributeError):
     """Raised to torch.jit.script for an attribute that it needs; to others the attribute is missing."""
 
 
-class Forward(GraphReader):
-    """Replaces a module's ``forward``; copies of the module get its own one back."""
+ModuleRole = Literal["model", "part", "layer"]
 
-    def __init__(self, module: nn.Module, backward: Backward) -> None:
+
+class WatchedForward(GraphReader):
+    """The ``forward`` of a model or of a part, which runs in a region whenever gradients are recorded.
+
+    Copies of the module get its own one back.
+
+    Args:
+        module: the model, or one of its modules.
+        backward: what its edges belong to.
+        wide: whether float16 that leaves a region becomes float32; None: under autocast to float16.
+        names: of the model's parameters.
+        place: what runs in the module is named after it.
+        role: "model"; "part", a module with parts, or "layer", one without, which make regions where they are called
+            by themselves, as by a training step that does not call the model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        backward: Backward,
+        wide: bool | None,
+        names: ParameterNames,
+        place: str,
+        role: ModuleRole,
+    ) -> None:
         self._module = weakref.ref(module)
         self._backward = backward
         self._own = module.__dict__.get("forward")
         # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
         self.inner = self.__wrapped__ = module.forward
         module.forward = self
+        self._wide = wide
+        self._names = names
+        self._place = place
+        self._role = role
+        self._replays = GraphReplay(backward, names)
 
     @property
     def __code__(self) -> types.CodeType:
@@ -82,10 +108,12 @@ class Forward(GraphReader):
         return self._run_with_edges(args, kwargs)
 
     def _mark_outputs(self, out: Any) -> Any:
-        """Mark outputs in a compiled graph for the scaler's backend."""
+        """Mark the model's outputs in a compiled graph for the scaler's backend."""
+        if self._role != "model":
+            return out
         wide = self._is_widening()
         widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
-        return map_tensors(widened, lambda x: scaled_here(x, self._backward.handle))
+        return map_tensors(widened, lambda x: mark_scaled_output(x, self._backward.handle))
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -100,13 +128,45 @@ class Forward(GraphReader):
 
         return forward
 
-    @abc.abstractmethod
     def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
-        """Return the forward pass with edges; the plain one where `is_traced`."""
+        region = get_region()
+        if region is None and (torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()):
+            return self.inner(*args, **kwargs)
+        if region is None and is_differentiating():
+            # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
+            self._backward.forwards += 1
+            return self.inner(*args, **kwargs)
+        if region is None or self._role == "model":
+            self._backward.find_processes()
+        if region is None:
+            replays = self._replays if self._backward.can_replay() else None
+            if replays is None or not replays.is_ready():
+                return self._run_in_region(args, kwargs, replays)
+            return replays.run_forward(self.inner, args, kwargs, self._is_widening)
+        if self._role != "part" or region.is_replaying:
+            return self.inner(*args, **kwargs)
+        depth = len(region.path)
+        region.path.append(self._place)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            # Names left by parts that raised go, too.
+            del region.path[depth:]
 
-    @abc.abstractmethod
+    def _run_in_region(self, args: tuple, kwargs: dict, replays: GraphReplay | None) -> Any:
+        """Run the forward pass in a region, from which ``replays`` learn if they are given."""
+        with Region(self._backward, self._names) as region:
+            region.path = [self._place] if self._place else []
+            recording = region.recording = None if replays is None else replays.start_recording()
+            region.take_arguments((args, kwargs))
+            out = self.inner(*args, **kwargs)
+            if replays is not None and recording is not None:
+                region.recording = None
+                replays.learn_from(recording, (args, kwargs), out, region.begun)
+            return region.leave_region(out, self._is_widening())
+
     def _is_widening(self) -> bool:
-        """Return whether float16 outputs become float32."""
+        return is_autocasting_to_float16() if self._wide is None else self._wide
 
     def restore(self) -> None:
         """Restore the module's previous forward."""
@@ -128,188 +188,18 @@ def get_plain_forward(module: nn.Module) -> types.MethodType:
     return types.MethodType(type(module).forward, module)
 
 
-def is_traced() -> bool:
-    """Return whether torch.jit or torch.func records or transforms the forward pass."""
-    return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
-
-
 # Modules whose forward reads their parts' parameters and does not call the parts.
-WHOLE = (nn.MultiheadAttention,)
+SINGLE_SITE_MODULES = (nn.MultiheadAttention,)
 
 
-class ModuleForward(Forward):
-    """A ``forward`` with edges at the module's boundaries, inside of which gradients are at the module's site."""
-
-    def __init__(self, module: nn.Module, backward: Backward, site: Site) -> None:
-        super().__init__(module, backward)
-        self._site = site
-        self._lock = threading.RLock()
-        self._inside = False
-
-    def _is_widening(self) -> bool:
-        return False
-
-    def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
-        if is_traced():
-            return self.inner(*args, **kwargs)
-        # While a thread is inside, the module's parameters are views.
-        with self._lock:
-            return self.inner(*args, **kwargs) if self._inside else self._run_between_boundaries(args, kwargs)
-
-    def _run_between_boundaries(self, args: tuple, kwargs: dict) -> Any:
-        self._backward.find_processes()
-        self._backward.reached.setdefault(self._site)
-        args, kwargs = map_tensors((args, kwargs), memoize(self._enter))
-        given = list(list_differentiable((args, kwargs)))
-        versions = [x._version for x in given]
-        with self._separate_parameters() as weight_edges:
-            out = self.inner(*args, **kwargs)
-        if versions != [x._version for x in given]:
-            raise NotImplementedError(
-                f"module {self._site.key!r} writes into its argument, whose gradient then goes round the exponents: "
-                "let it work on a clone, or take mode='function'"
-            )
-        first, global_site = next(list_differentiable(out), None), self._backward.sites.global_site
-        if first is not None:
-            self._site.stored = narrow(first.dtype)
-            for view in weight_edges:
-                hook_weight_edge(view, self._backward.get_weight_edge_hook(self._site, first.dtype))
-                mark(view.grad_fn, self._site, global_site, global_site)
-        return map_tensors(out, memoize(self._leave))
-
-    @contextlib.contextmanager
-    def _separate_parameters(self) -> Iterator[list[Tensor]]:
-        """Replace the module's parameters by views with nodes of their own; return the views."""
-        module: Any = self._module()  # its forward runs, so it is there
-        holders = list(module.modules())
-        parameters = {id(x): x for holder in holders for x in list_differentiable(holder._parameters)}
-        for x in parameters.values():
-            check_leaf(x)
-        views = {key: make_view(x, sparse=True) for key, x in parameters.items()}
-        kept = [(holder, dict(holder._parameters), holder.__dict__.get("_flat_weights")) for holder in holders]
-        self._inside = True
-        try:
-            for holder, own, listed in kept:
-                holder._parameters.update({name: views.get(id(x), x) for name, x in own.items()})
-                if listed is not None:
-                    # Recurrent layers read this list.
-                    holder.__dict__["_flat_weights"] = [views.get(id(x), x) for x in listed]
-            yield list(views.values())
-        finally:
-            self._inside = False
-            for holder, own, listed in kept:
-                holder._parameters.update(own)
-                if listed is not None:
-                    holder.__dict__["_flat_weights"] = listed
-
-    def _enter(self, x: Tensor) -> Tensor:
-        return self._edge(x.view_as(x), self._backward.sites.global_site, self._site)
-
-    def _leave(self, x: Tensor) -> Tensor:
-        if x.is_leaf:
-            return x
-        # A reader may write into it, and a write into a view would go round the hook.
-        if self._backward.format is not None:
-            node: Any = x.grad_fn
-            node.register_prehook(self._backward.round_all)
-        return self._edge(copy_with_strides(x), self._site, self._backward.sites.global_site)
-
-    def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
-        """Return a tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
-        node: Any = out.grad_fn
-        node.register_prehook(self._backward.get_edge_hook(source, target))
-        mark(node, target, source, self._backward.sites.global_site)
-        return out
-
-
-def list_site_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that are sites, with their keys: those with parameters and no parts, and whole attentions."""
-    if isinstance(model, WHOLE) or next(model.children(), None) is None:
-        if next(model.parameters(), None) is not None:
-            yield prefix or "model", model
-        return
-    for name, part in model.named_children():
-        yield from list_site_modules(part, f"{prefix}.{name}" if prefix else name)
-
-
-Role = Literal["model", "part", "layer"]
-
-
-class WatchedForward(Forward):
-    """The ``forward`` of a model or of a part, which runs in a region whenever gradients are recorded.
-
-    Args:
-        module: the model, or one of its modules.
-        backward: what its edges belong to.
-        wide: whether float16 that leaves a region becomes float32; None: under autocast to float16.
-        names: of the model's parameters.
-        place: what runs in the module is named after it.
-        role: "model"; "part", a module with parts, or "layer", one without, which make regions where they are called
-            by themselves, as by a training step that does not call the model.
-    """
-
-    def __init__(
-        self, module: nn.Module, backward: Backward, wide: bool | None, names: ParameterNames, place: str, role: Role
-    ) -> None:
-        super().__init__(module, backward)
-        self._wide = wide
-        self._names = names
-        self._place = place
-        self._role = role
-        self._replays = Replays(backward, names)
-
-    def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
-        region = get_region()
-        if region is None and is_traced():
-            return self.inner(*args, **kwargs)
-        if region is None and is_differentiating():
-            # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
-            self._backward.forwards += 1
-            return self.inner(*args, **kwargs)
-        if region is None or self._role == "model":
-            self._backward.find_processes()
-        if region is None:
-            replays = self._replays if self._backward.may_replay() else None
-            if replays is None or not replays.is_ready():
-                return self._run_in_region(args, kwargs, replays)
-            return replays.run(self.inner, args, kwargs, self._is_widening)
-        if self._role != "part" or region.replaying:
-            return self.inner(*args, **kwargs)
-        depth = len(region.path)
-        region.path.append(self._place)
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            # Names left by parts that raised go, too.
-            del region.path[depth:]
-
-    def _run_in_region(self, args: tuple, kwargs: dict, replays: Replays | None) -> Any:
-        """Run the forward pass in a region, from which ``replays`` learn if they are given."""
-        with Region(self._backward, self._names) as region:
-            region.path = [self._place] if self._place else []
-            recording = region.recording = None if replays is None else replays.start_recording()
-            region.take((args, kwargs))
-            out = self.inner(*args, **kwargs)
-            if replays is not None and recording is not None:
-                region.recording = None
-                replays.learn(recording, (args, kwargs), out, region.begun)
-            return region.leave(out, self._is_widening())
-
-    def _mark_outputs(self, out: Any) -> Any:
-        return super()._mark_outputs(out) if self._role == "model" else out
-
-    def _is_widening(self) -> bool:
-        return is_under_float16() if self._wide is None else self._wide
-
-
-def is_under_float16() -> bool:
+def is_autocasting_to_float16() -> bool:
     """Return whether autocast to float16 is on, for any kind of device."""
     kinds = ("cpu", "cuda", "mps", "xpu")
     return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
 
 
-def list_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
-    """Yield the model and what a step may call by itself, each with the place after which what runs there is named.
+def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:
+    """Yield the model, its parts and its own layers, each with the name that prefixes its sites.
 
     These are modules with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.
     """
@@ -331,26 +221,18 @@ def _has_no_forward(module: nn.Module) -> bool:
     return type(module).forward is nn.Module.forward
 
 
-def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str, mode: str) -> Callable[[], None]:
+def attach_scaler(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str) -> Callable[[], None]:
     """Attach a scaler's edges to a model; returns a function that detaches them."""
-    wrapper, model = model, unwrap(model)
-    check_model(model)
-    # A compiled forward pass does not tell who called it.
-    backward.processes.watch(wrapper)
+    model = get_wrapped_model(model)
+    refuse_unwatchable_model(model)
     names = ParameterNames(model, prefix)
     backward.names.add(names)
     # The backend of a compiler finds sites by the products that the model writes.
     leave_compiled_products(model)
-    forwards: list[Forward] = []
-    if mode == "module":
-        keys: dict[nn.Module, str] = {}
-        for key, module in list_site_modules(model, prefix):
-            keys.setdefault(module, key)
-        forwards += [ModuleForward(module, backward, backward.sites.open(key)) for module, key in keys.items()]
-    else:
-        for place, part, role in list_parts(model):
-            place = ".".join(filter(None, (prefix, place)))
-            forwards.append(WatchedForward(part, backward, wide, names, place, role))
+    forwards = [
+        WatchedForward(part, backward, wide, names, ".".join(filter(None, (prefix, place))), role)
+        for place, part, role in list_watched_modules(model)
+    ]
 
     def detach() -> None:
         leave_compiled_products(model, False)
@@ -360,7 +242,7 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     return detach
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def get_wrapped_model(model: nn.Module) -> nn.Module:
     """Return the model inside torch's data-parallel wrappers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
@@ -369,9 +251,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def check_model(model: nn.Module) -> None:
+def refuse_unwatchable_model(model: nn.Module) -> None:
     """Refuse models whose backward pass cannot be watched."""
-    if any(isinstance(vars(module).get("forward"), Forward) for module in model.modules()):
+    if any(isinstance(vars(module).get("forward"), WatchedForward) for module in model.modules()):
         raise ValueError(
             "the model has an AdaptiveGradScaler already, and two would scale twice: use that one, or call its "
             "detach() before"

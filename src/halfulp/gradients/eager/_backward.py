@@ -19,23 +19,22 @@ from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
 from ...kernels import untraced
 from ...rounding import Nearest, Rounding, Stochastic, quantize
-from .._functions import Factor
+from .._functions import SecondFactor
 from .._policy import Policy
-from .._processes import Processes
-from .._site import Following, Measurements, Site, Sites, narrow
+from .._site import LossFollowing, Measurements, Site, Sites, find_narrow_format
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
-LEAF = 2**62
+FIRST_LEAF_NUMBER = 2**62
 # How many forward passes without edges are known.
-_KEPT = 4096
+_REMEMBERED_PASSES = 4096
 
 
-def mark(node: Any, above: Site, below: Site, global_site: Site) -> None:
+def mark_node(node: Any, above: Site, below: Site, global_site: Site) -> None:
     """Mark a node with the sites at whose exponents its gradient arrives and leaves; one mark for each scaler."""
     node.metadata[global_site] = above, below
 
 
-def is_exit(node: Any, global_site: Site) -> bool:
+def is_at_global_exponent(node: Any, global_site: Site) -> bool:
     """Return whether a node's gradient arrives at the global exponent, so that its tensor may be read anywhere."""
     return node.metadata.get(global_site, (None, None))[0] is global_site
 
@@ -54,7 +53,7 @@ def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iter
             pending += [following for following, _ in node.next_functions]
 
 
-class Unmarked:
+class UnmarkedPasses:
     """Remembers forward passes without edges, as ranges of autograd's sequence numbers.
 
     Attributes:
@@ -63,76 +62,55 @@ class Unmarked:
 
     def __init__(self) -> None:
         self.count = 0
-        self._latest: deque[tuple[int, int]] = deque(maxlen=_KEPT)
+        self._latest: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED_PASSES)
         # In ascending order, and apart from each other.
         self._begins: list[int] = []
         self._ends: list[int] = []
 
-    def add(self, begin: int, end: int) -> None:
+    def add_pass(self, begin: int, end: int) -> None:
         """Note a forward pass by autograd's sequence numbers before and after it."""
         self.count += 1
         self._latest.append((begin, end))
-        if len(self._begins) < 2 * _KEPT:
-            self._insert(begin, end)
+        if len(self._begins) < 2 * _REMEMBERED_PASSES:
+            self._insert_range(begin, end)
             return
         self._begins, self._ends = [], []
         for one in self._latest:
-            self._insert(*one)
+            self._insert_range(*one)
 
-    def _insert(self, begin: int, end: int) -> None:
+    def _insert_range(self, begin: int, end: int) -> None:
         """Insert a range of sequence numbers, merged with those that it overlaps (threads count separately)."""
         first, last = bisect.bisect_right(self._ends, begin), bisect.bisect_left(self._begins, end)
         if first < last:
             begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
         self._begins[first:last], self._ends[first:last] = [begin], [end]
 
-    def has(self, node: Any) -> bool:
+    def has_node(self, node: Any) -> bool:
         """Return whether a node's sequence number lies in one of the ranges; each thread counts for itself."""
         number = node._sequence_nr()
         place = bisect.bisect(self._begins, number) - 1
         return place >= 0 and number < self._ends[place]
 
 
-def check_units(node: Any, global_site: Site) -> None:
-    """Check that a loss and its leaves are at the global exponent, and that exponents change at boundaries only."""
-    found: dict[Any, Site] = {}
-    pending = [(node, global_site)]
-    while pending:
-        node, site = pending.pop()
-        above, below = node.metadata.get(global_site, (site, site))
-        wanted = global_site if node._sequence_nr() >= LEAF else found.get(node, above)
-        if wanted is not site:
-            name = "a leaf" if node._sequence_nr() >= LEAF else f"made by {node.name()}"
-            key = (wanted if site is global_site else site).key
-            raise ValueError(
-                f"module {key!r} reads or gives a tensor ({name}) by another way than its arguments, results and own "
-                "parameters, such as an attribute or an object other than a list, tuple, dict or data class, so that "
-                "its gradient would have wrong units: pass it, return it, or take mode='function'"
-            )
-        if node not in found:
-            found[node] = above
-            pending += [(following, below) for following, _ in node.next_functions if following is not None]
-
-
-Hook = Callable[[tuple], tuple | None]
+GradientHook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
-ALIVE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
-_handles = itertools.count()
-_local = threading.local()
+LIVE_BACKWARDS: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
+_handle_counter = itertools.count()
+_thread_state = threading.local()
 
 
 def get_region() -> Any:
     """Return the region, or the replay of a known graph, that this thread is in; None outside of both."""
-    return getattr(_local, "region", None)
+    return getattr(_thread_state, "region", None)
 
 
 def set_region(region: Any) -> None:
     """Set the active region or replay of this thread; None for neither."""
-    _local.region = region
+    _thread_state.region = region
 
 
-class Widening(torch.autograd.Function):
-    """A view of a float16 parameter whose gradient leaves it in float32 (`check_leaf`).
+class FloatWideningView(torch.autograd.Function):
+    """A view of a float16 parameter whose gradient leaves it in float32 (`refuse_float16_gradient`).
 
     A hook may not change a gradient's dtype; ``hook`` is set on the node.
     """
@@ -173,8 +151,8 @@ class Backward:
         self.roundings = 0
         # Where one scale holds for all and nobody looks, GradScaler's own graph is all that is needed.
         self.idle = not policy.per_site and not policy.measures and format is None
-        # Those that add their gradients to these.
-        self.processes = Processes()
+        # Looks for the processes that add their gradients to these.
+        self.find_groups: Callable[[], None] = lambda: None
         self.active = False
         self.measuring = True
         self.passes = 0
@@ -182,50 +160,50 @@ class Backward:
         # Whether reentrant checkpoints ran, whose backward passes begin inside of this one.
         self.replayed = False
         self.measurements = Measurements()
-        self.unmarked = Unmarked()
+        self.unmarked = UnmarkedPasses()
         self._replays = True
-        self.following = Following(sites, policy.per_site and policy.measures and not policy.wants_operands)
+        self.following = LossFollowing(sites, policy.per_site and policy.measures and not policy.wants_operands)
         # The sites of this iteration's forward and backward passes.
         self.reached: dict[Site, None] = {}
         self.forwards = 0
         self._seen = False
-        self._edge_hooks: dict[tuple[Site, Site], Hook] = {}
-        self._weight_edge_hooks: dict[tuple[Site, Format | None], Hook] = {}
+        self._edge_hooks: dict[tuple[Site, Site], GradientHook] = {}
+        self._weight_edge_hooks: dict[tuple[Site, Format | None], GradientHook] = {}
         # Of nodes that read several tensors.
         self.reader_hooks: dict[tuple, Callable] = {}
         self._warned = False
         # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
-        self.handle = str(next(_handles))
+        self.handle = str(next(_handle_counter))
         self.factors: dict[tuple, Any] = {}
         self.names: weakref.WeakSet = weakref.WeakSet()
-        ALIVE[self.handle] = self
+        LIVE_BACKWARDS[self.handle] = self
 
     # what a backward pass goes through ----------------------------------------------------------------------
 
     @untraced
-    def begin(self, gradients: tuple) -> None:
+    def open_edges(self, gradients: tuple) -> None:
         """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
-            self._switch_off()
+            self._stop_for_second_order()
         self.passes += 1
         if self.second_order or self.active:
             return
         self.active = True
-        self.following.begin(self.measuring)
+        self.following.begin_backward_pass(self.measuring)
         self._task = torch._C._current_graph_task_id()
-        Variable._execution_engine.queue_callback(self.end)
+        Variable._execution_engine.queue_callback(self.close_edges)
 
     @untraced
-    def end(self) -> None:
+    def close_edges(self) -> None:
         """Deactivate the edges."""
         self.active = False
 
-    def end_unless_differentiating(self) -> None:
+    def close_edges_after_backward(self) -> None:
         """Deactivate the edges unless a backward pass runs, also after one that raised."""
         if not is_differentiating():
-            self.end()
+            self.close_edges()
 
-    def check_exits(self, node: Any) -> None:
+    def refuse_inner_tensors(self, node: Any) -> None:
         """Check that a tensor read outside of models depends on their forward passes through their outputs only.
 
         From any other tensor of a model every path leads over an edge, as only edges lead out of a site, and all of
@@ -241,26 +219,26 @@ class Backward:
                 f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
                 "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
                 "an object other than a list, tuple, dict or data class, or by a forward hook: return it from forward "
-                "in one of these, or take AdaptiveGradScaler(mode='module'), where what modules return may be kept "
-                "anywhere (as numbers that a function computed, losses of their own, may be in any mode)"
+                "in one of these, or take policy='dynamic', one scale for all (numbers that a function computed, which "
+                "may be losses of their own, may be kept anywhere)"
             )
-        if any(one not in marks and self.unmarked.has(one) for one in behind):
+        if any(one not in marks and self.unmarked.has_node(one) for one in behind):
             self.use_one_scale()
 
-    def mark_outside(self, node: Any) -> None:
+    def mark_outer_node(self, node: Any) -> None:
         """Mark a node that was made before a forward pass as one at the global exponent."""
         global_site = self.sites.global_site
-        if node is not None and not is_exit(node, global_site):
-            self.check_exits(node)
-            mark(node, global_site, global_site, global_site)
+        if node is not None and not is_at_global_exponent(node, global_site):
+            self.refuse_inner_tensors(node)
+            mark_node(node, global_site, global_site, global_site)
 
     def use_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""
         self.second_order, self._replays = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
-        self.end_unless_differentiating()
+        self.close_edges_after_backward()
 
-    def may_replay(self) -> bool:
+    def can_replay(self) -> bool:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
         wanted = self._replays and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
@@ -268,9 +246,9 @@ class Backward:
     def find_processes(self) -> None:
         """Find, once in an iteration, which processes share the gradients."""
         if not self.reached and not self.forwards:
-            self.processes.find_groups()
+            self.find_groups()
 
-    def check_seen(self) -> None:
+    def warn_if_unwatched(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""
         if self._seen or self.idle:
             return
@@ -283,15 +261,15 @@ class Backward:
             )
 
     def end_iteration(self) -> None:
-        """Clear what belongs to the iteration that ends."""
-        self.end()
+        """Clear the iteration's counts, measurements and reached sites."""
+        self.close_edges()
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False
         self.measurements.clear()
         self.following.binades.clear()
         self.reached.clear()
 
-    def get_edge_hook(self, source: Site, target: Site) -> Hook:
+    def get_edge_hook(self, source: Site, target: Site) -> GradientHook:
         """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s."""
         if (source, target) in self._edge_hooks:
             return self._edge_hooks[source, target]
@@ -299,27 +277,27 @@ class Backward:
         @untraced
         def move_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self.is_shut() or gradient is None:
+            if self.has_closed_edges() or gradient is None:
                 return None
             self.reached[source] = None
             if target is self.sites.global_site and self.measuring and self.policy.wants_operands:
                 self.propose_at_loss(source, gradient, source.stored)
-            changed = self._store(gradient, target, "passed")
-            changed = self.following.move(changed, source, target)
-            changed = self._store(changed, source, "received")
+            changed = self._store_gradient(gradient, target, "passed")
+            changed = self.following.move_between_sites(changed, source, target)
+            changed = self._store_gradient(changed, source, "received")
             return None if changed is gradient else (changed,)
 
         self._edge_hooks[source, target] = move_gradient
         return move_gradient
 
-    def _store(self, gradient: Tensor, site: Site, kind: str) -> Tensor:
+    def _store_gradient(self, gradient: Tensor, site: Site, kind: str) -> Tensor:
         """Return a gradient as a site stores it, and measure it; at the global exponent products read none."""
         stored = None if site is self.sites.global_site else self.format or site.stored
         if stored is self.format:
             gradient = self.round_to_format(gradient)
         # What is received in a wide format cannot leave its range.
         if self.measuring and (stored is not None or kind == "passed"):
-            self.measurements.add(site, kind, gradient, stored)
+            self.measurements.add_gradient(site, kind, gradient, stored)
         return gradient
 
     def list_edges(self) -> Iterable[tuple[Site, Site]]:
@@ -327,12 +305,12 @@ class Backward:
         return self._edge_hooks.keys()
 
     @property
-    def is_drawing(self) -> bool:
+    def has_seeded_rounding(self) -> bool:
         """Whether gradients are rounded with seeded random bits, which the count of roundings keys."""
         return isinstance(self._rounding, Stochastic) and self._rounding.seed is not None
 
     @untraced
-    def round_all(self, gradients: tuple) -> tuple | None:
+    def round_gradients(self, gradients: tuple) -> tuple | None:
         """Round a product's incoming gradients to the format (the hook of its result)."""
         if not self.active:
             return None
@@ -353,39 +331,43 @@ class Backward:
         self.roundings += 1
         return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
 
-    def make_operand_hook(self, site: Site, factor: Factor) -> Hook:
+    def make_operand_hook(self, site: Site, factor: SecondFactor) -> GradientHook:
         """Return a hook of a product's result that shows the policy both factors."""
 
         @untraced
         def look(gradients: tuple) -> None:
             if self.active and gradients[0] is not None:
-                self.propose(site, gradients[0], factor, site.stored)
+                self.propose_bounds(site, gradients[0], factor, site.stored)
 
         return look
 
-    def propose(self, site: Site, gradient: Tensor, factor: Factor, stored: Format | None) -> None:
+    def propose_bounds(self, site: Site, gradient: Tensor, factor: SecondFactor, stored: Format | None) -> None:
         """Ask the policy for bounds from a product of this gradient, if the format or ``stored`` is narrow."""
         stored = self.format or stored
         if stored is None:
             return
-        proposal = self.policy.proposed(site, factor.operands(gradient), stored, self.sites.global_site)
+        proposal = self.policy.propose_bounds(site, factor.align_operands(gradient), stored, self.sites.global_site)
         if proposal is not None:
             site.proposals.append(proposal)
 
     def propose_at_loss(self, site: Site, gradient: Tensor, stored: Format | None) -> None:
         """Ask the policy for bounds from a wide gradient at the global exponent, before the format rounds it."""
         stored = self.format or stored
-        proposal = None if stored is None else self.policy.at_the_loss(site, gradient, stored, self.sites.global_site)
+        proposal = (
+            None
+            if stored is None
+            else self.policy.propose_bounds_at_loss(site, gradient, stored, self.sites.global_site)
+        )
         if proposal is not None:
             site.proposals.append(proposal)
 
     def find_device(self) -> torch.device:
         """Return the device of the models' parameters."""
-        return next((p.device for names in self.names for p in names.parameters()), torch.device("cpu"))
+        return next((p.device for names in self.names for p in names.list_parameters()), torch.device("cpu"))
 
-    def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
+    def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> GradientHook:
         """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
-        key = site, narrow(made_in)
+        key = site, find_narrow_format(made_in)
         if key in self._weight_edge_hooks:
             return self._weight_edge_hooks[key]
         stored = self.format or key[1]
@@ -393,29 +375,29 @@ class Backward:
         @untraced
         def move_weight_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
-            if self.is_shut() or gradient is None:
+            if self.has_closed_edges() or gradient is None:
                 return None
             changed = self.round_to_format(gradient)
             if self.measuring:
-                self.measurements.add(site, "weight", changed, stored)
-            # A float16 parameter sums its gradients in float32 (`check_leaf`), where leaving is exact.
+                self.measurements.add_gradient(site, "weight", changed, stored)
+            # A float16 parameter sums its gradients in float32 (`refuse_float16_gradient`), where leaving is exact.
             changed = changed.float() if changed.dtype == torch.float16 else changed
-            changed = self.following.move(changed, self.sites.global_site, site)
+            changed = self.following.move_between_sites(changed, self.sites.global_site, site)
             return None if changed is gradient else (changed,)
 
         self._weight_edge_hooks[key] = move_weight_gradient
         return move_weight_gradient
 
-    def is_shut(self) -> bool:
+    def has_closed_edges(self) -> bool:
         """Return whether edges are inactive, as they are for a whole iteration with a second derivative."""
         if not self.active:
             if torch.is_grad_enabled() and not self.second_order:
-                self._switch_off()
+                self._stop_for_second_order()
             return True
         # A backward pass inside of this one is none of a scaled loss, unless it is a checkpoint's.
         return torch._C._current_graph_task_id() != self._task and not self.replayed
 
-    def _switch_off(self) -> None:
+    def _stop_for_second_order(self) -> None:
         self.second_order = True
         self.active = False
         if not self._warned:
@@ -432,7 +414,7 @@ def is_differentiating() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def check_leaf(parameter: Tensor, is_sharded: Callable[[], bool] = lambda: False) -> None:
+def refuse_float16_gradient(parameter: Tensor, is_sharded: Callable[[], bool] = lambda: False) -> None:
     """Refuse a float16 parameter with a float16 gradient, which could not be unscaled without rounding.
 
     ``is_sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their

@@ -20,49 +20,59 @@ from torch.utils import checkpoint
 
 from ...kernels import constant_result, untraced
 from .._functions import (
-    classify,
+    classify_function,
+    get_function_name,
     is_parameter,
     list_differentiable,
-    list_factors,
+    list_second_factors,
     map_tensors,
-    memoize,
-    name_of,
+    memoize_by_tensor,
 )
-from .._site import CopyWithStrides, Site, copy_with_strides, narrow
-from ._backward import LEAF, Backward, Hook, Widening, check_leaf, get_region, is_exit, mark, set_region
+from .._site import CopyWithStrides, Site, copy_with_strides, find_narrow_format
+from ._backward import (
+    FIRST_LEAF_NUMBER,
+    Backward,
+    FloatWideningView,
+    GradientHook,
+    get_region,
+    is_at_global_exponent,
+    mark_node,
+    refuse_float16_gradient,
+    set_region,
+)
 
-COMPILED = (
+COMPILED_PART_TEXT = (
     "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
     'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
 )
 # Sets and returns what is not None while something that torch.compile was given runs. The function that only returns it
 # gives up a reference to it each time in torch 2.6, until Python crashes.
-_set_dynamo = torch._C._dynamo.eval_frame.set_eval_frame
+_set_dynamo_callback = torch._C._dynamo.eval_frame.set_eval_frame
 # Whose users have been warned.
-_warned: weakref.WeakSet = weakref.WeakSet()
+_warned_backwards: weakref.WeakSet = weakref.WeakSet()
 
 
 def is_compiled_alone() -> bool:
     """Return whether a part of the model that was compiled by itself is running."""
     if torch.compiler.is_dynamo_compiling():
-        _warn()
-        raise NotImplementedError(COMPILED)
-    callback = _set_dynamo(None)
+        _warn_of_compiled_part()
+        raise NotImplementedError(COMPILED_PART_TEXT)
+    callback = _set_dynamo_callback(None)
     if callback is None:
         return False
-    _set_dynamo(callback)
-    _warn()
+    _set_dynamo_callback(callback)
+    _warn_of_compiled_part()
     return True
 
 
 # Dynamo calls it as it traces.
 @constant_result
-def _warn() -> None:
+def _warn_of_compiled_part() -> None:
     region = get_region()
-    if region is not None and region._backward not in _warned:
-        _warned.add(region._backward)
+    if region is not None and region._backward not in _warned_backwards:
+        _warned_backwards.add(region._backward)
         given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
-        warnings.warn(f"{COMPILED}. {given_up}", stacklevel=4)
+        warnings.warn(f"{COMPILED_PART_TEXT}. {given_up}", stacklevel=4)
 
 
 def without_watching(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +96,7 @@ class ParameterNames:
         self._prefix = f"{prefix}." if prefix else ""
         self._names: dict[int, str | None] = {}
 
-    def of(self, parameter: Tensor) -> str | None:
+    def find_module_name(self, parameter: Tensor) -> str | None:
         """Return the qualified name of the module that holds a parameter; None where the model does not list it."""
         if id(parameter) not in self._names:
             model = self._model()
@@ -95,13 +105,13 @@ class ParameterNames:
             self._names.setdefault(id(parameter), None)
         return self._names[id(parameter)]
 
-    def parameters(self) -> Iterator[nn.Parameter]:
+    def list_parameters(self) -> Iterator[nn.Parameter]:
         """Return all parameters of the model, if it still exists."""
         model = self._model()
         return iter(()) if model is None else model.parameters()
 
-    def list_parts(self) -> dict[int, str]:
-        """Return the names of the modules that have parts, by their ids: what runs in one is named after it."""
+    def list_parts_by_id(self) -> dict[int, str]:
+        """Return the qualified names of the modules that have children, by their ids."""
         model = self._model()
         modules = () if model is None else model.named_modules()
         parts = ((name, one) for name, one in modules if next(one.children(), None) is not None)
@@ -115,12 +125,12 @@ class ParameterNames:
         return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-class Recording:
+class CallRecording:
     """A record of a forward pass in a region: which call made each node, at which site, and which nodes are edges.
 
     Attributes:
         failed: Whether the forward pass had something that only a region can handle.
-        numbers: 0-d results, which the model may keep besides its outputs (see `_replay.learn`).
+        numbers: 0-d results, which the model may keep besides its outputs (see `_replay.learn_graph`).
     """
 
     def __init__(self) -> None:
@@ -131,7 +141,7 @@ class Recording:
         self._calls: list[tuple[int, Site]] = []
         self.numbers: list[weakref.ref] = []
 
-    def run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
+    def run_call(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Call a function whose nodes are at a site."""
         begun = torch._C._autograd._get_sequence_nr()
         out = function(*args, **kwargs)
@@ -152,11 +162,11 @@ class Recording:
 
 
 # Which of the gradients that a node passes on, and the hook that moves it.
-Moves = tuple[tuple[int, Hook], ...]
+SlotHooks = tuple[tuple[int, GradientHook], ...]
 
 
-class Reads:
-    """Moves the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
+class ArgumentMoves:
+    """SlotHooks the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
 
     Autograd runs nodes in the reverse of the order in which they were made, and adds up what they send to a tensor in
     that order. A node in between, such as a view's, would send what several nodes of one call make later, and as one
@@ -170,9 +180,9 @@ class Reads:
     def __init__(self, backward: Backward, site: Site) -> None:
         self._backward = backward
         self._site = site
-        self._hooks: dict[tuple[Any, int], Hook] = {}
+        self._hooks: dict[tuple[Any, int], GradientHook] = {}
         # Leaves by identity, as their nodes may not be there before they are read.
-        self._leaves: dict[int, Hook | None] = {}
+        self._leaves: dict[int, GradientHook | None] = {}
         # Of parameters.
         self.views: list[Tensor] = []
         self._begun = 0
@@ -183,7 +193,7 @@ class Reads:
             return False
         return not tensor.is_leaf or not (tensor.dtype == torch.float16 or torch._C._is_any_autocast_enabled())
 
-    def add(self, tensor: Tensor, source: Site) -> None:
+    def add_tensor(self, tensor: Tensor, source: Site) -> None:
         """Note that the call reads a tensor of another site."""
         hook = self._backward.get_edge_hook(source, self._site)
         if tensor.is_leaf:
@@ -195,16 +205,16 @@ class Reads:
         """Note that the call reads a parameter, whose gradient leaves for the global exponent."""
         self._leaves[id(parameter)] = None
 
-    def begin(self) -> None:
-        """Begin the call, whose nodes are those made from now on."""
+    def begin_call(self) -> None:
+        """Note autograd's sequence number at the start of the call."""
         self._begun = torch._C._autograd._get_sequence_nr()
 
     def is_argument(self, tensor: Tensor) -> bool:
         """Return whether a result is one of the arguments that were read, which stays at its site."""
         return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
 
-    def hook(self, made: Any, out: Any) -> None:
-        """End the call and hook those of its nodes that read tensors of other sites."""
+    def hook_readers(self, made: Any, out: Any) -> None:
+        """Hook the nodes of the finished call that read tensors of other sites."""
         if not (self._hooks or self._leaves or self.views):
             return
         if isinstance(out, list | tuple):
@@ -215,25 +225,25 @@ class Reads:
         global_site = self._backward.sites.global_site
         for view in self.views:
             hook_weight_edge(view, leaving)
-            mark(view.grad_fn, self._site, global_site, global_site)
+            mark_node(view.grad_fn, self._site, global_site, global_site)
         if self._hooks or self._leaves:
             for node, moves in self._list_readers(made, leaving):
-                node.register_hook(_make_move(self._backward, moves))
+                node.register_hook(_make_slot_hook(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
-                mark(node, self._site, self._site, global_site)
+                mark_node(node, self._site, self._site, global_site)
 
-    def _list_readers(self, made: Any, leaving: Hook) -> Iterator[tuple[Any, Moves]]:
-        """Return the nodes of the call that read what was noted."""
+    def _list_readers(self, made: Any, leaving: GradientHook) -> Iterator[tuple[Any, SlotHooks]]:
+        """Yield the nodes of the call that read noted tensors, each with its hooks."""
         pending: list[Any] = [x.grad_fn for x in list_differentiable(made)]
         seen = {None}
         while pending:
             node = pending.pop()
-            if node in seen or not self._begun <= node._sequence_nr() < LEAF:
+            if node in seen or not self._begun <= node._sequence_nr() < FIRST_LEAF_NUMBER:
                 continue
             seen.add(node)
             moves = []
             for slot, link in enumerate(node.next_functions):
-                hook = self._hooks.get(link) or self._leaf_hook(link[0], leaving)
+                hook = self._hooks.get(link) or self._find_leaf_hook(link[0], leaving)
                 if hook is None:
                     pending.append(link[0])
                 else:
@@ -241,22 +251,22 @@ class Reads:
             if moves:
                 yield node, tuple(moves)
 
-    def _leaf_hook(self, node: Any, leaving: Hook) -> Hook | None:
-        if not self._leaves or node is None or node._sequence_nr() < LEAF:
+    def _find_leaf_hook(self, node: Any, leaving: GradientHook) -> GradientHook | None:
+        if not self._leaves or node is None or node._sequence_nr() < FIRST_LEAF_NUMBER:
             return None
         leaf = id(node.variable)
         return (self._leaves[leaf] or leaving) if leaf in self._leaves else None
 
 
-def _make_move(backward: Backward, moves: Moves) -> Callable:
+def _make_slot_hook(backward: Backward, moves: SlotHooks) -> Callable:
     """Return a hook that moves some of the gradients that a node passes on."""
     if moves not in backward.reader_hooks:
 
         @untraced
-        def move(gradients: tuple, given: tuple) -> tuple | None:
+        def move_gradients(gradients: tuple, given: tuple) -> tuple | None:
             if not backward.active:
                 # Whether that is for a second derivative's sake.
-                backward.is_shut()
+                backward.has_closed_edges()
                 return None
             found: list[Tensor | None] | None = None
             for slot, hook in moves:
@@ -266,27 +276,27 @@ def _make_move(backward: Backward, moves: Moves) -> Callable:
                     found[slot] = changed[0]
             return None if found is None else tuple(found)
 
-        backward.reader_hooks[moves] = move
+        backward.reader_hooks[moves] = move_gradients
     return backward.reader_hooks[moves]
 
 
-def make_view(parameter: Tensor, sparse: bool) -> Tensor:
+def make_parameter_view(parameter: Tensor, sparse: bool) -> Tensor:
     """Return a view of a parameter, with a node of its own; ``sparse``: an alias, which takes sparse gradients."""
     if parameter.dtype == torch.float16:
-        return Widening.apply(parameter)
+        return FloatWideningView.apply(parameter)
     return torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
 
 
 def hook_weight_edge(view: Tensor, hook: Callable) -> None:
     """Let the gradient of a parameter's view go through a hook."""
     node: Any = view.grad_fn
-    if isinstance(node, Widening._backward_cls):
+    if isinstance(node, FloatWideningView._backward_cls):
         node.hook = hook
     else:
         node.register_prehook(hook)
 
 
-_TAG = "_halfulp_site"
+_SITE_ATTRIBUTE = "_halfulp_site"
 
 
 class Region(TorchFunctionMode):
@@ -294,10 +304,10 @@ class Region(TorchFunctionMode):
 
     The gradient of each tensor belongs to a site. A product opens one; any other function needs all its inputs at one
     site, the latest, and gives its results to it: gradients are linear in what arrives, so no function needs a rule.
-    Where an input belongs elsewhere, hooks of the nodes that read it move its gradient on its way back (`Reads`).
+    Where an input belongs elsewhere, hooks of the nodes that read it move its gradient back (`ArgumentMoves`).
     """
 
-    replaying = False
+    is_replaying = False
 
     def __init__(self, backward: Backward, names: ParameterNames) -> None:
         super().__init__()
@@ -307,12 +317,12 @@ class Region(TorchFunctionMode):
         self._names = names
         self._calls: Counter[str] = Counter()
         # What later forward passes know of this one; None where they need not.
-        self.recording: Recording | None = None
+        self.recording: CallRecording | None = None
         self._rank: dict[Site, int] = {}
 
     def __enter__(self) -> Region:
         self._outer = get_region()
-        self._backward.end_unless_differentiating()
+        self._backward.close_edges_after_backward()
         self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
         set_region(self)
@@ -335,72 +345,76 @@ class Region(TorchFunctionMode):
         differentiable = list(list_differentiable((args, kwargs)))
         if not differentiable:
             return function(*args, **kwargs)
-        kind = classify(function)
+        kind = classify_function(function)
         if kind == "shape":
             # Only the first argument has a gradient.
             differentiable = list(list_differentiable(args[:1]))
         if kind == "fact" or not differentiable:
             return function(*args, **kwargs)
         if kind == "property":
-            return self._property(function, args, differentiable)
+            return self._read_property(function, args, differentiable)
         if kind == "in-place":
-            return self._write(function, args, kwargs, differentiable)
-        return self._call(function, args, kwargs, self._find_call_site(kind, function, args, differentiable), kind)
+            return self._run_in_place(function, args, kwargs, differentiable)
+        return self._run_at_site(
+            function, args, kwargs, self._find_call_site(kind, function, args, differentiable), kind
+        )
 
-    def _call(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
+    def _run_at_site(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
         """Run a function with all its gradients at one site."""
-        reads = Reads(self._backward, site)
+        reads = ArgumentMoves(self._backward, site)
         # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
         taken = 1 if kind == "shape" else len(args)
-        kwargs = kwargs if kind == "shape" else self._move(kwargs, site, reads, function)
-        given = (*self._move(args[:taken], site, reads, function), *args[taken:])
-        reads.begin()
-        out = self._run(site, function, given, kwargs)
-        reads.hook(out, out)
+        kwargs = kwargs if kind == "shape" else self._move_arguments(kwargs, site, reads, function)
+        given = (*self._move_arguments(args[:taken], site, reads, function), *args[taken:])
+        reads.begin_call()
+        out = self._run_recorded(site, function, given, kwargs)
+        reads.hook_readers(out, out)
         made = self._assign_site(out, site, kind, reads)
         watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
         if watches and isinstance(out, Tensor) and not out.is_leaf:
             node: Any = out.grad_fn
-            for factor in list_factors(function, args, kwargs):
+            for factor in list_second_factors(function, args, kwargs):
                 node.register_prehook(self._backward.make_operand_hook(site, factor))
         return made
 
-    def _run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
-        return function(*args, **kwargs) if self.recording is None else self.recording.run(site, function, args, kwargs)
+    def _run_recorded(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
+        if self.recording is None:
+            return function(*args, **kwargs)
+        return self.recording.run_call(site, function, args, kwargs)
 
     def _fail_recording(self) -> None:
         if self.recording is not None:
             self.recording.failed = True
 
-    def _property(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Any:
+    def _read_property(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Any:
         """Read a property of a tensor; some, such as ``x.mT``, carry the tensor's gradient."""
         out = function(*args)
         if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
             return out
-        return self._call(function, args, {}, self._find_common_site(function, differentiable), "plain")
+        return self._run_at_site(function, args, {}, self._find_common_site(function, differentiable), "plain")
 
     @without_watching
-    def take(self, arguments: Any) -> None:
+    def take_arguments(self, arguments: Any) -> None:
         """Put the model's arguments at the global exponent, whichever thread made them."""
         for x in list_differentiable(arguments):
-            if self._read_tag(x) is None:
-                self._backward.mark_outside(x.grad_fn)
+            if self._read_site(x) is None:
+                self._backward.mark_outer_node(x.grad_fn)
 
     # sites ----------------------------------------------------------------------------------------------------
 
     def find_site(self, tensor: Tensor) -> Site:
         """Return the site of a tensor's gradient; tensors made before the region are at the global one."""
-        site = self._read_tag(tensor)
+        site = self._read_site(tensor)
         if site is None and tensor._base is not None:
-            site = self._read_tag(tensor._base)
+            site = self._read_site(tensor._base)
         if site is None:
             self._refuse_unwatched(tensor)
             return self._global_site
         return site
 
-    def _read_tag(self, tensor: Tensor) -> Site | None:
+    def _read_site(self, tensor: Tensor) -> Site | None:
         """Return the site that a region of this scaler gave a tensor."""
-        site = getattr(tensor, _TAG, None)
+        site = getattr(tensor, _SITE_ATTRIBUTE, None)
         return site if site is None or site is self._global_site or site.global_site is self._global_site else None
 
     def _refuse_unwatched(self, tensor: Tensor) -> None:
@@ -409,30 +423,34 @@ class Region(TorchFunctionMode):
         if self._backward.second_order:
             # Made by a derivative within the model: all gradients have the global exponent until the next update.
             return
-        if node is not None and self.begun <= node._sequence_nr() < LEAF and not is_exit(node, self._global_site):
+        if (
+            node is not None
+            and self.begun <= node._sequence_nr() < FIRST_LEAF_NUMBER
+            and not is_at_global_exponent(node, self._global_site)
+        ):
             raise NotImplementedError(
                 f"a tensor of shape {list(tensor.shape)} was made inside {'.'.join(self.path) or 'the model'} by "
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
-                "torch.func): call it inside a torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
+                "torch.func): call it inside a torch.autograd.Function, or take policy='dynamic'"
             )
-        self._backward.mark_outside(node)
+        self._backward.mark_outer_node(node)
 
     def _find_call_site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
         """Return the site of the gradients of a function's inputs and results; of a cell that of its state, if any."""
         if kind == "cell":
             state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
             site = self._global_site if state is None or is_parameter(state) else self.find_site(state)
-            return self._open(function, differentiable) if site is self._global_site else site
-        return (self._open if kind == "product" else self._find_common_site)(function, differentiable)
+            return self._open_site(function, differentiable) if site is self._global_site else site
+        return (self._open_site if kind == "product" else self._find_common_site)(function, differentiable)
 
-    def _open(self, function: Callable, differentiable: list[Tensor]) -> Site:
+    def _open_site(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the site of this call of a product."""
         parameter = next((x for x in differentiable if is_parameter(x)), None)
-        module = None if parameter is None else self._names.of(parameter)
-        key = module or ".".join([*self.path[-1:], name_of(function)])
+        module = None if parameter is None else self._names.find_module_name(parameter)
+        key = module or ".".join([*self.path[-1:], get_function_name(function)])
         call = self._calls[key]
         self._calls[key] = call + 1
-        site = self._backward.sites.open(f"{key}#{call}" if call else key)
+        site = self._backward.sites.open_site(f"{key}#{call}" if call else key)
         self._rank[site] = len(self._rank)
         if self.recording is not None:
             self.recording.opened.setdefault(site)
@@ -443,12 +461,14 @@ class Region(TorchFunctionMode):
         """Return the latest site of a function's inputs; a new site if it reads only parameters."""
         sites = [self.find_site(x) for x in differentiable if not is_parameter(x)]
         if not sites:
-            return self._open(function, differentiable)
+            return self._open_site(function, differentiable)
         return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
 
     # edges ----------------------------------------------------------------------------------------------------
 
-    def _move(self, value: Any, site: Site, reads: Reads | None, function: Callable | None = None) -> Any:
+    def _move_arguments(
+        self, value: Any, site: Site, reads: ArgumentMoves | None, function: Callable | None = None
+    ) -> Any:
         """Return arguments whose gradients all leave ``site``, or are noted in ``reads`` and will.
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
@@ -456,26 +476,31 @@ class Region(TorchFunctionMode):
 
         def moved(x: Tensor) -> Tensor:
             if is_parameter(x):
-                return self._read(x, site, reads, function)
+                return self._read_parameter(x, site, reads, function)
             source = self.find_site(x)
             if reads is None or source is site or not reads.is_movable(x):
                 return self.add_edge(x, source, site)
-            reads.add(x, source)
+            reads.add_tensor(x, source)
             return x
 
-        return map_tensors(value, memoize(moved) if isinstance(function, FunctionType) else moved)
+        return map_tensors(value, memoize_by_tensor(moved) if isinstance(function, FunctionType) else moved)
 
-    def _read(self, parameter: Tensor, site: Site, reads: Reads | None, function: Callable | None) -> Tensor:
+    def _read_parameter(
+        self, parameter: Tensor, site: Site, reads: ArgumentMoves | None, function: Callable | None
+    ) -> Tensor:
         """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
-        check_leaf(parameter, self._names.is_sharded)
-        if self._names.of(parameter) is None or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
+        refuse_float16_gradient(parameter, self._names.is_sharded)
+        known = self._names.find_module_name(parameter) is not None and type(parameter) is nn.Parameter
+        if not known or parameter.dtype == torch.float16:
             self._fail_recording()
         if site is self._global_site or reads is None:
             return parameter
         if reads.is_movable(parameter):
             reads.add_parameter(parameter)
             return parameter
-        view = make_view(parameter, function is not None and name_of(function).startswith("embedding"))
+        view = make_parameter_view(
+            parameter, function is not None and get_function_name(function).startswith("embedding")
+        )
         reads.views.append(view)
         if self.recording is not None:
             self.recording.edges.add(view.grad_fn)
@@ -494,84 +519,85 @@ class Region(TorchFunctionMode):
         node.register_prehook(self._backward.get_edge_hook(source, target))
         if self.recording is not None:
             self.recording.edges.add(node)
-        mark(node, target, source, self._global_site)
-        setattr(out, _TAG, target)
+        mark_node(node, target, source, self._global_site)
+        setattr(out, _SITE_ATTRIBUTE, target)
         return out
 
     # results --------------------------------------------------------------------------------------------------
 
-    def _write(self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]) -> Any:
+    def _run_in_place(self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]) -> Any:
         """Run a function that writes into its first argument, whose site does not change."""
         if args and isinstance(args[0], list | tuple):
+            name = get_function_name(function)
             raise NotImplementedError(
-                f"{name_of(function)} in {'.'.join(self.path) or 'the model'} writes into several tensors whose "
-                f"gradients may have exponents of their own: write into each, or take {name_of(function).rstrip('_')}"
+                f"{name} in {'.'.join(self.path) or 'the model'} writes into several tensors whose gradients may have "
+                f"exponents of their own: write into each, or take {name.rstrip('_')}"
             )
         written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
         site = self.find_site(written) if written.requires_grad else self._find_common_site(function, differentiable)
-        reads = Reads(self._backward, site)
-        kwargs = self._move(kwargs, site, reads)
-        given = (written, *self._move(args[1:], site, reads)) if args else ()
-        reads.begin()
-        out = self._run(site, function, given, kwargs)
-        reads.hook([written, written._base], written)
+        reads = ArgumentMoves(self._backward, site)
+        kwargs = self._move_arguments(kwargs, site, reads)
+        given = (written, *self._move_arguments(args[1:], site, reads)) if args else ()
+        reads.begin_call()
+        out = self._run_recorded(site, function, given, kwargs)
+        reads.hook_readers([written, written._base], written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
-                self._tag_tensor(x, getattr(x, _TAG, site))
+                self._set_site(x, getattr(x, _SITE_ATTRIBUTE, site))
         return out
 
-    def _assign_site(self, out: Any, site: Site, kind: str, reads: Reads | None = None) -> Any:
+    def _assign_site(self, out: Any, site: Site, kind: str, reads: ArgumentMoves | None = None) -> Any:
         """Assign the new tensors of a function's results to ``site``, and return the results."""
         nodes: set = set()
-        return map_tensors(out, lambda x: self._tensor_at_site(x, site, kind, nodes, reads))
+        return map_tensors(out, lambda x: self._give_site(x, site, kind, nodes, reads))
 
-    def _tensor_at_site(self, out: Tensor, site: Site, kind: str, nodes: set, reads: Reads | None) -> Tensor:
+    def _give_site(self, out: Tensor, site: Site, kind: str, nodes: set, reads: ArgumentMoves | None) -> Tensor:
         if out.is_leaf or (reads is not None and reads.is_argument(out)):
             return out
         if kind == "product":
-            site.stored = narrow(out.dtype)
+            site.stored = find_narrow_format(out.dtype)
         if kind == "cell" and self._backward.format is not None:
             # A cell reads its own results, too, as it does the new state: a copy's gradient is what others send.
             out = copy_with_strides(out)
         if kind in ("product", "cell") and self._backward.format is not None and out.grad_fn not in nodes:
             node: Any = out.grad_fn
             nodes.add(node)
-            node.register_prehook(self._backward.round_all)
+            node.register_prehook(self._backward.round_gradients)
         if out.dim() == 0 and site is not self._global_site and not out._is_view():
             # Numbers are losses: they may leave the model by other ways than its output.
             out = self.add_edge(out, site, self._global_site, leaving=True)
             site = self._global_site
             if self.recording is not None:
                 self.recording.numbers.append(weakref.ref(out))
-        return self._tag_tensor(out, site)
+        return self._set_site(out, site)
 
-    def _tag_tensor(self, out: Tensor, site: Site) -> Tensor:
+    def _set_site(self, out: Tensor, site: Site) -> Tensor:
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
-        setattr(out, _TAG, site)
+        setattr(out, _SITE_ATTRIBUTE, site)
         if site is self._global_site:
-            mark(out.grad_fn, site, site, site)
+            mark_node(out.grad_fn, site, site, site)
         return out
 
     @without_watching
-    def at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
+    def call_at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Call a function with its incoming and outgoing gradients at the global exponent; return its results."""
         self._fail_recording()
-        moved = self._move(args, self._global_site, None)
+        moved = self._move_arguments(args, self._global_site, None)
         versions = [x._version for x in list_differentiable(moved)]
         out = call(moved)
         if versions != [x._version for x in list_differentiable(moved)]:
             raise NotImplementedError(
                 f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
-                "gradient then goes round the exponents: let it work on a clone, or take mode='module'"
+                "gradient then goes round the exponents: let it work on a clone"
             )
         return self._assign_site(out, self._global_site, "plain")
 
     @without_watching
-    def leave(self, output: Any, wide: bool) -> Any:
+    def leave_region(self, output: Any, wide: bool) -> Any:
         """Return a model's output at the global exponent; ``wide``: in float32 where it is float16."""
-        return map_tensors(output, memoize(lambda x: self._leave_tensor(x, wide)))
+        return map_tensors(output, memoize_by_tensor(lambda x: self._move_to_global_exponent(x, wide)))
 
-    def _leave_tensor(self, out: Tensor, wide: bool) -> Tensor:
+    def _move_to_global_exponent(self, out: Tensor, wide: bool) -> Tensor:
         if out.is_leaf:
             return out
         site = self.find_site(out)
@@ -582,16 +608,16 @@ class Region(TorchFunctionMode):
             node.register_prehook(self._backward.get_edge_hook(site, self._global_site))
         else:
             left = self.add_edge(out, site, self._global_site, leaving=True)
-        mark(left.grad_fn, self._global_site, self._global_site, self._global_site)
+        mark_node(left.grad_fn, self._global_site, self._global_site, self._global_site)
         # It is at the global exponent, wherever it goes.
-        vars(left).pop(_TAG, None)
+        vars(left).pop(_SITE_ATTRIBUTE, None)
         return left
 
 
 # Its ``apply`` is inherited from a class in C++.
-_BASE: Any = _SingleLevelFunction
-_lock = threading.Lock()
-_watching = 0
+_FUNCTION_BASE: Any = _SingleLevelFunction
+_region_count_lock = threading.Lock()
+_region_count = 0
 
 
 def _watch_custom_functions(change: int) -> None:
@@ -601,31 +627,36 @@ def _watch_custom_functions(change: int) -> None:
     run: their backward has to see gradients at the global exponent, and what reentrant checkpointing runs again needs
     edges of its own. So the method that ``Function.apply`` ends in is replaced, for the whole process.
     """
-    global _watching
-    with _lock:
-        _watching += change
-        if _watching:
-            _BASE.apply = classmethod(_intercept_function)
+    global _region_count
+    with _region_count_lock:
+        _region_count += change
+        if _region_count:
+            _FUNCTION_BASE.apply = classmethod(_intercept_function)
         else:
-            del _BASE.apply
+            del _FUNCTION_BASE.apply
 
 
 def _intercept_function(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-    apply = super(_BASE, cls).apply
+    apply = super(_FUNCTION_BASE, cls).apply
     region = get_region()
-    if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, CopyWithStrides):
+    if (
+        region is None
+        or region.is_replaying
+        or not torch.is_grad_enabled()
+        or cls in (FloatWideningView, CopyWithStrides)
+    ):
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
-        args = (_replay_in_region(args[0], region), *args[1:])
+        args = (_make_recomputation(args[0], region), *args[1:])
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
         region._fail_recording()
         return apply(*args, **kwargs)
     # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
-    return region.at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
+    return region.call_at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
 
 
-def _replay_in_region(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
+def _make_recomputation(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """Return the function that reentrant checkpointing runs again during backward, with edges of its own."""
 
     def run_in_region(*args: Any, **kwargs: Any) -> Any:
@@ -634,6 +665,6 @@ def _replay_in_region(run: Callable[..., Any], region: Region) -> Callable[..., 
         region._backward.replayed = True
         with Region(region._backward, region._names) as again:
             again.path = list(region.path)
-            return again.leave(run(*args, **kwargs), wide=False)
+            return again.leave_region(run(*args, **kwargs), wide=False)
 
     return run_in_region

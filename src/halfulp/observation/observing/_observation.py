@@ -635,7 +635,7 @@ class ScalerTracker:
         if scaler is None or not scaler.is_enabled():
             return None
         if isinstance(scaler, AdaptiveGradScaler):
-            return scaler._scale_now()
+            return scaler._compute_global_scale()
         return float(scaler.get_scale())
 
     def count_step(self, optimizer: torch.optim.Optimizer, sampled: bool) -> tuple[float | None, int]:

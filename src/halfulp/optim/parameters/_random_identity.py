@@ -21,7 +21,7 @@ Identity = tuple[str | None, int]
 def hash_name(name: str) -> int:
     """Return 63 bits of a hash of a name.
 
-    >>> name_identity("layers.0.weight") == name_identity("layers.0.weight")
+    >>> hash_name("layers.0.weight") == hash_name("layers.0.weight")
     True
     """
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1

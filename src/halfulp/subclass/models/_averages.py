@@ -23,41 +23,44 @@ from torch.optim.swa_utils import AveragedModel
 from ...kernels import note_and_warn_once, report
 
 # ModelEmaV3, EMAModel, LitEma, ExponentialMovingAverage, SWA; no SWABlock, no AveragePooler, no Email, no cinema.
-_NAME = re.compile(
+_AVERAGE_CLASS_NAME = re.compile(
     r"(EMA|SWA|Ema|Swa)(Model|Weights?|Callback|Helper|Hook|Handler|Updater)?(V\d+)?$"
     r"|(?i:(moving|weight|model)s?_?averag|averaged?_?(model|weight|parameter)|polyak)"
 )
 
 
-class _Last:
-    """The last search: how many classes there were, those of averages, references to these, and what was found."""
+class _LastSearch:
+    """The averages that the last search found, and the counts that tell whether it is outdated."""
 
     classes: ClassVar[tuple[int, int]] = (0, 0)
-    kinds: ClassVar[list[weakref.ref[type]]] = []
-    references: ClassVar[list[int]] = []
+    average_classes: ClassVar[list[weakref.ref[type]]] = []
+    reference_counts: ClassVar[list[int]] = []
     found: ClassVar[list[weakref.ref]] = []
 
 
-def living_averages() -> list[object]:
+def list_living_averages() -> list[object]:
     """Return the objects whose classes are named like averages, but for this package's own."""
-    classes = len(type.__subclasses__(object)), len(_below(nn.Module))
-    if classes != _Last.classes:
-        _Last.classes, _Last.kinds = classes, [weakref.ref(kind) for kind in _below(object) if _is_average(kind)]
-    if _references() != _Last.references or any(one() is None for one in _Last.found):
-        kinds = {one() for one in _Last.kinds}
+    classes = len(type.__subclasses__(object)), len(_list_subclasses(nn.Module))
+    if classes != _LastSearch.classes:
+        _LastSearch.classes, _LastSearch.average_classes = (
+            classes,
+            [weakref.ref(kind) for kind in _list_subclasses(object) if _is_average_class(kind)],
+        )
+    if _count_references() != _LastSearch.reference_counts or any(one() is None for one in _LastSearch.found):
+        kinds = {one() for one in _LastSearch.average_classes}
         living = (x for x in gc.get_objects() if type(x) in kinds and type(x).__weakrefoffset__)
-        _Last.found = list(map(weakref.ref, living))
+        _LastSearch.found = list(map(weakref.ref, living))
         del kinds
-        _Last.references = _references()
-    return [x for one in _Last.found if (x := one()) is not None]
+        _LastSearch.reference_counts = _count_references()
+    return [x for one in _LastSearch.found if (x := one()) is not None]
 
 
-def _references() -> list[int]:
+def _count_references() -> list[int]:
     """Return how many references each class of averages has: one for each of its objects, and others."""
-    return [sys.getrefcount(kind) for one in _Last.kinds if (kind := one()) is not None]
+    return [sys.getrefcount(kind) for one in _LastSearch.average_classes if (kind := one()) is not None]
 
 
-def _below(kind: type) -> set[type]:
+def _list_subclasses(kind: type) -> set[type]:
     """Return all subclasses of a class."""
     found: set[type] = set()
     new = {kind}
@@ -67,33 +70,33 @@ def _below(kind: type) -> set[type]:
     return found
 
 
-def held_tensors(average: object) -> Iterator[tuple[Tensor, ...]]:
+def list_held_tensors(average: object) -> Iterator[tuple[Tensor, ...]]:
     """Yield the tensors that an average holds, together those of one module, list, dict or attribute of it."""
     if issubclass(type(average), nn.Module):
         yield (*average.parameters(), *average.buffers())  # type: ignore[attr-defined]
     for key, value in getattr(average, "__dict__", {}).items():
         if key in ("_parameters", "_buffers", "_modules"):
             continue
-        if issubclass(type(value), nn.Module) and not _is_average(type(value)):  # which is looked at itself
+        if issubclass(type(value), nn.Module) and not _is_average_class(type(value)):  # which is looked at itself
             yield (*value.parameters(), *value.buffers())
         parts = value.values() if type(value) is dict else value if type(value) in (list, tuple) else [value]
         yield tuple(part for part in parts if issubclass(type(part), Tensor))
 
 
 @functools.cache  # all classes are asked again whenever one has come
-def _is_named(name: str) -> bool:
-    return _NAME.search(name) is not None
+def _is_average_name(name: str) -> bool:
+    return _AVERAGE_CLASS_NAME.search(name) is not None
 
 
-def _is_average(kind: type) -> bool:
+def _is_average_class(kind: type) -> bool:
     if any(str(base.__module__).startswith("halfulp.") for base in kind.__mro__):
         return False
-    return issubclass(kind, AveragedModel) or any(_is_named(base.__name__) for base in kind.__mro__)
+    return issubclass(kind, AveragedModel) or any(_is_average_name(base.__name__) for base in kind.__mro__)
 
 
-_NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-_KIND = "lost updates"
-_handles: list = []
+_NARROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_REPORT_KIND = "lost updates"
+_hook_handles: list = []
 
 
 def warn_of_narrow_averages() -> None:
@@ -102,15 +105,15 @@ def warn_of_narrow_averages() -> None:
     It holds a deep copy of the model, of plain tensors, whose updates nobody sees. That it takes the copy as its part
     is all that can be seen, by torch's hook for modules that get parts.
     """
-    if not _handles:
-        _handles.append(register_module_module_registration_hook(_check))
+    if not _hook_handles:
+        _hook_handles.append(register_module_module_registration_hook(_warn_of_averaged_part))
 
 
-def _check(module: nn.Module, name: str, part: nn.Module | None) -> None:
+def _warn_of_averaged_part(module: nn.Module, name: str, part: nn.Module | None) -> None:
     if isinstance(module, AveragedModel) and part is not None:
         narrow = next(filter(_is_narrow, part.parameters()), None)
         if narrow is not None:
-            note_and_warn_once(_KIND, _said(AveragedModel, narrow))
+            note_and_warn_once(_REPORT_KIND, _make_warning(AveragedModel, narrow))
 
 
 def warn_of_living_averages(stepped: Iterable[Tensor]) -> None:
@@ -126,49 +129,53 @@ def warn_of_living_averages(stepped: Iterable[Tensor]) -> None:
     own = {id(parameter) for parameter in live}
     # Single numbers are like any meter's.
     shapes = {tuple(parameter.shape) for parameter in live if _is_narrow(parameter) and parameter.numel() > 1}
-    if not shapes or not _untold(own, shapes):
+    if not shapes or not _list_new_warnings(own, shapes):
         return
     gc.collect()  # an average that nobody holds any more may be among them
-    for text in _untold(own, shapes):
-        note_and_warn_once(_KIND, text)
+    for text in _list_new_warnings(own, shapes):
+        note_and_warn_once(_REPORT_KIND, text)
 
 
-def _untold(own: set[int], shapes: set[tuple[int, ...]]) -> list[str]:
+def _list_new_warnings(own: set[int], shapes: set[tuple[int, ...]]) -> list[str]:
     """Return the warnings that were not given yet."""
     told = report()
-    found = {text for average in living_averages() if (text := _narrow_average(average, own, shapes)) is not None}
-    return sorted(text for text in found if f"{_KIND}: {text}" not in told)
+    found = {
+        text
+        for average in list_living_averages()
+        if (text := _describe_narrow_average(average, own, shapes)) is not None
+    }
+    return sorted(text for text in found if f"{_REPORT_KIND}: {text}" not in told)
 
 
-def _narrow_average(average: Any, own: set[int], shapes: set[tuple[int, ...]]) -> str | None:
+def _describe_narrow_average(average: Any, own: set[int], shapes: set[tuple[int, ...]]) -> str | None:
     """Return the warning of an object that averages parameters of these shapes in a narrow format; None of others."""
     # timm's rounds bfloat16 averages stochastically.
     fine = {torch.bfloat16} if getattr(average, "stochastic_rounding", False) is True else set()
-    for place, together in enumerate(held_tensors(average)):
+    for place, together in enumerate(list_held_tensors(average)):
         if any(id(tensor) in own for tensor in together):
             if not place and issubclass(type(average), nn.Module):
                 return None  # a part of the model that is trained, whatever it is called
             continue
-        narrow = [tensor for tensor in together if _is_narrow(tensor) and _payload(tensor).dtype not in fine]
+        narrow = [tensor for tensor in together if _is_narrow(tensor) and _get_payload(tensor).dtype not in fine]
         alike = [tensor for tensor in narrow if tuple(tensor.shape) in shapes]
         covered = {tuple(tensor.shape) for tensor in alike}
         if 2 * len(alike) >= len(narrow) and 2 * len(covered) >= len(shapes):
-            return _said(type(average), alike[0])
+            return _make_warning(type(average), alike[0])
     return None
 
 
-def _payload(tensor: Any) -> Tensor:
+def _get_payload(tensor: Any) -> Tensor:
     return getattr(tensor, "payload", tensor)
 
 
 def _is_narrow(tensor: Tensor) -> bool:
     """Return whether a tensor's numbers have few bits, and no other components."""
-    return _payload(tensor).dtype in _NARROW and not hasattr(tensor, "components")
+    return _get_payload(tensor).dtype in _NARROW_DTYPES and not hasattr(tensor, "components")
 
 
-def _said(kind: type, tensor: Tensor) -> str:
+def _make_warning(kind: type, tensor: Tensor) -> str:
     """Return the warning of averages of a class that are kept as a tensor is."""
-    payload, is_torchs = _payload(tensor), issubclass(kind, AveragedModel)
+    payload, is_torchs = _get_payload(tensor), issubclass(kind, AveragedModel)
     name = "AveragedModel" if is_torchs else kind.__name__
     if payload is not tensor:
         remedy = f"take {name}(halfulp.scaled.unscalify(copy.deepcopy(model)))"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..._messages import ENVIRONMENT, a_kind
 from ...kernels import untraced
 from .. import _rule_table as _fallback
-from .._in_backward import refuse_at_call
+from .._in_backward import refuse_recorders_at_call
 from . import _parameter_holders as _outer_modules
 from . import _state_dict
 
@@ -117,17 +117,17 @@ def matcher(where: Where, names: list[str], what: str = "where", of: str = "para
 
 def with_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
     """Copy the attributes that users set on a parameter (marks for weight decay, say), but for its class's own."""
-    own = {*getattr(old, "_own", ()), "_is_param", _state_dict.SAVED}
+    own = {*getattr(old, "_own", ()), "_is_param", _state_dict.SAVED_ATTRIBUTE}
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})
     return new
 
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-_ADVICE = "checkpoint the whole model instead, or run it without checkpointing"
+_CHECKPOINT_ADVICE = "checkpoint the whole model instead, or run it without checkpointing"
 
 
 def capture_hooks(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
-    """Make what torch.utils.checkpoint(use_reentrant=False) recomputes run under a mode, which `what` names in errors.
+    """Wrap the function that torch.utils.checkpoint(use_reentrant=False) recomputes; `what` names the caller in errors.
 
     Its frame is reached through the hook that packs saved tensors while the checkpointed function runs; hooks of others
     are left alone, and so is a frame that the same `wrap` has wrapped already.
@@ -141,7 +141,8 @@ def capture_hooks(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
     frame = cells["frame"].cell_contents if "frame" in cells else None
     if frame is None or not callable(getattr(frame, "recompute_fn", None)):
         raise NotImplementedError(
-            f"{what} does not know the activation checkpointing of torch {torch.__version__}: {_ADVICE}; {ENVIRONMENT}"
+            f"{what} does not know the activation checkpointing of torch {torch.__version__}: {_CHECKPOINT_ADVICE}; "
+            f"{ENVIRONMENT}"
         )
     if getattr(frame.recompute_fn, "_wrapped_by", None) is wrap:
         return
@@ -150,14 +151,16 @@ def capture_hooks(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
 
 
 def capture_node(node: Any, name: str, wrap: Wrapper, what: str) -> None:
-    """Run what reentrant checkpointing (torch.utils.checkpoint) recomputes in the backward pass under a mode."""
+    """Wrap the function that reentrant checkpointing (torch.utils.checkpoint) recomputes in the backward pass."""
     if name.endswith("CheckpointFunctionBackward"):
         if not callable(getattr(node, "run_function", None)):
-            raise NotImplementedError(f"{what} does not know the checkpointing of {name}: {_ADVICE}; {ENVIRONMENT}")
+            raise NotImplementedError(
+                f"{what} does not know the checkpointing of {name}: {_CHECKPOINT_ADVICE}; {ENVIRONMENT}"
+            )
         node.run_function = wrap(node.run_function)
 
 
-_COUNTS = "_halfulp_fallbacks"
+_COUNTS_ATTRIBUTE = "_halfulp_fallbacks"
 
 
 def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
@@ -179,7 +182,7 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
     if model is None:
         return _fallback.fallbacks()
     check_module(model, "fallbacks")
-    counts = [module.__dict__[_COUNTS] for module in model.modules() if _COUNTS in module.__dict__]
+    counts = [module.__dict__[_COUNTS_ATTRIBUTE] for module in model.modules() if _COUNTS_ATTRIBUTE in module.__dict__]
     if not counts:
         raise ValueError(
             f"this {type(model).__name__} has neither multi-component nor scaled parameters: hu.multicomponent(model) "
@@ -188,38 +191,38 @@ def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
     return dict(sum(counts, Counter()))
 
 
-def install_counts(model: nn.Module) -> None:
+def install_fallback_counts(model: nn.Module) -> None:
     """Count the fallbacks of a model's forward and backward passes."""
-    if _COUNTS not in model.__dict__:
-        model.__dict__[_COUNTS] = Counter()
-        model.register_forward_pre_hook(_begin)
+    if _COUNTS_ATTRIBUTE not in model.__dict__:
+        model.__dict__[_COUNTS_ATTRIBUTE] = Counter()
+        model.register_forward_pre_hook(_begin_forward)
 
 
-def remove_counts(module: nn.Module) -> None:
+def remove_fallback_counts(module: nn.Module) -> None:
     """Remove a model's counts and hooks."""
-    counts = module.__dict__.pop(_COUNTS, None)
-    remove_hooks([module], lambda hook: hook is _begin)
-    if _fallback._running.counts is counts:
-        _fallback._running.counts = None
+    counts = module.__dict__.pop(_COUNTS_ATTRIBUTE, None)
+    remove_hooks([module], lambda hook: hook is _begin_forward)
+    if _fallback._running_model.counts is counts:
+        _fallback._running_model.counts = None
 
 
 @untraced
-def _begin(module: nn.Module, arguments: Any) -> None:
+def _begin_forward(module: nn.Module, arguments: Any) -> None:
     """Attribute the following fallbacks to this model, and refuse recorders."""
     if not torch.compiler.is_compiling():
-        refuse_at_call(module, arguments)
-    _fallback._running.counts = module.__dict__[_COUNTS]
+        refuse_recorders_at_call(module, arguments)
+    _fallback._running_model.counts = module.__dict__[_COUNTS_ATTRIBUTE]
 
 
-Converted = dict[int, Tensor]
+ConvertedTensors = dict[int, Tensor]
 
 
-def converted(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> Converted:
-    """Return the converted tensors by the ids of the present ones; one that several modules share is converted once.
+def converted(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
+    """Return converted tensors by the ids of the present ones; a shared parameter is converted once.
 
     The model is not changed yet, so that a parameter that cannot be converted leaves it as it was.
     """
-    found: Converted = {}
+    found: ConvertedTensors = {}
     for ref in refs:
         if id(ref.value) not in found:
             found[id(ref.value)] = convert(ref)
@@ -245,20 +248,20 @@ def decoded_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
     return with_attributes(new, old)
 
 
-def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Converted) -> None:
+def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
     """Put tensors of a subclass in the parameters' places; install state dicts and counts of fallbacks."""
     for ref in refs:
         ref.put(values[id(ref.value)])
-        _state_dict.install(ref.module)
-    _state_dict.install_check(model)
-    install_counts(model)
-    _outer_modules.watch()
+        _state_dict.install_hooks(ref.module)
+    _state_dict.install_file_check(model)
+    install_fallback_counts(model)
+    _outer_modules.install_registration_hooks()
 
 
-def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: Converted) -> None:
+def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
     """Put plain tensors in the parameters' places, and remove what `put_converted` installed."""
     for ref in refs:
         ref.put(values[id(ref.value)])
     for module in model.modules():
-        _state_dict.remove(module)
-        remove_counts(module)
+        _state_dict.remove_hooks(module)
+        remove_fallback_counts(module)

@@ -22,7 +22,7 @@ from ._parameter_holders import EMULATED
 
 Model = TypeVar("Model", bound=nn.Module)
 # What a module of the model holds: where its products are widened.
-_MARK = "_halfulp_float32_products"
+_MARK_ATTRIBUTE = "_halfulp_float32_products"
 _EVERYWHERE, _EAGER = "everywhere", "eager"
 # What a class holds: the class made of it, and what that was made of.
 _MADE, _BASE = "_halfulp_with_float32_products", "_halfulp_without_float32_products"
@@ -74,17 +74,17 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
         raise ValueError("the model is emulated, in float32 without 16-bit products: call float32_products after that")
     for module in model.modules():
         if not enabled:
-            _take_off(module)
-        elif _MARK not in vars(module) and _has_forward(module):
-            _put_on(module)
-    if any(isinstance(_own_forward(module), GraphReader) for module in model.modules()):
+            _restore_module(module)
+        elif _MARK_ATTRIBUTE not in vars(module) and _has_forward(module):
+            _widen_module(module)
+    if any(isinstance(_get_own_forward(module), GraphReader) for module in model.modules()):
         leave_compiled_products(model)
     return model
 
 
 def has_float32_products(model: nn.Module) -> bool:
     """Return whether `float32_products` was called on a model."""
-    return any(_MARK in vars(module) for module in model.modules())
+    return any(_MARK_ATTRIBUTE in vars(module) for module in model.modules())
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -95,20 +95,18 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 class GraphReader:
-    """A module's ``forward`` whose compiler reads the products of the model's graph: they stay those it wrote."""
+    """Base of module forwards whose compiler reads the graph's products: these stay torch's own."""
 
 
 def leave_compiled_products(model: nn.Module, leave: bool = True) -> None:
     """Leave a model's products to torch where a compiler traces them, for whoever reads its graphs; or no longer."""
     for module in model.modules():
-        if _MARK in vars(module):
-            vars(module)[_MARK] = _EAGER if leave else _EVERYWHERE
+        if _MARK_ATTRIBUTE in vars(module):
+            vars(module)[_MARK_ATTRIBUTE] = _EAGER if leave else _EVERYWHERE
 
 
-class _Around:
+class _WrappedForward:
     """A forward that somebody else has given a module itself, with its products in float32."""
-
-    module: nn.Module | None = None  # what earlier versions pickled has none
 
     def __init__(self, own: Callable[..., Any], module: nn.Module) -> None:
         self.own = self.__wrapped__ = own
@@ -116,28 +114,24 @@ class _Around:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it."""
-        if self.module is not None:
-            return _run(self.own, self.module, args, kwargs)
-        if not widened_dtypes() or _is_active() or torch.compiler.is_compiling():
-            return self.own(*args, **kwargs)
-        return _call_under_mode(self.own, args, kwargs)
+        return _run_forward(self.own, self.module, args, kwargs)
 
 
-def _put_on(module: nn.Module) -> None:
-    vars(module)[_MARK] = _EVERYWHERE
+def _widen_module(module: nn.Module) -> None:
+    vars(module)[_MARK_ATTRIBUTE] = _EVERYWHERE
     if "forward" in vars(module):
-        vars(module)["forward"] = _Around(vars(module)["forward"], module)
-    made = None if parametrize.is_parametrized(module) else _class_with_products(type(module))
+        vars(module)["forward"] = _WrappedForward(vars(module)["forward"], module)
+    made = None if parametrize.is_parametrized(module) else _make_widened_class(type(module))
     if made is not None:
         object.__setattr__(module, "__class__", made)
     elif "forward" not in vars(module):
-        vars(module)["forward"] = _Around(types.MethodType(type(module).forward, module), module)
+        vars(module)["forward"] = _WrappedForward(types.MethodType(type(module).forward, module), module)
 
 
-def _take_off(module: nn.Module) -> None:
-    vars(module).pop(_MARK, None)
+def _restore_module(module: nn.Module) -> None:
+    vars(module).pop(_MARK_ATTRIBUTE, None)
     forward = vars(module).get("forward")
-    if isinstance(forward, _Around):
+    if isinstance(forward, _WrappedForward):
         del vars(module)["forward"]
         if getattr(forward.own, "__func__", None) is not type(module).forward:
             vars(module)["forward"] = forward.own
@@ -145,9 +139,9 @@ def _take_off(module: nn.Module) -> None:
     object.__setattr__(module, "__class__", class_of(module))
 
 
-def _own_forward(module: nn.Module) -> Any:
+def _get_own_forward(module: nn.Module) -> Any:
     forward = vars(module).get("forward")
-    return forward.own if isinstance(forward, _Around) else forward
+    return forward.own if isinstance(forward, _WrappedForward) else forward
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -163,8 +157,8 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _class_with_products(base: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the subclass whose modules run a class's forward in `_run`; None where it cannot be subclassed.
+def _make_widened_class(base: type[nn.Module]) -> type[nn.Module] | None:
+    """Return the subclass whose modules run a class's forward in `_run_forward`; None where it cannot be subclassed.
 
     A class, and no function that a module holds: shallow copies and replicas run themselves, and no cycle keeps models
     alive.
@@ -175,17 +169,17 @@ def _class_with_products(base: type[nn.Module]) -> type[nn.Module] | None:
             made: Any = types.new_class(base.__name__, (base,), {}, lambda scope: scope.update(named))
         except Exception:  # its __init_subclass__ or metaclass wants more, or refuses
             return None
-        made.forward = _forward_of(made, base.forward)
-        made.__reduce_ex__ = _reduce
+        made.forward = _make_forward(made, base.forward)
+        made.__reduce_ex__ = _reduce_module
         setattr(made, _BASE, base)
         setattr(base, _MADE, made)
     found: type[nn.Module] = vars(base)[_MADE]
     return found
 
 
-def _forward_of(made: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+def _make_forward(made: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     """Return a class's forward, with the signature, the source and the names of the one inside."""
-    run = _run
+    run = _run_forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Somebody may hold the bound method of a module that has its old class again.
@@ -198,60 +192,60 @@ def _forward_of(made: Any, own: Callable[..., Any]) -> Callable[..., Any]:
     return functools.wraps(own)(within)
 
 
-def _reduce(self: nn.Module, protocol: Any) -> Any:
+def _reduce_module(self: nn.Module, protocol: Any) -> Any:
     """Pickle and copy a module by its original class."""
     # A class that somebody has made of this file's is the one that is named.
     made: Any = next(kind for kind in type(self).__mro__ if _BASE in vars(kind))
     reduced = super(made, self).__reduce_ex__(max(2, int(protocol)))
     if type(self) is not made or not isinstance(reduced, tuple) or getattr(reduced[0], "__name__", "") != "__newobj__":
         return reduced
-    return new_module, (vars(made)[_BASE], *reduced[1][1:]), *reduced[2:]
+    return make_empty_module, (vars(made)[_BASE], *reduced[1][1:]), *reduced[2:]
 
 
-def new_module(base: type[nn.Module], *arguments: Any) -> nn.Module:
+def make_empty_module(base: type[nn.Module], *arguments: Any) -> nn.Module:
     """Return an empty module of the class made of a class, whose state a pickle then fills in."""
-    made = _class_with_products(base) or base
+    made = _make_widened_class(base) or base
     return made.__new__(made, *arguments)
 
 
-class _Local(threading.local):
+class _ThreadState(threading.local):
     # Whether a marked module runs that needs no float32 products.
-    without = False
+    runs_plainly = False
     # The hooks for saved tensors that were in force where the mode began.
-    hooks: Any = None
+    hooks_at_entry: Any = None
 
 
-_local = _Local()
+_thread_state = _ThreadState()
 
 
-def _run(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_forward(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a module's forward pass, under the mode where the model has numbers of a dtype that is widened."""
-    mark = module.__dict__.get(_MARK)  # vars() of a module is more than torch 2.6 can trace
+    mark = module.__dict__.get(_MARK_ATTRIBUTE)  # vars() of a module is more than torch 2.6 can trace
     if mark is None or is_exporting():
         return forward(*args, **kwargs)
     dtypes = widened_dtypes()
-    if not dtypes or _is_active():
+    if not dtypes or _is_mode_active():
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         if mark == _EAGER:
-            _note_left()
+            _note_products_left()
             return forward(*args, **kwargs)
-        if not _holds(module, dtypes, True) and not _meets(args, kwargs, dtypes):
+        if not _has_numbers_of(module, dtypes, True) and not _receives_numbers_of(args, kwargs, dtypes):
             return forward(*args, **kwargs)
-        with _MODE:
+        with _PRODUCT_MODE:
             return forward(*args, **kwargs)
-    if _holds(module, dtypes, not _local.without) or _meets(args, kwargs, dtypes):
+    if _has_numbers_of(module, dtypes, not _thread_state.runs_plainly) or _receives_numbers_of(args, kwargs, dtypes):
         return _call_under_mode(forward, args, kwargs)
-    if _local.without:
+    if _thread_state.runs_plainly:
         return forward(*args, **kwargs)
-    _local.without = True
+    _thread_state.runs_plainly = True
     try:
         return forward(*args, **kwargs)
     finally:
-        _local.without = False
+        _thread_state.runs_plainly = False
 
 
-def _holds(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bool:
+def _has_numbers_of(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bool:
     """Return whether a module, or with `deep` one inside it, holds numbers of a dtype on the CPU."""
     for one in module.modules() if deep else (module,):
         for held in (one._parameters, one._buffers):
@@ -261,7 +255,7 @@ def _holds(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bo
     return False
 
 
-def _meets(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> bool:
+def _receives_numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> bool:
     """Return whether arguments or torch.autocast bring a dtype."""
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in dtypes:
         return True
@@ -269,66 +263,66 @@ def _meets(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: tuple[torch.dt
 
 
 @constant_result
-def _note_left() -> None:
+def _note_products_left() -> None:
     note("float32 products", "left to torch in a graph that an AdaptiveGradScaler's backend compiles")
 
 
-class _Products(TorchFunctionMode):
+class _ProductMode(TorchFunctionMode):
     """Sends the torch functions that multiply to `product`; all others run as they are."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _UNDISPATCHED:
+        if function in _FUNCTIONS_WITHOUT_DISPATCH:
             # A function in Python, whose products this mode would not see: a mode is off while it handles a call.
             with self:
-                return _UNDISPATCHED[function](*args, **kwargs)
+                return _FUNCTIONS_WITHOUT_DISPATCH[function](*args, **kwargs)
         if function not in PRODUCTS:
             # dynamo cannot trace this method's super() under a mode.
             return (torch.unflatten if function is torch.Tensor.unflatten else function)(*args, **kwargs)
         if not torch.compiler.is_compiling():
             hooks = saved_tensor_hooks()
             # A checkpoint around the model's modules runs them again, and they come back here by themselves.
-            if hooks is not None and hooks != _local.hooks:
+            if hooks is not None and hooks != _thread_state.hooks_at_entry:
                 capture_hooks(hooks[0], _recompute_under_mode, "hu.float32_products")
         return product(function, args, kwargs)
 
 
 def _skip_dispatch(function: Any) -> Any:
     """Return a function of torch.nn.functional without its own dispatch to modes."""
-    scope = {**function.__globals__, "has_torch_function": _never, "has_torch_function_variadic": _never}
+    scope = {**function.__globals__, "has_torch_function": _return_false, "has_torch_function_variadic": _return_false}
     return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
 
 
-def _never(*tensors: Any) -> bool:
+def _return_false(*tensors: Any) -> bool:
     return False
 
 
 # Those in Python that multiply more than once, by functions that the mode knows.
-_UNDISPATCHED = {
+_FUNCTIONS_WITHOUT_DISPATCH = {
     function: _skip_dispatch(function)
     for name in ("multi_head_attention_forward", "linear_cross_entropy")
     if (function := getattr(nn.functional, name, None)) is not None
 }
-_MODE = _Products()
+_PRODUCT_MODE = _ProductMode()
 
 
-def _is_active() -> bool:
+def _is_mode_active() -> bool:
     count = torch._C._len_torch_function_stack()
-    return any(torch._C._get_function_stack_at(k) is _MODE for k in range(count))
+    return any(torch._C._get_function_stack_at(k) is _PRODUCT_MODE for k in range(count))
 
 
 def _call_under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function under the mode, below all others: they see products of the dtypes that the model asked for."""
     above = _pop_modes()
-    _push_mode(_MODE)
+    _push_mode(_PRODUCT_MODE)
     _push_modes(above)
-    _local.hooks = saved_tensor_hooks()
+    _thread_state.hooks_at_entry = saved_tensor_hooks()
     try:
         return function(*args, **kwargs)
     finally:
-        _local.hooks = None
+        _thread_state.hooks_at_entry = None
         above = _pop_modes()
-        above.remove(_MODE)
+        above.remove(_PRODUCT_MODE)
         _push_modes(above)
 
 
@@ -345,6 +339,6 @@ def _recompute_under_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that activation checkpointing recomputes, under the mode."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if _is_active() else _call_under_mode(function, args, kwargs)
+        return function(*args, **kwargs) if _is_mode_active() else _call_under_mode(function, args, kwargs)
 
     return run

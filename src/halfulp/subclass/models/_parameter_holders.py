@@ -35,26 +35,26 @@ from torch.nn.modules.module import (
 from ..._torch_import import call_after_import
 from ...kernels import untraced
 from .._in_backward import FIRST
-from ._state_dict import known_layout, state_dict_layout
+from ._state_dict import find_state_dict_layout, get_known_layout
 
-_UNSENT = (torch.int16, torch.uint16)
-_watching: list[bool] = []
+_UNSENDABLE_DTYPES = (torch.int16, torch.uint16)
+_wrapped_checkpoints: list[bool] = []
 
 
 def watch_checkpoints() -> None:
     """Wrap torch's checkpoint functions, now or as soon as torch imports them."""
-    if not _watching:
-        _watching.append(True)
-        call_after_import("torch.distributed.checkpoint.state_dict", _complete_module)
+    if not _wrapped_checkpoints:
+        _wrapped_checkpoints.append(True)
+        call_after_import("torch.distributed.checkpoint.state_dict", _wrap_module_functions)
 
 
-def _complete_module(module: ModuleType) -> None:
+def _wrap_module_functions(module: ModuleType) -> None:
     for name, completed in (
-        ("_load_model_state_dict", functools.partial(_load, module._get_fqns)),
-        ("_gather_state_dict", _gather),
-        ("_distribute_state_dict", _distribute),
-        ("_broadcast_state_dict", _send),
-        ("_unflatten_optim_state_dict", _unflatten),
+        ("_load_model_state_dict", functools.partial(_load_full_names, module._get_fqns)),
+        ("_gather_state_dict", _gather_states),
+        ("_distribute_state_dict", _distribute_states),
+        ("_broadcast_state_dict", _broadcast_states),
+        ("_unflatten_optim_state_dict", _unflatten_states),
     ):
         setattr(module, name, functools.partial(completed, getattr(module, name)))
 
@@ -62,7 +62,7 @@ def _complete_module(module: ModuleType) -> None:
 # Names -------------------------------------------------------------------------------------------------------------
 
 
-def _load(
+def _load_full_names(
     names_without_prefixes: Callable[..., set[str]],
     plain: Callable,
     model: nn.Module,
@@ -70,13 +70,13 @@ def _load(
     *given: Any,
     **options: Any,
 ) -> Any:
-    """Give auxiliary entries the names that those of their parameters will have.
+    """Rename auxiliary entries to the prefixed names of their parameters.
 
     torch takes ``module.`` (DistributedDataParallel) and ``_orig_mod.`` (torch.compile) out of names when it saves, and
     puts them before parameters and buffers alone when it loads.
     """
-    for name, parameter in _own_parameters(model):
-        suffix = known_layout(parameter).suffix
+    for name, parameter in _list_own_parameters(model):
+        suffix = get_known_layout(parameter).suffix
         # Without those of checkpoint wrappers, whose own hooks put them before every entry.
         long = names_without_prefixes(model, name, skip_ddp_prefix=False, skip_compiler_prefix=False)
         for short, full in zip(names_without_prefixes(model, name), long):
@@ -90,24 +90,24 @@ def _load(
 # Gathering, and cutting into shards -------------------------------------------------------------------------------
 
 
-def _gather(plain: Callable, state_dict: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
-    return _restore_dtypes(plain(_to_sendable(state_dict), *given, **options), state_dict)
+def _gather_states(plain: Callable, state_dict: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
+    return _restore_dtypes(plain(_convert_to_sendable(state_dict), *given, **options), state_dict)
 
 
-def _distribute(
+def _distribute_states(
     plain: Callable, full: Mapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any
 ) -> None:
     before = dict(local)
-    plain(_to_sendable(full), local, *given, **options)
+    plain(_convert_to_sendable(full), local, *given, **options)
     _restore_dtypes(local, before)
 
 
-def _to_sendable(value: Any) -> Any:
+def _convert_to_sendable(value: Any) -> Any:
     """Return a state with tensors of dtypes that processes cannot send as int32."""
     if isinstance(value, Mapping):
-        parts = {name: _to_sendable(part) for name, part in value.items()}
+        parts = {name: _convert_to_sendable(part) for name, part in value.items()}
         return parts if any(parts[name] is not part for name, part in value.items()) else value
-    return value.to(torch.int32) if isinstance(value, Tensor) and value.dtype in _UNSENT else value
+    return value.to(torch.int32) if isinstance(value, Tensor) and value.dtype in _UNSENDABLE_DTYPES else value
 
 
 def _restore_dtypes(found: Any, before: Any) -> Any:
@@ -115,7 +115,7 @@ def _restore_dtypes(found: Any, before: Any) -> Any:
     if isinstance(before, Mapping) and isinstance(found, MutableMapping):
         for name in before.keys() & found.keys():
             found[name] = _restore_dtypes(found[name], before[name])
-    elif isinstance(before, Tensor) and before.dtype in _UNSENT:
+    elif isinstance(before, Tensor) and before.dtype in _UNSENDABLE_DTYPES:
         return found.to(before.dtype) if isinstance(found, Tensor) and found.dtype == torch.int32 else found
     return found
 
@@ -123,7 +123,7 @@ def _restore_dtypes(found: Any, before: Any) -> Any:
 # Flat states ------------------------------------------------------------------------------------------------------
 
 
-def _unflatten(plain: Callable, optim: Any, state_dict: Mapping[str, Any], *given: Any, **options: Any) -> Any:
+def _unflatten_states(plain: Callable, optim: Any, state_dict: Mapping[str, Any], *given: Any, **options: Any) -> Any:
     try:
         return plain(optim, state_dict, *given, **options)
     except KeyError as error:
@@ -139,33 +139,33 @@ def _unflatten(plain: Callable, optim: Any, state_dict: Mapping[str, Any], *give
 # Sending ----------------------------------------------------------------------------------------------------------
 
 
-def _send(
+def _broadcast_states(
     plain: Callable, full: MutableMapping[str, Any], local: MutableMapping[str, Any], *given: Any, **options: Any
 ) -> None:
     before = dict(local)
-    own = {name: value for name, value in local.items() if state_dict_layout(value) is not None}
+    own = {name: value for name, value in local.items() if find_state_dict_layout(value) is not None}
     expected = {}
     for name, value in own.items():
-        entries = known_layout(value).entries(name, value.detach())
+        entries = get_known_layout(value).entries(name, value.detach())
         expected[name] = {entry: part for entry, part in entries.items() if entry not in local}
     for beside in expected.values():
         local.update(beside)
-    plain(_to_sendable(_to_plain_entries(full, own)), local, *given, **options)
+    plain(_convert_to_sendable(_split_into_entries(full, own)), local, *given, **options)
     for name, beside in expected.items():
         # What is as it was has not been sent: the first process's entry is a plain tensor.
         unsent = [entry for entry, part in beside.items() if local.get(entry) is part]
         for entry in unsent:
             del local[entry]
         if name in local and not isinstance(own[name], nn.Parameter):  # which modules put together
-            local[name] = _from_plain_entries(local, name, beside, own[name])
+            local[name] = _join_entries(local, name, beside, own[name])
     _restore_dtypes(local, before)
 
 
-def _to_plain_entries(full: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
+def _split_into_entries(full: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return a state of plain tensors only: one entry for each auxiliary tensor, values where this process has none."""
     parted: dict[str, Any] = {}
     for name, value in full.items():
-        layout = state_dict_layout(value)
+        layout = find_state_dict_layout(value)
         if layout is None:
             parted[name] = value
         elif name in own:
@@ -175,37 +175,39 @@ def _to_plain_entries(full: Mapping[str, Any], own: Mapping[str, Tensor]) -> dic
     return parted
 
 
-def _from_plain_entries(
-    local: MutableMapping[str, Any], name: str, beside: Mapping[str, Tensor], like: Tensor
-) -> Tensor:
-    """Return a tensor like the one that stood here, made of the entries that were sent."""
+def _join_entries(local: MutableMapping[str, Any], name: str, beside: Mapping[str, Tensor], like: Tensor) -> Tensor:
+    """Return a tensor like a given one, made of the entries that were sent."""
     entries = {name: local[name], **{entry: local.pop(entry) for entry in beside if entry in local}}
-    return known_layout(like).fitting({entry: part.to(like.device) for entry, part in entries.items()}, name, like)
+    return get_known_layout(like).fitting({entry: part.to(like.device) for entry, part in entries.items()}, name, like)
 
 
-_listening: list[Any] = []
+_registration_hooks: list[Any] = []
 
 
-def watch() -> None:
+def install_registration_hooks() -> None:
     """Install the registration hooks, once."""
-    if not _listening:
-        _listening.append(register_module_module_registration_hook(_on_registration))
-        _listening.append(register_module_parameter_registration_hook(_refuse_dtensor))
+    if not _registration_hooks:
+        _registration_hooks.append(register_module_module_registration_hook(_hook_data_parallel))
+        _registration_hooks.append(register_module_parameter_registration_hook(_refuse_dtensor))
         watch_checkpoints()
 
 
-def _on_registration(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    if isinstance(outer, nn.parallel.DistributedDataParallel) and inner is not None and any(_own_parameters(inner)):
-        outer.register_forward_hook(_complete_gradients)
+def _hook_data_parallel(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
+    if (
+        isinstance(outer, nn.parallel.DistributedDataParallel)
+        and inner is not None
+        and any(_list_own_parameters(inner))
+    ):
+        outer.register_forward_hook(_complete_unused_gradients)
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _list_own_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     pairs = module.named_parameters(remove_duplicate=False)
-    return ((name, parameter) for name, parameter in pairs if state_dict_layout(parameter) is not None)
+    return ((name, parameter) for name, parameter in pairs if find_state_dict_layout(parameter) is not None)
 
 
-def _complete_gradients(wrapper: nn.Module, inputs: Any, output: Any) -> None:
-    """Give parameters that this process did not use the same kind of gradient as in the processes that did.
+def _complete_unused_gradients(wrapper: nn.Module, inputs: Any, output: Any) -> None:
+    """Give parameters that this process did not use the gradient class that other processes have.
 
     With find_unused_parameters the reducer makes such a gradient itself, of the plain numbers that have arrived; where
     the parameter was used it writes them into the gradient that is there, and rounds. Processes would drift apart.
@@ -224,7 +226,7 @@ def _complete_after_backward(wrapper: nn.Module, output: Any) -> None:
         if callbacks:
             engine.queue_callback(lambda: after(callbacks - 1))
         else:
-            _complete(wrapper)
+            _complete_plain_gradients(wrapper)
 
     def begin(gradient: Tensor) -> None:
         if not queued:
@@ -236,9 +238,9 @@ def _complete_after_backward(wrapper: nn.Module, output: Any) -> None:
             x.register_hook(begin)
 
 
-def _complete(wrapper: nn.Module) -> None:
+def _complete_plain_gradients(wrapper: nn.Module) -> None:
     with torch.no_grad():
-        for _, parameter in _own_parameters(wrapper):
+        for _, parameter in _list_own_parameters(wrapper):
             plain = parameter.grad
             if type(plain) is Tensor and getattr(parameter, "gradients", None) != FIRST:
                 gradient = torch.zeros_like(parameter.detach())
@@ -249,7 +251,7 @@ def _complete(wrapper: nn.Module) -> None:
 def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> None:
     """Refuse a parameter that a parallel plan has split (a DTensor) when it is put into a module."""
     shard = getattr(parameter, "_local_tensor", None)
-    if state_dict_layout(shard) is None:
+    if find_state_dict_layout(shard) is None:
         return
     kind = type(shard).__name__
     raise NotImplementedError(
@@ -316,8 +318,8 @@ def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> Wrappers
                 f"call {what} before sharding the model"
             )
         if replaced:
-            check_hooks(name, tensor)
-        if tensor.device.type == "cpu" and plain_memory(tensor) is tensor and tensor.is_shared():
+            refuse_hooked_parameter(name, tensor)
+        if tensor.device.type == "cpu" and get_plain_memory(tensor) is tensor and tensor.is_shared():
             raise ValueError(
                 f"parameter {name!r} lies in memory that other processes share: {what} would take it out of theirs; "
                 f"call share_memory() after {what}"
@@ -335,7 +337,7 @@ def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> Wrappers
                 if id(parameter) in names:
                     _refuse_wrapped(names[id(parameter)], kind, what)
     check_overlaps(unique, what)
-    return _sharded_around(unique, what)
+    return _find_sharded_modules(unique, what)
 
 
 def _refuse_wrapped(name: str, kind: str, what: str) -> NoReturn:
@@ -351,7 +353,7 @@ def _refuse_wrapped(name: str, kind: str, what: str) -> NoReturn:
     )
 
 
-def check_hooks(name: str, tensor: Tensor) -> None:
+def refuse_hooked_parameter(name: str, tensor: Tensor) -> None:
     """Raise for a parameter with hooks, which belong to the tensor that is about to be replaced."""
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(tensor, kind, None):
@@ -365,7 +367,7 @@ def check_overlaps(named: NamedTensors, what: str) -> None:
     """Raise for two parameters whose memory overlaps, from each one's first byte to its last."""
     lying = defaultdict(list)
     for name, tensor in named:
-        if (part := plain_memory(tensor)) is not None:
+        if (part := get_plain_memory(tensor)) is not None:
             lying[part.untyped_storage().data_ptr()].append((name, part))
     for together in lying.values():
         together.sort(key=lambda one: one[1].data_ptr())
@@ -386,7 +388,7 @@ def check_overlaps(named: NamedTensors, what: str) -> None:
                 )
 
 
-def plain_memory(tensor: Tensor) -> Tensor | None:
+def get_plain_memory(tensor: Tensor) -> Tensor | None:
     """Return the plain strided tensor that stores a parameter (a DTensor's shard); None without memory."""
     part = getattr(tensor, "_local_tensor", tensor)
     if type(part).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
@@ -398,11 +400,11 @@ def plain_memory(tensor: Tensor) -> Tensor | None:
 
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of one storage have a byte in common, what lies between a view's elements included."""
-    (first, end), (start, _) = sorted((t.data_ptr(), t.data_ptr() + _extent(t)) for t in (a, b))
+    (first, end), (start, _) = sorted((t.data_ptr(), t.data_ptr() + _count_spanned_bytes(t)) for t in (a, b))
     return first == start or start < end
 
 
-def _extent(tensor: Tensor) -> int:
+def _count_spanned_bytes(tensor: Tensor) -> int:
     """Return the bytes from a tensor's first element to the end of its last."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
     return (last + 1) * tensor.element_size()
@@ -452,18 +454,18 @@ def sharded_modules() -> list[nn.Module]:
 
 def shard_groups(module: nn.Module) -> list[Any]:
     """fully_shard's groups of parameters at a module."""
-    state = _fsdp_state(module)
+    state = _read_fsdp_state(module)
     # torch 2.12 has one group at a module, or None.
     groups = getattr(state, "_fsdp_param_groups", (getattr(state, "_fsdp_param_group", None),))
     return [group for group in groups if group is not None]
 
 
-def _fsdp_state(module: nn.Module) -> Any:
+def _read_fsdp_state(module: nn.Module) -> Any:
     state_of: Any = module._get_fsdp_state  # of FSDPModule, which fully_shard adds to the bases of the module's class
     return state_of()
 
 
-def _sharded_around(named: list[tuple[str, Tensor]], what: str) -> Wrappers:
+def _find_sharded_modules(named: list[tuple[str, Tensor]], what: str) -> Wrappers:
     """Return the modules of fully_shard around some parameters.
 
     Raises:
@@ -476,7 +478,7 @@ def _sharded_around(named: list[tuple[str, Tensor]], what: str) -> Wrappers:
         held += [one.sharded_param for group in shard_groups(module) for one in group.fsdp_params]
         mine = [names[id(tensor)] for tensor in held if id(tensor) in names]
         if mine and shard_groups(module):
-            if getattr(_fsdp_state(module), "_is_root", None) is not None:
+            if getattr(_read_fsdp_state(module), "_is_root", None) is not None:
                 raise ValueError(
                     f"parameter {mine[0]!r} is sharded by fully_shard, and the model has run: its buffers have the old "
                     f"dtype. Call {what} after fully_shard and before the first forward pass, or on the model before "

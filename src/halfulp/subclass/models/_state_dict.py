@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ..._messages import a_kind, listed
 
 _C: Any = torch._C
-_LOADED = "_halfulp_loaded"
+_LOADED_ATTRIBUTE = "_halfulp_loaded"
 # On a parameter: its first name in the newest state_dict, and that one's identity, that of the values, and versions.
-SAVED = "_halfulp_saved"
+SAVED_ATTRIBUTE = "_halfulp_saved"
 
 
 class StateDictLayout(NamedTuple):
@@ -52,38 +52,38 @@ def register(layout: StateDictLayout) -> None:
     _layouts[layout.kind] = layout
 
 
-def state_dict_layout(tensor: object) -> StateDictLayout | None:
+def find_state_dict_layout(tensor: object) -> StateDictLayout | None:
     """Return how a tensor is stored in a state_dict; None for a class without a layout."""
     return _layouts.get(type(tensor))
 
 
-def known_layout(tensor: Tensor) -> StateDictLayout:
+def get_known_layout(tensor: Tensor) -> StateDictLayout:
     """Return how a tensor is stored in a state_dict, of a class that has a layout."""
     return _layouts[type(tensor)]
 
 
-def install(module: nn.Module) -> None:
+def install_hooks(module: nn.Module) -> None:
     """Save and load this module's own parameters of such classes as plain tensors."""
-    if _save not in module._state_dict_hooks.values():
-        module.register_state_dict_post_hook(_save)
-        module.register_load_state_dict_pre_hook(_load)
+    if _save_auxiliary_tensors not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_save_auxiliary_tensors)
+        module.register_load_state_dict_pre_hook(_load_auxiliary_tensors)
         module.register_load_state_dict_post_hook(_forget_missing)
 
 
-def install_check(model: nn.Module) -> None:
+def install_file_check(model: nn.Module) -> None:
     """Check a file for all of a model's modules before any of them is loaded."""
     hooks = model._load_state_dict_pre_hooks
     assert isinstance(hooks, OrderedDict)
-    if not any(getattr(hook, "hook", None) is _check_all for hook in hooks.values()):
-        model.register_load_state_dict_pre_hook(_check_all)
+    if not any(getattr(hook, "hook", None) is _check_all_modules for hook in hooks.values()):
+        model.register_load_state_dict_pre_hook(_check_all_modules)
         hooks.move_to_end(next(reversed(hooks)), last=False)
 
 
-def remove(module: nn.Module) -> None:
-    """Remove what `install` and `install_check` added, unless parameters of such classes are left."""
-    if any(_own(inner) for inner in module.modules()):
+def remove_hooks(module: nn.Module) -> None:
+    """Remove the hooks of `install_hooks` and `install_file_check`, unless parameters of such classes are left."""
+    if any(_list_own_parameters(inner) for inner in module.modules()):
         return
-    own = (_save, _load, _check_all, _forget_missing)
+    own = (_save_auxiliary_tensors, _load_auxiliary_tensors, _check_all_modules, _forget_missing)
     for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks):
         for key, hook in list(hooks.items()):
             if getattr(hook, "hook", hook) in own:
@@ -109,18 +109,20 @@ def check_version(metadata: Mapping) -> None:
             )
 
 
-def _own(module: nn.Module) -> list[tuple[str, Tensor, StateDictLayout]]:
+def _list_own_parameters(module: nn.Module) -> list[tuple[str, Tensor, StateDictLayout]]:
     """Return a module's own parameters that have a layout: name, parameter, layout."""
     return [
         (key, value, layout)
         for key, value in module._parameters.items()
-        if value is not None and (layout := state_dict_layout(value)) is not None
+        if value is not None and (layout := find_state_dict_layout(value)) is not None
     ]
 
 
-def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+def _save_auxiliary_tensors(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
     """Store auxiliary tensors as entries behind their parameter; with keep_vars keep the parameter itself."""
-    own = {prefix + key: (parameter, layout) for key, parameter, layout in _own(module)}
+    own = {prefix + key: (parameter, layout) for key, parameter, layout in _list_own_parameters(module)}
     local_metadata.update({layout.key: layout.version for _, layout in own.values()})
     last: list[tuple[str, Any]] = []
     # What this module and its children have saved stands last.
@@ -129,12 +131,12 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_meta
     for name, value in reversed(last):
         parameter, layout = own.get(name, (value, None))
         if layout is not None and value is not parameter and isinstance(value, layout.kind):
-            state_dict.update(_share_memory(layout.entries(name, value), name, parameter, state_dict))
+            state_dict.update(_share_tied_memory(layout.entries(name, value), name, parameter, state_dict))
         else:
             state_dict[name] = value
 
 
-def _share_memory(
+def _share_tied_memory(
     entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Return a parameter's entries, in the memory that they have under its first name in this state_dict.
@@ -142,44 +144,44 @@ def _share_memory(
     Savers that write shared memory once (transformers) would else write the values of a tied parameter under both names
     and what stands beside them under one, and the values alone would be loaded last.
     """
-    first, *noted = parameter.__dict__.get(SAVED, ("",))
+    first, *noted = parameter.__dict__.get(SAVED_ATTRIBUTE, ("",))
     known = state_dict.get(first, entries[name])
     is_noted = noted == [id(state_dict), id(known), known._version, parameter._version]
     if first != name and is_noted and _share_auxiliary(entries, name, state_dict, first):
         return {**entries, name: known}
     value = entries[name]
     # Identities, as torch.utils.swap_tensors takes no tensor that is weakly referenced.
-    parameter.__dict__[SAVED] = name, id(state_dict), id(value), value._version, parameter._version
+    parameter.__dict__[SAVED_ATTRIBUTE] = name, id(state_dict), id(value), value._version, parameter._version
     return entries
 
 
 def _share_auxiliary(entries: Mapping[str, Tensor], name: str, state_dict: Mapping[str, Any], first: str) -> bool:
-    """Return whether auxiliary entries are those of another name: identities alone may be of what is gone."""
+    """Return whether a parameter's auxiliary entries share the memory of those under another name."""
     pairs = [(x, state_dict.get(first + entry.removeprefix(name))) for entry, x in entries.items() if entry != name]
     return all(
         isinstance(y, Tensor) and _C._is_alias_of(x, y) and x.storage_offset() == y.storage_offset() for x, y in pairs
     )
 
 
-def _check_all(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:
+def _check_all_modules(module: nn.Module, state_dict: Mapping, prefix: str, local_metadata: dict, *rest: Any) -> None:
     """Refuse a file that does not fit before anything is written."""
     check_version(local_metadata)
     metadata = getattr(state_dict, "_metadata", None) or {}
     for path, inner in module.named_modules():
         own = f"{prefix}{path}." if path else prefix
         check_version(metadata.get(own[:-1], {}))
-        for key, parameter, layout in _own(inner):
-            _fitting(state_dict, own + key, parameter, layout)
+        for key, parameter, layout in _list_own_parameters(inner):
+            _read_fitting_tensor(state_dict, own + key, parameter, layout)
 
 
-def _fitting(state_dict: Mapping, name: str, parameter: Tensor, layout: StateDictLayout) -> Any:
+def _read_fitting_tensor(state_dict: Mapping, name: str, parameter: Tensor, layout: StateDictLayout) -> Any:
     foreign = [entry for entry in state_dict if entry.startswith(f"{name}.") and not layout.suffix.search(entry)]
     if foreign:
         raise ValueError(f"unknown entries {listed(foreign)} beside {name!r}: the file is of another layout")
     return layout.fitting(state_dict, name, parameter)
 
 
-def _load(
+def _load_auxiliary_tensors(
     module: nn.Module,
     state_dict: MutableMapping[str, Any],
     prefix: str,
@@ -191,10 +193,10 @@ def _load(
 ) -> None:
     """Load auxiliary tensors into their parameters; torch reports mismatches and assigns."""
     check_version(local_metadata)
-    loaded = module.__dict__[_LOADED] = []
-    for key, parameter, layout in _own(module):
+    loaded = module.__dict__[_LOADED_ATTRIBUTE] = []
+    for key, parameter, layout in _list_own_parameters(module):
         name = prefix + key
-        value = _fitting(state_dict, name, parameter, layout)
+        value = _read_fitting_tensor(state_dict, name, parameter, layout)
         for entry in [entry for entry in state_dict if layout.suffix.sub("", entry) == name != entry]:
             del state_dict[entry]
         if value is None:
@@ -207,7 +209,7 @@ def _load(
 
 
 def _forget_missing(module: nn.Module, incompatible: Any) -> None:
-    """Remove the entries that `_load` has loaded from the missing keys."""
-    for name in module.__dict__.pop(_LOADED, ()):
+    """Remove the entries that `_load_auxiliary_tensors` has loaded from the missing keys."""
+    for name in module.__dict__.pop(_LOADED_ATTRIBUTE, ()):
         if name in incompatible.missing_keys:
             incompatible.missing_keys.remove(name)

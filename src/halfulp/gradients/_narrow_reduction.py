@@ -1,223 +1,36 @@
-"""Processes that share gradients: they agree on overflows and exponents, and may send bfloat16 with nothing lost."""
+"""Gradients that processes send each other in bfloat16, with what rounding loses kept for the next step."""
 
 from __future__ import annotations
 
 import functools
 import sys
-import types
 import typing
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.algorithms.join import JoinHook
 
 from .. import __version__
 from .._messages import a_kind, listed, name_differences
 from .._torch_versions import ALL_GATHER, lacks
 from ..rounding import Stochastic, quantize
 from ..rounding._random_bits import mix64
-from ..subclass import sharded_modules
 from ..subclass.models._conversion import check_module
 from ..subclass.models._parameter_holders import shard_groups
 
-
-class WatchedJoin(JoinHook):
-    """A wrapper's ``join_hook``, which also tells a scaler when a ``join()`` begins and ends."""
-
-    def __init__(self, wrapper: nn.parallel.DistributedDataParallel, end: Callable[[], None]) -> None:
-        self.wrapper = weakref.ref(wrapper)
-        # The wrapper's own hook while a join() runs.
-        self._own: JoinHook | None = None
-        self._end = end
-        wrapper.__dict__["join_hook"] = self
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a ``join()`` is active, in which processes may have run out of inputs."""
-        wrapper = self.wrapper()
-        if wrapper is None or self._own is None:
-            return False
-        return wrapper._join_config.enable and not wrapper._join_config.throw_on_early_termination
-
-    def __call__(self, **kwargs: Any) -> JoinHook:
-        """Begin a ``join()`` of the wrapper."""
-        wrapper = self.wrapper()
-        assert wrapper is not None  # it calls this
-        self._own = type(wrapper).join_hook(wrapper, **kwargs)
-        return self
-
-    def main_hook(self) -> None:
-        """Run the wrapper's own hook for a process without inputs; the scaler sends nothing."""
-        assert self._own is not None
-        self._own.main_hook()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Broadcast the last process's model and scaler counters at the end of a ``join()``."""
-        assert self._own is not None
-        self._own.post_hook(is_last_joiner)
-        self._own = None
-        self._end()
-
-    def restore(self) -> None:
-        """Restore the wrapper's own hook."""
-        wrapper = self.wrapper()
-        if wrapper is not None and wrapper.__dict__.get("join_hook") is self:
-            del wrapper.__dict__["join_hook"]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the wrapper has no scaler.
-        wrapper = self.wrapper()
-        assert wrapper is not None  # it holds this
-        return types.MethodType, (type(wrapper).join_hook, wrapper)
-
-
-# One for each occasion at which processes meet; they are part of the message.
-OCCASIONS = ("step", "skipped step", "update")
-
-
-class Processes:
-    """The processes that share a scaler's gradients, by DistributedDataParallel or FSDP2.
-
-    They meet at every step whose gradients a scaler checks, after a skipped one, and at the update of an iteration that
-    was measured or skipped, all of which they know alike; a message is six integers, of which each rank learns the
-    least. It goes to the wrapper's own group, and tells who is out of step, so that nobody takes another's message for
-    an answer. Within a wrapper's ``join()`` nothing is sent, as some processes have no inputs left; at its end they
-    take over the numbers of the one that went furthest.
-    """
-
-    def __init__(self) -> None:
-        self._groups: list[Any] = []
-        self._models: list[weakref.ref[nn.Module]] = []
-        self._joins: list[WatchedJoin] = []
-        # Called in every process when a join() ends.
-        self.catch_up: Callable[[], None] = lambda: None
-
-    @property
-    def in_join(self) -> bool:
-        """Whether processes may have run out of inputs, in ``join()``."""
-        return any(join.is_active for join in self._joins)
-
-    def watch(self, model: nn.Module) -> None:
-        """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._watch_wrapper(model, known=True)
-        self._models.append(weakref.ref(model))
-        for group in _list_groups(model):
-            self._add_group(group)
-
-    def find_groups(self) -> None:
-        """Look for wrappers again, once in an iteration, in the forward pass of a model."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        active = nn.parallel.DistributedDataParallel._active_ddp_module
-        if active is not None:
-            self._watch_wrapper(active, known=False)
-        for model in (one() for one in self._models):
-            for group in () if model is None else _list_groups(model):
-                self._add_group(group)
-
-    def agree(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
-        """Return the minimum of each value (two at most) over all processes that share gradients."""
-        if self.in_join or not self._groups:
-            return values
-        place = OCCASIONS.index(occasion)
-        message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
-        found = torch.tensor(message, device=device(), dtype=torch.int64)
-        for group in self._groups:
-            try:
-                dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
-                least = found.tolist()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"AdaptiveGradScaler waited for the other processes at the {occasion} of iteration {iteration}: "
-                    "one of them died, or does not call scaler.step() and scaler.update() as often as this one. "
-                    f"torch.distributed says: {error}"
-                ) from error
-            if least[0] != -least[1] or least[2] != -least[3]:
-                others = f"from {least[0]} to {-least[1]}, at {OCCASIONS[least[2]]!r} to {OCCASIONS[-least[3]]!r}"
-                raise RuntimeError(
-                    f"processes that share gradients are out of step: this one is at the {occasion} of iteration "
-                    f"{iteration}, all are at iterations {others}. Call scaler.step() and scaler.update() equally "
-                    "often in every process, and load the same state in all"
-                )
-        return least[4 : 4 + len(values)]
-
-    def read_furthest(self, numbers: list[int], device: torch.device) -> list[int]:
-        """Return the numbers of the process whose first number is the largest."""
-        mine = torch.tensor(numbers, device=device, dtype=torch.int64)
-        for group in self._groups:
-            every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(every, mine, group=group)
-            mine = max(every, key=lambda one: int(one[0]))
-        return mine.tolist()
-
-    def restore(self) -> None:
-        """Restore the wrappers' own join hooks."""
-        for join in self._joins:
-            join.restore()
-        self._joins.clear()
-
-    def _watch_wrapper(self, wrapper: nn.parallel.DistributedDataParallel, known: bool) -> None:
-        if any(join.wrapper() is wrapper for join in self._joins):
-            return
-        if not known and wrapper._join_config.enable:
-            raise ValueError(
-                "the model runs in a DistributedDataParallel whose join() began before its AdaptiveGradScaler knew of "
-                "it, so that they would not end together: make the scaler of the wrapper, AdaptiveGradScaler(ddp)"
-            )
-        self._add_group(wrapper.process_group)
-        self._joins.append(WatchedJoin(wrapper, lambda: self.catch_up()))
-
-    def _add_group(self, group: Any) -> None:
-        if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):
-            self._groups.append(group)
-
-
-def _list_groups(model: nn.Module) -> Iterator[Any]:
-    """Return the process groups of FSDP2 in a model."""
-    # Whoever shards a model has loaded these.
-    fsdp, dtensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
-    if dtensor is None:
-        return
-    sharded: set[int] = set()
-    modules = list(model.modules())
-    for module in modules:
-        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            for group in shard_groups(module):
-                sharded |= {id(one.sharded_param) for one in group.fsdp_params}
-                yield from group.mesh_info.mesh.get_all_groups()
-    if any(isinstance(m, dtensor.DTensor) and id(m) not in sharded for x in modules for m in x._parameters.values()):
-        _check_split(model, sharded, dtensor.DTensor)
-
-
-def _check_split(model: nn.Module, sharded: set[int], kind: type) -> None:
-    """Refuse parameters that are split among processes by tensor parallel."""
-    groups = (group for module in sharded_modules() for group in shard_groups(module))
-    held = {id(one.sharded_param) for group in groups for one in group.fsdp_params} | sharded
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, kind) and id(parameter) not in held:
-            raise ValueError(
-                f"parameter {name!r} is a DTensor of a parallel plan (tensor parallel): processes would hold parts of "
-                "one gradient at exponents of their own. AdaptiveGradScaler takes DistributedDataParallel and "
-                "fully_shard; for tensor parallel take torch.amp.GradScaler, or bfloat16"
-            )
-
-
 Rounding = Literal["feedback", "stochastic"]
-ROUNDINGS = ("feedback", "stochastic")
-VERSION = 1
+ALLOWED_ROUNDINGS = ("feedback", "stochastic")
+STATE_VERSION = 1
 _WIRE, _WIDE = torch.bfloat16, torch.float32
-_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+_GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
-class _Debt:
+class _RoundingRemainders:
     """The remainders that rounding has kept back from gradients, of one parameter or one FSDP2 group.
 
     Attributes:
@@ -245,7 +58,7 @@ class NarrowReduction:
         self.rounding, self.bytes_sent, self.names = rounding, 0, names
         self._seed, self._scaler, self.group = seed, scaler, group
         self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._debts: defaultdict[str, _Debt] = defaultdict(_Debt)
+        self._remainders: defaultdict[str, _RoundingRemainders] = defaultdict(_RoundingRemainders)
         self._scale = self._read_scale()
         self._check_ranks()
 
@@ -264,9 +77,9 @@ class NarrowReduction:
         """Return this rank's state, under a key with its rank: every rank saves its own, in a file or by DCP."""
         held = {
             name: {key: value for key, value in vars(debt).items() if value is not None}
-            for name, debt in self._debts.items()
+            for name, debt in self._remainders.items()
         }
-        head = {"version": VERSION, "rounding": self.rounding, "ranks": self.size, "scale": self._scale}
+        head = {"version": STATE_VERSION, "rounding": self.rounding, "ranks": self.size, "scale": self._scale}
         return {**head, f"rank_{self._rank}": held}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -279,9 +92,10 @@ class NarrowReduction:
         version, mine = state_dict.get("version"), f"rank_{self._rank}"
         if not isinstance(version, int):
             raise ValueError(f"this is no state of reduce_in_bfloat16, it has the keys {listed(state_dict)}")
-        if version > VERSION:
+        if version > STATE_VERSION:
             raise ValueError(
-                f"a state of version {version} of reduce_in_bfloat16, and this halfulp reads {VERSION}: update halfulp"
+                f"a state of version {version} of reduce_in_bfloat16, and this halfulp reads {STATE_VERSION}: update "
+                "halfulp"
             )
         saved = next((key for key in state_dict if key.startswith("rank_")), "no rank")
         theirs = f"{mine if mine in state_dict else saved} of {state_dict['ranks']}, {state_dict['rounding']!r}"
@@ -298,7 +112,9 @@ class NarrowReduction:
             name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
             for name, held in state_dict[mine].items()
         }
-        self._debts = defaultdict(_Debt, {name: _Debt(**held) for name, held in copied.items()})
+        self._remainders = defaultdict(
+            _RoundingRemainders, {name: _RoundingRemainders(**held) for name, held in copied.items()}
+        )
         self._scale = state_dict["scale"]
 
     def average_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -307,40 +123,42 @@ class NarrowReduction:
         if bucket.buffer().is_sparse:
             raise NotImplementedError("sparse gradients are not sent in bfloat16: make the embedding with sparse=False")
         if self.size > 1:
-            self._follow_scale()
+            self._rescale_remainders()
             names = [self.names[parameter] for parameter in bucket.parameters()]
             gradients = bucket.gradients()
-            sent = [self._round(name, "sent", gradient.reshape(-1)) for name, gradient in zip(names, gradients)]
-            rows = [self._split(payload) for payload in sent]
+            sent = [
+                self._round_to_bfloat16(name, "sent", gradient.reshape(-1)) for name, gradient in zip(names, gradients)
+            ]
+            rows = [self._split_into_rows(payload) for payload in sent]
             widths = [row.shape[1] for row in rows]
-            mean = self._sum_rows(torch.cat(rows, 1)) / self.size
-            mine = [self._round(name, "summed", part) for name, part in zip(names, mean.split(widths))]
-            for gradient, part in zip(gradients, self._gather(torch.cat(mine)).split(widths, 1)):
+            mean = self._exchange_and_sum_rows(torch.cat(rows, 1)) / self.size
+            mine = [self._round_to_bfloat16(name, "summed", part) for name, part in zip(names, mean.split(widths))]
+            for gradient, part in zip(gradients, self._gather_rows(torch.cat(mine)).split(widths, 1)):
                 gradient.copy_(part.reshape(-1)[: gradient.numel()].view_as(gradient))
             for name in names:
-                self._debts[name].count += 1
+                self._remainders[name].count += 1
         finished.set_result(bucket.buffer())
         return finished
 
-    def scatter(self, name: str, output: Tensor, given: Tensor, op: Any) -> None:
+    def scatter_gradients(self, name: str, output: Tensor, given: Tensor, op: Any) -> None:
         """Sum or average a flat group of FSDP2's gradients over the ranks into this rank's shard."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(
                 f"fully_shard asks for {op}, as after set_gradient_divide_factor: reduce_in_bfloat16 sums and averages"
             )
-        self._follow_scale()
-        rows = self._round(name, "sent", given.reshape(-1)).view(self.size, -1)
-        total = self._sum_rows(rows)
+        self._rescale_remainders()
+        rows = self._round_to_bfloat16(name, "sent", given.reshape(-1)).view(self.size, -1)
+        total = self._exchange_and_sum_rows(rows)
         total = total / self.size if op == dist.ReduceOp.AVG else total
-        output.copy_(total if output.dtype == _WIDE else self._round(name, "summed", total))
-        self._debts[name].count += 1
+        output.copy_(total if output.dtype == _WIDE else self._round_to_bfloat16(name, "summed", total))
+        self._remainders[name].count += 1
 
-    def _round(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
+    def _round_to_bfloat16(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
         """Round a flat tensor to bfloat16, and keep back what is lost."""
-        debt = self._debts[name]
+        debt = self._remainders[name]
         if given.dtype == _WIRE:
             return given
-        if given.dtype not in _GRADIENTS:
+        if given.dtype not in _GRADIENT_DTYPES:
             raise NotImplementedError(f"{name}: a gradient of {given.dtype}: {_WIRE} would lose most of it")
         if self.rounding == "stochastic":
             key = mix64(self._seed, *map(ord, name), self._rank, part == "sent")
@@ -359,12 +177,12 @@ class NarrowReduction:
         setattr(debt, part, torch.where(lost.isfinite(), lost, 0.0))
         return payload
 
-    def _split(self, payload: Tensor) -> Tensor:
+    def _split_into_rows(self, payload: Tensor) -> Tensor:
         """Return a row for each rank, padded with zeros."""
         width = -(-payload.numel() // self.size)
         return nn.functional.pad(payload, (0, width * self.size - payload.numel())).view(self.size, width)
 
-    def _sum_rows(self, rows: Tensor) -> Tensor:
+    def _exchange_and_sum_rows(self, rows: Tensor) -> Tensor:
         """Send row k to rank k; return the float32 sum of the rows received, in the order of ranks."""
         # As bytes: gloo has no bfloat16 everywhere, and nothing is added on the wire.
         sent = rows.contiguous().view(torch.uint8)
@@ -373,7 +191,7 @@ class NarrowReduction:
         self.bytes_sent += sent.numel() - sent.numel() // self.size
         return functools.reduce(torch.add, received.view(_WIRE).to(_WIDE).unbind())
 
-    def _gather(self, mine: Tensor) -> Tensor:
+    def _gather_rows(self, mine: Tensor) -> Tensor:
         """Return every rank's row."""
         sent = mine.view(torch.uint8)
         received = torch.empty(self.size * sent.numel(), dtype=torch.uint8, device=sent.device)
@@ -384,18 +202,18 @@ class NarrowReduction:
     def _read_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
-    def _follow_scale(self) -> None:
+    def _rescale_remainders(self) -> None:
         """Rescale the kept remainders to the scale of the arriving gradients."""
         scale = self._read_scale()
         if scale != self._scale:
             ratio, self._scale = scale / self._scale, scale
-            for debt in self._debts.values():
+            for debt in self._remainders.values():
                 for owed in (debt.sent, debt.summed):
                     if owed is not None:
                         owed.mul_(ratio)
 
 
-class _Scatter:
+class _FsdpReduceScatter:
     """The reduce-scatter of one module's group, in the place of FSDP2's own."""
 
     def __init__(self, reduction: NarrowReduction, name: str) -> None:
@@ -407,17 +225,17 @@ class _Scatter:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        self.reduction.scatter(self.name, output_tensor, input_tensor, op)
+        self.reduction.scatter_gradients(self.name, output_tensor, input_tensor, op)
         return None
 
 
-def _average(reduction: NarrowReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _average_bucket_hook(reduction: NarrowReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     return reduction.average_bucket(bucket)
 
 
 if dist.is_available():
     # torch compares annotations, and knows no strings.
-    _average.__annotations__ = typing.get_type_hints(_average)
+    _average_bucket_hook.__annotations__ = typing.get_type_hints(_average_bucket_hook)
 
 
 def reduce_in_bfloat16(
@@ -465,19 +283,19 @@ def reduce_in_bfloat16(
     ValueError: reduce_in_bfloat16 takes a DistributedDataParallel or a model of fully_shard, got a Linear: wrap it
     """
     check_module(model, "reduce_in_bfloat16")
-    if rounding not in ROUNDINGS:
+    if rounding not in ALLOWED_ROUNDINGS:
         raise ValueError(f"rounding={rounding!r}: allowed are 'feedback' and 'stochastic'")
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed={seed!r}: an int, the same on every rank")
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise TypeError(f"scaler= takes the GradScaler or AdaptiveGradScaler of these gradients, got {a_kind(scaler)}")
-    _refuse_parts(model)
+    _refuse_unsupported_models(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         if getattr(model, "_comm_hooks", None):
             raise ValueError("this DistributedDataParallel has a communication hook, and takes no second one")
         names = {parameter: name for name, parameter in model.module.named_parameters()}
         reduction = NarrowReduction(rounding, seed, scaler, model.process_group, names)
-        model.register_comm_hook(reduction, _average)
+        model.register_comm_hook(reduction, _average_bucket_hook)
         return reduction
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # there once something is sharded
     sharded = {m: name or "root" for name, m in model.named_modules() if kind and isinstance(m, kind)}
@@ -497,11 +315,11 @@ def reduce_in_bfloat16(
     names = {module: name for module, name in sharded.items() if shard_groups(module)}
     reduction = NarrowReduction(rounding, seed, scaler, meshes[0].get_group(), names)
     for module, name in reduction.names.items():
-        module.set_custom_reduce_scatter(_Scatter(reduction, name))
+        module.set_custom_reduce_scatter(_FsdpReduceScatter(reduction, name))
     return reduction
 
 
-def _refuse_parts(model: nn.Module) -> None:
+def _refuse_unsupported_models(model: nn.Module) -> None:
     if type(model).__name__ == "FullyShardedDataParallel":
         raise NotImplementedError(
             "FSDP1 flattens parameters: shard the model by fully_shard, or take its own bf16 hook"
