@@ -9,7 +9,7 @@ from ._block import BLOCK_FORMATS, BlockFormat
 from ._catalog import CATALOG, find_format
 from ._format import Format
 
-AnyFormat = TypeVar("Named", Format, BlockFormat)
+AnyFormat = TypeVar("AnyFormat", Format, BlockFormat)
 
 
 def register(format: AnyFormat) -> AnyFormat:

@@ -85,15 +85,15 @@ def _check_fields(place: str, given: object, wanted: _EntryChecks) -> None:
 
 
 def _make_whole_number_check(low: float = 0, high: float = math.inf) -> Callable[[Any], bool]:
-    return lambda given: type(given) is int and low <= given <= high
+    return lambda given: type(given) is int and bool(low <= given <= high)
 
 
 def _is_bool(given: object) -> bool:
     return isinstance(given, bool)
 
 
-def _is_finite_size(given: object) -> bool:
-    return type(given) in (int, float) and 0 <= given < math.inf
+def _is_finite_size(given: Any) -> bool:
+    return type(given) in (int, float) and bool(0 <= given < math.inf)
 
 
 def _allow_none(kind: Callable[[Any], bool]) -> Callable[[Any], bool]:

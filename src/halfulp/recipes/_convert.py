@@ -21,7 +21,7 @@ from ._multipoint import MultipointLayer
 from ._plan import assign, check_float16_range, check_float32_model, find_float32_modules, list_kept_parameters
 from ._recipe import Recipe
 
-ModuleType = TypeVar("M", bound=nn.Module)
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
 
 _RECORD_ATTRIBUTE = "_halfulp_conversion"
 

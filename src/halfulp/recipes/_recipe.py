@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from ..formats import Format
 
-GivenType = TypeVar("Given", contravariant=True)
-HeldType = TypeVar("Held", covariant=True)
+GivenType = TypeVar("GivenType", contravariant=True)
+HeldType = TypeVar("HeldType", covariant=True)
 
 UpdateByGlob = tuple[tuple[str, str], ...]
 

@@ -64,7 +64,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
 def _is_scaled_entry(state_dict: Mapping[str, Any], name: str) -> bool:
     """Return whether two entries are a tensor and its payload's scale, not other parameters with such names."""
     value, scale = state_dict.get(name), state_dict[name + _SCALE_SUFFIX]
-    if not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in (value, scale)):
+    if value is None or not all(isinstance(x, Tensor) and not isinstance(x, ScaledTensor) for x in (value, scale)):
         return False
     if not value.is_floating_point() or scale.dim() or scale.dtype != torch.float32:
         return False

@@ -180,8 +180,8 @@ def times_power_within_range(payload: Tensor, factor: float) -> Tensor:
     return moved if factor <= HUGE_SCALE else clamp_finite(moved, FLOAT32_MAX, payload)
 
 
-def clamp_finite(values: Tensor, largest: Tensor | float, origin: Tensor | None = None) -> Tensor:
-    """Return values within a range, but for infinities, of these or of the numbers that they are made of."""
+def clamp_finite(values: Tensor, largest: Any, origin: Tensor | None = None) -> Tensor:
+    """Return values clamped to +-largest (a tensor or number), but for infinities, theirs or those of `origin`."""
     return torch.where((values if origin is None else origin).isinf(), values, values.clamp(-largest, largest))
 
 

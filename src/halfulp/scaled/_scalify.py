@@ -209,7 +209,7 @@ def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options
 
 
 # A module, or a function.
-ModuleOrFunction = TypeVar("Given", bound=Callable[..., Any])
+ModuleOrFunction = TypeVar("ModuleOrFunction", bound=Callable[..., Any])
 
 
 def scalify_function(

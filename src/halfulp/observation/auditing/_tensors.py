@@ -35,7 +35,7 @@ from ...kernels._trace import COPIES
 from .._text import holds_signed_floats
 from ..checkpoints._files import Checkpoint, StoredTensor, split_tensors
 from ..checkpoints._names import RUNNING_STATISTICS
-from ..sampling._sampler import compile_once
+from ..sampling._sampler import compile_table_once
 from ._audit import TensorAudit, TensorRole, TensorStatistics, TensorStatus
 
 # What is counted; from A_NAN on first of A, then of B.
@@ -255,7 +255,7 @@ def _measure_by_kernel(table: Table, parts: list[Tensor], constants: list[int]) 
     cut[:, 0] = np.repeat(np.arange(groups), lengths)
     pointers = np.array([[*map(address, parts), address_of(own)] for own in counters], np.int64)
     words, sums = np.array([constants], np.uint64), np.empty((len(cut), table.sums))
-    kernel = compile_once(table)
+    kernel = compile_table_once(table)
     given = cut, pointers, np.zeros(groups, np.int64), words, np.zeros(0, np.int64), sums
     run_chunks(
         lambda first, last, *places: kernel(int(edges[first]), int(edges[last]), *places),

@@ -317,7 +317,7 @@ def add_scaled_product(
     powers = split_number(beta)[1], split_number(alpha)[1] * sum_scale
     is_ordinary = all(_powers.SMALLEST_SCALE < power <= _powers.LARGEST_SCALE for power in powers)
     if fused.is_fused(base._payload) and is_ordinary and added is None and not quotient:
-        scale, of_base, of_product = fused.compute_affine_factors(base._scale, *factors, *powers)
+        scale, of_base, of_product = fused.compute_affine_factors(base._scale, x._scale, y._scale, *powers)
     else:
         own, _ = _powers.scale_product(base._scale, powers[0])
         own = make_zero_scale(base) if not is_symbolic(beta) and beta == 0 else own

@@ -84,7 +84,7 @@ def _read_images(path: str, rows: int | None = None) -> Batch:
         return np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("RGB"))
 
     images, labels = read_parquet(path, ["img", "label"], rows)
-    whole = np.stack([decode_file(f"row {row} of {path}", pixels, image) for row, image in enumerate(images)])
+    whole: Any = np.stack([decode_file(f"row {row} of {path}", pixels, image) for row, image in enumerate(images)])
     return torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous(), torch.tensor(
         labels, dtype=torch.long, device="cpu"
     )

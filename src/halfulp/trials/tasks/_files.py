@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from ..._messages import first_line
 from ._task import Task
 
-ReadContent = TypeVar("Read")
+ReadContent = TypeVar("ReadContent")
 
 
 @dataclasses.dataclass(frozen=True)
