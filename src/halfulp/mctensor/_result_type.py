@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
-from ..arithmetic._pointwise import at_hand, combine, function_of_scaled
+from ..arithmetic._pointwise import combine
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
@@ -126,13 +126,6 @@ def evaluate(name: str, *operands: Any, form: ResultType | None = None) -> Tenso
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
         return wrap(parts, None, x._gradients)
     form = form or result_type(operands)
-    if form.scaled and not gives_plain_gradient(form.gradients, form.has_gradient):
-        given = [
-            (x._parts, x._scale) if isinstance(x, MCTensor) else (parts_of(x, form.device), None) for x in operands
-        ]
-        if at_hand(name, given):
-            wide, sizes = function_of_scaled(name, given, float64_count(form))
-            return _scale_result(wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUMS)
     return run_pointwise(name, operand_parts(name, operands, form.dtype, form.components, form.device), form)
 
 

@@ -16,8 +16,6 @@ from halfulp.arithmetic._pointwise import (
     FUNCTIONS,
     _call,
     _components,
-    _function,
-    function_of_scaled,
     under_scale,
 )
 from halfulp.arithmetic._reductions import _Reduction, average, product, total
@@ -90,8 +88,8 @@ def compare(seed, device, share=0, shares=1):
 
             def scaled(*operands, name=name, dtype=dtype, n=components):
                 *operands, (here, *_) = operands
-                made, size = function_of_scaled(name, list(zip(operands, (here, None))), n)
-                return *made, size, *(x for keeps in (False, True) for x in under_scale(made, here, n, dtype, keeps))
+                made = pointwise(name, *map(tuple, operands), components=n, dtype=torch.float64)
+                return *made, *(x for keeps in (False, True) for x in under_scale(made, here, n, dtype, keeps))
 
             if differ(scaled, [*parts, (scales[0],)]) or differ(scaled, [*parts, (scales[1],)]):
                 found.append(f"{name} of {components} x {dtype} with a scale")
@@ -182,8 +180,6 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
 
     cases = [("add", torch.float32), ("mul", torch.float32), ("exp", torch.float64), ("div", torch.bfloat16)]
     kinds = {name: _call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).elements for name, dtype in cases}
-    half = ((torch.float16, 2, True),) * 2
-    kinds |= {"mul of scaled": _function("mul", half, 1)}
     kinds |= {"add under scale": _components(1, 2, torch.float16, True)}
     for name, elements in kinds.items():
         trace, numbers = elements.traced
