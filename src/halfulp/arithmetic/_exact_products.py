@@ -37,14 +37,6 @@ def multiply_direct(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> 
     return sum_of_products(left, right, components, dtype)
 
 
-def error_direct(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a bound of the error of `multiply_direct`: the last rounding, and much less from the sum."""
-    bits = components * PRECISION[dtype]
-    sums = torch.matmul(a[0].double().abs(), b[0].double().abs())
-    # Four float64 components are summed with no component more.
-    return sums * 2.0 ** ((2 if bits <= 160 else 10) - bits) + 16 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps
-
-
 def multiply_entries(
     a: Parts, b: Parts, entries: tuple[torch.Tensor, ...], components: int, dtype: torch.dtype
 ) -> Parts:
@@ -232,18 +224,6 @@ def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.
         multiply(left, right, out)
 
 
-def error_wide(a: Parts, b: Parts, product: Parts, work: torch.dtype) -> torch.Tensor:
-    """Return a bound of the error of `multiply_wide`: any order of additions, merging, and the last rounding."""
-    count, components, dtype = a[0].shape[-1], len(product), product[0].dtype
-    merged = [functools.reduce(torch.add, (part.double().abs() for part in parts)) for parts in (a, b)]
-    sums = torch.matmul(*merged)
-    unit = 2.0 ** -PRECISION[work]
-    lost = (2 * count + 4) * unit / (1 - 2 * (count + 4) * unit)
-    size = product[0].double().abs()
-    tiny = components * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    return sums * (lost * (1 + 2.0**-20)) + size * 2.0 ** (1 - components * PRECISION[dtype]) + tiny
-
-
 @contextlib.contextmanager
 def single_product(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
     """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block.
@@ -392,11 +372,6 @@ def least_sum(slices: int, inner: int, bits: int) -> float:
     return max(growth * length * 2.0 ** (bits + 1 - covered(slices) - 1 - 53), 2.0**-126)
 
 
-def tails_error(slices: int, inner: int) -> float:
-    """Return a bound of the tails' rounding error in any order of additions, in scaled units."""
-    return 1.01 * ((slices + 1) * inner + 8) * inner * (slices + 1) * 2.0 ** (-covered(slices) - 1 - 53)
-
-
 def initial_slice_count(inner: int, bits: int) -> int:
     """Return the slices that suffice where |A||B| is not much below its largest possible."""
     for slices in range(1, MOST_SLICES):
@@ -521,26 +496,25 @@ class _Task:
         return self.components * PRECISION[self.dtype] - 4
 
 
-def multiply_sliced(
-    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool
-) -> tuple[Parts, torch.Tensor | None]:
-    """a @ b for matrices or stacks of them, and on request a bound of the error.
+def multiply_sliced(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
+    """a @ b for matrices or stacks of them.
 
     The error is at most 2^-104 (|A||B|)_ij for two float64, 2^-(n p - 6) for more and for float32. Where an operand
     holds infinities or NaNs, entries whose plain float64 product is not finite take that.
     """
     tasks = _tasks(a, b, components, dtype)
     if not _all_finite(tasks):
-        return _add_special_values(a, b, components, dtype, error)
+        return _add_special_values(a, b, components, dtype)
     known: Parts = ()
-    bound, alone = None, None
+    alone = None
     for k, task in enumerate(tasks):
-        known, missed, more = _multiply_block(task, known, k == len(tasks) - 1, error)
+        known, missed = _multiply_block(task, known, k == len(tasks) - 1)
         alone = missed if alone is None else alone if missed is None else alone | missed
-        bound = more if bound is None or more is None else bound + more
     if alone is not None:
-        _compute_alone(a, b, alone.nonzero(as_tuple=True), known, bound)
-    return known, bound
+        entries = alone.nonzero(as_tuple=True)
+        for target, value in zip(known, multiply_entries(a, b, entries, components, dtype), strict=True):
+            target[entries] = value
+    return known
 
 
 def _tasks(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> list[_Task]:
@@ -560,41 +534,26 @@ def _all_finite(tasks: list[_Task]) -> bool:
     return all(math.isfinite(float(task.row_scales[0].sum() + task.column_scales[0].sum())) for task in tasks)
 
 
-def _add_special_values(
-    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool
-) -> tuple[Parts, torch.Tensor | None]:
+def _add_special_values(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     plain = torch.matmul(a[0].double(), b[0].double())
     x, y = (tuple(torch.where(parts[0].isfinite(), part, 0.0) for part in parts) for parts in (a, b))
-    product, bound = multiply_sliced(x, y, components, dtype, error)
+    product = multiply_sliced(x, y, components, dtype)
     special = ~plain.isfinite()
     head = torch.where(special, plain.to(dtype), product[0])
-    rest = tuple(torch.where(special, 0.0, part) for part in product[1:])
-    return (head, *rest), None if bound is None else torch.where(special, 0.0, bound)
+    return head, *(torch.where(special, 0.0, part) for part in product[1:])
 
 
-def _compute_alone(a: Parts, b: Parts, entries: tuple[Any, ...], known: Parts, bound: torch.Tensor | None) -> None:
-    """Compute the entries that slices do not cover one by one, and store them."""
-    components, dtype = len(known), known[0].dtype
-    for target, value in zip(known, multiply_entries(a, b, entries, components, dtype), strict=True):
-        target[entries] = value
-    if bound is not None:
-        sums = multiply_entries((a[0].abs(),), (b[0].abs(),), entries, 1, torch.float64)[0]
-        bound[entries] = sums * 2.0 ** (4 - components * PRECISION[dtype]) + _tiny(dtype)
-
-
-def _multiply_block(
-    task: _Task, known: Parts, last: bool, error: bool
-) -> tuple[Parts, torch.Tensor | None, torch.Tensor | None]:
-    """`known` plus a block's product, the entries that must be computed alone, the bound."""
+def _multiply_block(task: _Task, known: Parts, last: bool) -> tuple[Parts, torch.Tensor | None]:
+    """`known` plus a block's product, and the entries that must be computed alone."""
     slices = initial_slice_count(task.inner, task.bits)
     with workspace(_layout(task, slices), task.a[0].device) as (cut, sizes, results):
         left, right = _cut_slices(task, slices, cut, sizes)
-        wanted, missed, bound = _choose_slices(task, slices, sizes, error)
+        wanted, missed = _choose_slices(task, slices, sizes)
         if wanted == slices:
-            return _add_products(task, left, right, known, last, results), missed, bound
+            return _add_products(task, left, right, known, last, results), missed
     with workspace(_layout(task, wanted), task.a[0].device) as (cut, sizes, results):
         left, right = _cut_slices(task, wanted, cut, sizes)
-        return _add_products(task, left, right, known, last, results), missed, bound
+        return _add_products(task, left, right, known, last, results), missed
 
 
 def _layout(task: _Task, slices: int) -> Layout:
@@ -626,19 +585,16 @@ def _read_as_row(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1) if x.dim() == 2 and x.shape[0] == 1 else x
 
 
-def _choose_slices(
-    task: _Task, slices: int, sizes: list[Any], error: bool
-) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """Choose the number of slices; return it, the entries that it does not cover, and the error bound."""
+def _choose_slices(task: _Task, slices: int, sizes: list[Any]) -> tuple[int, torch.Tensor | None]:
+    """Choose the number of slices; return it, and the entries that it does not cover."""
     left, right, sums = sizes
     multiply(left, right, sums)
-    missed = None
-    if not float(sums.amin()) >= least_sum(slices, task.inner, task.bits):
-        nonzero = (sums > 0) | _hidden(task, left, right)
-        slices = _cheapest(task, slices, sums[nonzero])
-        missed = nonzero & (sums < least_sum(slices, task.inner, task.bits))
-        missed = missed if bool(missed.any()) else None
-    return slices, missed, _error_bound(task, slices, sums) if error else None
+    if float(sums.amin()) >= least_sum(slices, task.inner, task.bits):
+        return slices, None
+    nonzero = (sums > 0) | _hidden(task, left, right)
+    slices = _cheapest(task, slices, sums[nonzero])
+    missed = nonzero & (sums < least_sum(slices, task.inner, task.bits))
+    return slices, missed if bool(missed.any()) else None
 
 
 def _hidden(task: _Task, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -695,17 +651,3 @@ def _add_scaled_sums(task: _Task, waiting: list[Any], known: Parts, written: Par
 
 def _accumulate(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
     out.addmm_(x, y) if x.dim() == 2 else out.baddbmm_(x, y)
-
-
-def _error_bound(task: _Task, slices: int, sums: torch.Tensor) -> torch.Tensor:
-    """Return a rigorous error bound: rounding of the tails in any order of additions, and of the sum."""
-    inner = task.inner
-    most = sums.double() * (1 + inner * 2.0**-22) + inner * 2 * FLUSHED
-    scaled = tails_error(slices, inner) + most * 2.0 ** (2 - task.components * PRECISION[task.dtype])
-    bound: torch.Tensor = times_power(scaled, task.row_scales[0] + task.column_scales[0]) + _tiny(task.dtype)
-    return bound
-
-
-def _tiny(dtype: torch.dtype) -> float:
-    """Return a few times the smallest subnormal."""
-    return 16 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
 from ..kernels import define_operator
 from ._exact_products import (
     BLOCK,
-    error_direct,
-    error_wide,
     multiply,
     multiply_direct,
     multiply_sliced,
@@ -24,19 +22,7 @@ from ._pointwise import Parts, check_components
 _STACK = 1 << 20  # elements of operands and result that are worked on at a time
 
 
-@overload
-def matmul(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: Literal[False] = False) -> Parts: ...
-
-
-@overload
-def matmul(
-    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: Literal[True]
-) -> tuple[Parts, torch.Tensor]: ...
-
-
-def matmul(
-    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool = False
-) -> Parts | tuple[Parts, torch.Tensor]:
+def matmul(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the product of two matrices of expansions, or of stacks of them.
 
     One product in a wider native type serves where it holds the digits: float32 for results of two float16 and up to
@@ -51,12 +37,9 @@ def matmul(
         b: (..., K, N), likewise; the dimensions before the last two broadcast.
         components: of the result, 1 to 4.
         dtype: of the result.
-        error: whether to bound the error too.
 
     Returns:
-        The components of the result, (..., M, N); with `error` a pair of them and a float64 tensor that |error| never
-        exceeds, whatever the order of additions in the plain products.
-        Infinities and NaNs follow the plain product.
+        The components of the result, (..., M, N). Infinities and NaNs follow the plain product.
 
     Raises:
         ValueError: shapes that do not match, or a number of components that is not 1 to 4.
@@ -70,10 +53,8 @@ def matmul(
     """
     _check(a, b, components, dtype)
     if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b)):
-        made = _operator([*a, *b], len(a), components, dtype, error)
-    else:
-        made = _run(a, b, components, dtype, error)
-    return (tuple(made[:components]), made[components]) if error else tuple(made)
+        return tuple(_operator([*a, *b], len(a), components, dtype))
+    return _run(a, b, components, dtype)
 
 
 def _check(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> None:
@@ -89,65 +70,59 @@ def _shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
     return (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
 
 
-def _run(a: Sequence[Any], b: Sequence[Any], components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
-    """Return all components of the result, followed by the error bound if requested."""
+def _run(a: Sequence[Any], b: Sequence[Any], components: int, dtype: torch.dtype) -> Parts:
     a, b = ([part.detach() if part.requires_grad else part for part in parts] for parts in (a, b))
     shape = _shape(a[0], b[0])
     if len(shape) == 2:
-        return _multiply(tuple(a), tuple(b), components, dtype, error)
+        return _multiply(tuple(a), tuple(b), components, dtype)
     if b[0].dim() == 2:
         a = [part.reshape(-1, part.shape[-1]) for part in a]
-        made = _multiply(tuple(a), tuple(b), components, dtype, error)
+        made = _multiply(tuple(a), tuple(b), components, dtype)
     else:
         a, b = ([_stack(part, shape[:-2]) for part in parts] for parts in (a, b))
-        made = _multiply_in_chunks(tuple(a), tuple(b), components, dtype, error)
-    return [part.reshape(shape) for part in made]
+        made = _multiply_in_chunks(tuple(a), tuple(b), components, dtype)
+    return tuple(part.reshape(shape) for part in made)
 
 
 def _stack(part: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
     return part.expand(*batch, *part.shape[-2:]).reshape(math.prod(batch), *part.shape[-2:])
 
 
-def _multiply_in_chunks(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
+def _multiply_in_chunks(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Multiply a stack of matrices in chunks that keep the workspace small."""
     count, m, k = a[0].shape
     n = b[0].shape[-1]
     step = max(1, _STACK // max(1, m * k + k * n + m * n))
     if count <= step and count != 1:
-        return _multiply(a, b, components, dtype, error)
+        return _multiply(a, b, components, dtype)
     pieces = []
     for first in range(0, count, step):
         at = first if step == 1 or count == 1 else slice(first, first + step)
-        pieces.append(_multiply(tuple(p[at] for p in a), tuple(p[at] for p in b), components, dtype, error))
+        pieces.append(_multiply(tuple(p[at] for p in a), tuple(p[at] for p in b), components, dtype))
     join = torch.stack if step == 1 or count == 1 else torch.cat
-    return [join(parts) for parts in zip(*pieces, strict=True)]
+    return tuple(join(parts) for parts in zip(*pieces, strict=True))
 
 
-def _multiply(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
+def _multiply(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Multiply matrices, or one stack of them, by the method that suits them."""
     shape, inner = (*a[0].shape[:-1], b[0].shape[-1]), a[0].shape[-1]
     outputs = torch.Size(shape).numel()
     if not outputs or not inner:
-        made = tuple(a[0].new_zeros(shape, dtype=dtype) for _ in range(components))
-        return [*made, *([a[0].new_zeros(shape, dtype=torch.float64)] if error else [])]
+        return tuple(a[0].new_zeros(shape, dtype=dtype) for _ in range(components))
     if (
         len(a) == len(b) == components == 1
         and a[0].dtype == b[0].dtype == dtype
         and dtype in (torch.float32, torch.float64)
     ):
-        made = (a[0].new_empty(shape),)
-        multiply(a[0], b[0], made[0])
-        return [*made, *([error_wide(a, b, made, dtype)] if error else [])]
+        made = a[0].new_empty(shape)
+        multiply(a[0], b[0], made)
+        return (made,)
     work = wide_type((a, b), components, dtype)
     if work is not None:
-        made = multiply_wide(a, b, components, dtype, work)
-        return [*made, *([error_wide(a, b, made, work)] if error else [])]
+        return multiply_wide(a, b, components, dtype, work)
     if _is_like_a_dot_product(outputs, inner, a[0].numel() + b[0].numel()):
-        made = multiply_direct(a, b, components, dtype)
-        return [*made, *([error_direct(a, b, components, dtype)] if error else [])]
-    a, b = (_prepare_slices(parts) for parts in (a, b))
-    made, bound = multiply_sliced(a, b, components, dtype, error)
-    return [*made, *([] if bound is None else [bound])]
+        return multiply_direct(a, b, components, dtype)
+    return multiply_sliced(_prepare_slices(a), _prepare_slices(b), components, dtype)
 
 
 def _is_like_a_dot_product(outputs: int, inner: int, elements: int) -> bool:
@@ -160,23 +135,14 @@ def _prepare_slices(parts: Parts) -> Parts:
     return parts if parts[0].dtype == torch.float64 else tuple(part.double() for part in parts)
 
 
-def _implementation(
-    parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype, error: bool
-) -> list[torch.Tensor]:
-    return _run(parts[:count], parts[count:], components, dtype, error)
-
-
-def _fake(
-    parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype, error: bool
-) -> list[torch.Tensor]:
+def _fake(parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
     shape = _shape(parts[0], parts[count])
-    made = [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
-    return [*made, *([parts[0].new_empty(shape, dtype=torch.float64)] if error else [])]
+    return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
 
 
 _operator = define_operator(
-    "matmul(Tensor[] parts, int count, int components, ScalarType dtype, bool error) -> Tensor[]",
-    _implementation,
+    "matmul(Tensor[] parts, int count, int components, ScalarType dtype) -> Tensor[]",
+    lambda parts, count, components, dtype: list(_run(parts[:count], parts[count:], components, dtype)),
     _fake,
 )
 
