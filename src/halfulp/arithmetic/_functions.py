@@ -9,7 +9,6 @@ the quotient's size; a rounded quotient would decide wrongly beside every intege
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -70,7 +69,7 @@ def series(x: Terms, coefficients: list[Fraction], n: int, bits: float) -> Terms
 
 
 def _rational_constant(like, value: Fraction, n: int) -> Terms:
-    return constants(like, known.components(known.fixed(value), n))
+    return constants(like, known.split_into_floats(value, n))
 
 
 def terms_for(n: int, bits: float, growth=lambda k: 1.0) -> int:
@@ -95,7 +94,7 @@ def exp_parts(x: Terms, n: int) -> tuple[Value, Terms]:
     # Components behind a head that is cut would shift what is left of it.
     x = [head, *(select(large | low, 0.0, t) for t in x[1:])]
     k = nearest_integer(head * (128.0 / math.log(2.0)))
-    pieces = known.chunks(known.ln2() // 128, 35, (53 * n + 50) // 35 + 1)
+    pieces = known.split_into_chunks(known.ln(2) / 128, 35, (53 * n + 50) // 35 + 1)
     steps = [-(k * c) for c in constants(k, pieces)]
     r = distill(_interleave([head, *x[1:]], steps), n)
     q = floor(k * (1.0 / 128.0) + 0.5)
@@ -155,7 +154,7 @@ def log_terms(x: Terms, n: int, more=0.0) -> Terms:
     c = gather(known.reciprocals()[0], index)
     products = [t for part in x for t in two_product(part, c)]
     r = distill([products[0], *constants(c, [-1.0]), *products[1:]], n)
-    pieces = known.chunks(known.ln2(), 40, (53 * n + 40) // 40 + 1)
+    pieces = known.split_into_chunks(known.ln(2), 40, (53 * n + 40) // 40 + 1)
     whole = [(e - shift + more) * piece for piece in constants(c, pieces)]
     near = looked_up(known.reciprocals()[1], index, n + 1)
     return distill(_interleave(_interleave(whole, near), small_log1p(r, n)), n)
@@ -417,11 +416,11 @@ def _integral(slope: Terms, square: Terms, n: int, largest: float) -> Terms:
         following = multiplied(slope, term, width)
         if earlier is not None:
             following = added(following, multiplied(square, earlier, width), width)
-        share = constants(slope[0], known.components(known.ONE // (k + 1), width))
+        share = constants(slope[0], known.split_into_floats(Fraction(1, k + 1), width))
         earlier, term = term, multiplied(following, share, width)
         before, bound = bound, (largest / 16 * bound + before / 512) / (k + 1)
         k += 1
-        share = constants(slope[0], known.components(known.ONE // (k + 1), width))
+        share = constants(slope[0], known.split_into_floats(Fraction(1, k + 1), width))
         total = added(total, multiplied(term, share, width), n)
     return total
 
@@ -530,7 +529,7 @@ def _reduce_angle(x: Terms, n: int) -> tuple[Value, Terms]:
     head = select(abs(x[0]) > 2.0 * LARGEST_ANGLE, 0.0, x[0])
     k = nearest_integer(head * (32.0 / math.pi))
     # Cancellation may take 53 bits per component and the size of k; what is left must still be accurate.
-    pieces = known.chunks(known.pi() // 32, 28, (53 * (2 * n) + 60) // 28 + 1)
+    pieces = known.split_into_chunks(known.pi() / 32, 28, (53 * (2 * n) + 60) // 28 + 1)
     steps = [-(k * c) for c in constants(x[0], pieces)]
     return k, distill([head, *steps[:2], *x[1:], *steps[2:]], n)
 
@@ -589,7 +588,7 @@ def atan(operands: list[Terms], n: int) -> Terms:
     coefficients = [Fraction((-1) ** (k + 1), 2 * k + 3) for k in range(terms_for(n, bits))]
     small = added(rest, multiplied(multiplied(rest, square, n), series(square, coefficients, n, bits), n), n)
     flat = added(looked_up(known.arcs(), index, n), small, n)
-    right = constants(x[0], known.components(known.pi() // 2, n))
+    right = constants(x[0], known.split_into_floats(known.pi() / 2, n))
     below = [select(far, zero, t) for t in flat]
     made = _select_terms(steep, added(right, negated(below), n), flat)
     made = _copy_sign(x[0], made)
@@ -601,48 +600,25 @@ def _cross(a: Terms, c: Terms, b: Terms, n: int) -> Terms:
     return distill([*a, *multiplied(b, c, n + 1)], n)
 
 
-_BITS = 1700  # the largest float64 has 1024 binades above 1; as many digits again must be right behind the point
+_ANGLE_BITS = 1700  # float64 has 1024 binades above 1; as many digits again must be right behind the point
 
 
-def beyond_reach(head: torch.Tensor) -> torch.Tensor | None:
+def find_far_angles(head: torch.Tensor) -> torch.Tensor | None:
     """Return which finite angles are beyond the kernels' reduction; None if none is."""
     far = (head.abs() > LARGEST_ANGLE) & torch.isfinite(head)
     return far if bool(far.any()) else None
 
 
-def reduced_exactly(parts: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Reduce angles of one dimension to k pi / 2 + r: k modulo 4, and |r| <= pi / 4 as `count` float64.
+def evaluate_far_angles(name: str, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the sines or cosines of angles of one dimension as four float64, by mpmath.
 
     One element at a time, which `halfulp.kernels.report()` counts.
     """
-    note("arithmetic", "angles beyond 2^20 are reduced one by one, exactly and slowly")
-    right, quadrants, rows = _pi() // 2, [], []
-    for terms in zip(*(part.tolist() for part in parts)):
-        value = sum(map(Fraction, terms), Fraction(0))
-        whole = (value.numerator << _BITS) // value.denominator
-        k = (2 * whole + right) // (2 * right)
-        quadrants.append(k % 4)
-        rows.append(known.components((whole - k * right) >> (_BITS - known.BITS), count))
-    device = parts[0].device
-    rest = tuple(torch.tensor(column, dtype=torch.float64, device=device) for column in zip(*rows))
-    return torch.tensor(quadrants, dtype=torch.int64, device=device), rest
-
-
-@functools.cache
-def _pi() -> int:
-    """pi 2^_BITS, by Machin's formula."""
-    return 16 * _inverse_tangent(5) - 4 * _inverse_tangent(239)
-
-
-def _inverse_tangent(q: int) -> int:
-    guard = 32
-    power = (1 << (_BITS + guard)) // q
-    total, k = power, 1
-    while power:
-        power //= -q * q
-        k += 2
-        total += power // k
-    return total >> guard
+    note("arithmetic", "angles beyond 2^20 are computed one by one, exactly and slowly")
+    mp = known.precise_context(_ANGLE_BITS)
+    angles = [mp.fsum(terms) for terms in zip(*(part.tolist() for part in parts))]
+    rows = [known.split_into_floats(getattr(mp, name)(angle), 4) for angle in angles]
+    return tuple(torch.tensor(column, dtype=torch.float64, device=parts[0].device) for column in zip(*rows))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from ..kernels import (
 from ..kernels.triton._expansions import LONGEST, VECTOR, Pointwise
 from ..kernels.triton._launch import ready
 from ._error_free import Terms
-from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, STEP, beyond_reach, reduced_exactly
+from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, STEP, evaluate_far_angles, find_far_angles
 from ._operators import float16_to_float64, round_to_components, to_float64_terms
 
 Parts = tuple[torch.Tensor, ...]
@@ -281,7 +281,7 @@ def check_components(*kinds: tuple[torch.dtype, int]) -> None:
 
 def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
     if call.name in ANGLES:
-        far = beyond_reach(flat[0])
+        far = find_far_angles(flat[0])
         if far is not None:
             return _run_far(call, flat, far, out)
     if call.name in DIVISIONS and len(call.operands) == 2:
@@ -306,16 +306,10 @@ def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
 
 
 def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
-    """Run a function of angles of which some need the exact reduction; only those take it."""
+    """Run a function of angles of which some are beyond the kernels' reduction."""
     made = _run(call, [part.masked_fill(far, 0.0) for part in flat], None)
-    count = min(len(flat) + 1, MOST)
-    quadrants, turned = reduced_exactly([part[far] for part in flat], count)
-    kinds = ((torch.float64, count),)
-    sine, cosine = (_run(_call(name, kinds, call.components, call.dtype), turned, None) for name in ANGLES)
-    quadrants = quadrants + ANGLES.index(call.name)
-    odd, negative = (quadrants % 2).bool(), (quadrants % 4) >= 2
-    rest = [torch.where(odd, c, s) for s, c in zip(sine, cosine, strict=True)]
-    rest = [torch.where(negative, -part, part) for part in rest]
+    exact = evaluate_far_angles(call.name, [part[far] for part in flat])
+    rest = pointwise("renormalize", exact, components=call.components, dtype=call.dtype)
     for part, some in zip(made, rest, strict=True):
         part[far] = some
     if out is None:

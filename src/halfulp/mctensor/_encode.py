@@ -255,11 +255,6 @@ def _terms(value: Fraction | float) -> list[float]:
     return terms
 
 
-def number_terms(text: str) -> tuple[float, ...]:
-    """Return a decimal string as four float64."""
-    return tuple(_terms(Fraction(text)))
-
-
 def _size(value: Fraction) -> int:
     return abs(value.numerator).bit_length() - value.denominator.bit_length()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -13,10 +12,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...arithmetic import MOST, pointwise
+from ...arithmetic._constants import ln, pi, split_into_floats
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS
 from .._derivation import beyond_exact_float64, beyond_float64, in_float64
-from .._encode import number_terms
 from .._mctensor import MCTensor, implements
 from .._result_type import SUMS, ResultType, evaluate, make_result, operand_parts, parts_of, result_type, saturated
 from .._write import check_takes_fractions, computing_type, write, write_value, writes_directly
@@ -24,20 +23,11 @@ from ._comparison import is_nan, order_of, select
 
 aten = torch_operators("aten")
 
-PI = "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803"
-_LN2 = "0.69314718055994530941723212145817656807550013436025525412068000949339362196969471560586"
-_LN10 = "2.30258509299404568401799145468436420760110148862877297603332790096757260967735248023600"
 
-
-@functools.cache
-def _terms(text: str) -> tuple[float, ...]:
-    return number_terms(text)
-
-
-def constant(text: str, like: Tensor) -> MCTensor:
-    """Return a decimal constant as a 0-d MCTensor of four float64."""
-    parts = tuple(torch.scalar_tensor(term, dtype=torch.float64, device=like.device) for term in _terms(text))
-    return MCTensor.from_components(parts)
+def constant(value: Any, like: Tensor) -> MCTensor:
+    """Return a number of any precision as a 0-d MCTensor of four float64."""
+    terms = split_into_floats(value, MOST)
+    return MCTensor.from_components([torch.scalar_tensor(x, dtype=torch.float64, device=like.device) for x in terms])
 
 
 def round_to_type(x: Tensor, form: ResultType) -> Tensor:
@@ -78,22 +68,24 @@ def exp2(x: MCTensor) -> Tensor:
     """2^x."""
     finer = _with_one_more_component(result_type((x,)))
     return round_to_type(
-        evaluate("exp", evaluate("mul", x, constant(_LN2, x), form=finer), form=finer), result_type((x,))
+        evaluate("exp", evaluate("mul", x, constant(ln(2), x), form=finer), form=finer), result_type((x,))
     )
 
 
-def _logarithm(base: str) -> Callable:
-    """Return the rule of log(x) / log(base), by the natural logarithm of the base."""
+def _logarithm(base: int) -> Callable:
+    """Return the rule of log(x) / log(base)."""
 
     def log(x: MCTensor) -> Tensor:
         form = result_type((x,))
-        return evaluate("div", evaluate("log", x, form=_with_one_more_component(form)), constant(base, x), form=form)
+        return evaluate(
+            "div", evaluate("log", x, form=_with_one_more_component(form)), constant(ln(base), x), form=form
+        )
 
     return log
 
 
-beyond_exact_float64(aten.log2.default)(_logarithm(_LN2))
-beyond_exact_float64(aten.log10.default)(_logarithm(_LN10))
+beyond_exact_float64(aten.log2.default)(_logarithm(2))
+beyond_exact_float64(aten.log10.default)(_logarithm(10))
 
 
 @beyond_exact_float64(aten.tan.default)
@@ -131,16 +123,16 @@ def atan2(y: Any, x: Any) -> Tensor:
 
 def _angle(y: Any, x: Any, form: ResultType) -> Tensor:
     """Return atan of the smaller coordinate over the larger, moved into the right octant."""
-    pi = constant(PI, x)
+    straight = constant(pi(), x)
     high, wide = abs(y), abs(x)
     steep = order_of(high, wide) == 1
     least, most = select(steep, wide, high), select(steep, high, wide)
     same = (most == 0) | (least.isinf() & most.isinf())
     ratio = evaluate("div", select(same, (~(most == 0)).double(), least), select(same, 1.0, most), form=form)
     angle = evaluate("atan", ratio, form=form)
-    angle = select(steep, evaluate("sub", evaluate("mul", pi, 0.5), angle, form=form), angle)
+    angle = select(steep, evaluate("sub", evaluate("mul", straight, 0.5), angle, form=form), angle)
     left = _negative(x)
-    angle = select(left, evaluate("sub", pi, angle, form=form), angle)
+    angle = select(left, evaluate("sub", straight, angle, form=form), angle)
     angle = select(is_nan(x) | is_nan(y), float("nan"), angle)
     return select(_negative(y), -angle, angle)
 
@@ -208,7 +200,7 @@ def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Te
     if p == 2:
         slope = difference / reach.unsqueeze(-1)
     else:
-        less = evaluate("sub", constant(str(Fraction(p)), a), 1.0) if math.isfinite(p) else p
+        less = evaluate("sub", constant(Fraction(p), a), 1.0) if math.isfinite(p) else p
         slope = difference.sign() * torch.pow(difference.abs() / reach.unsqueeze(-1), less)
     return (slope * select(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
 
@@ -374,7 +366,7 @@ _CUBE = 0.044715
 
 def half_root(x: Tensor) -> Tensor:
     """1 / sqrt(2)."""
-    return constant("0.5", x).sqrt()
+    return constant(0.5, x).sqrt()
 
 
 @beyond_float64(aten.gelu.default)
@@ -392,7 +384,7 @@ def gelu_backward(gradient: Any, x: Any, *, approximate: str = "none") -> Tensor
         inner, slope = _inner(x)
         bent = torch.tanh(inner)
         return gradient * ((1 + bent) + x * (1 - bent * bent) * slope) * 0.5
-    density = (x * x * -0.5).exp() * (constant(PI, x) * 2).rsqrt()
+    density = (x * x * -0.5).exp() * (constant(pi(), x) * 2).rsqrt()
     return gradient * (_normal(x) * 0.5 + x * density)
 
 
@@ -422,6 +414,6 @@ def _normal(x: Any) -> Tensor:
 
 def _inner(x: Any) -> tuple[Tensor, Tensor]:
     """sqrt(2 / pi) (x + 0.044715 x^3), and its slope."""
-    factor = (constant("2", x) / constant(PI, x)).sqrt()
+    factor = (constant(2.0, x) / constant(pi(), x)).sqrt()
     square = x * x
     return factor * (x + x * square * _CUBE), factor * (1 + square * _CUBE * 3)
