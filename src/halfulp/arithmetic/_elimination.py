@@ -1,8 +1,7 @@
-"""Systems that float64 cannot start: elimination in integers of many bits, proved and refined with exact residuals.
+"""Systems that float64 cannot start, by elimination in integers of many bits; factors and determinants.
 
-Gauss and Jordan's elimination with many bits behind the point makes an approximate inverse Z. That |Z a - 1| < 2^-8 in
-the maximum norm, computed exactly, proves that a is regular. Then x += Z (b - a x) with exact residuals converges to
-all digits that x has.
+Gauss and Jordan's elimination with many bits behind the point makes an approximate inverse Z. |Z a - 1| in the maximum
+norm, computed exactly, proves that a is regular and, being below the last digit that is wanted, that Z b has all.
 """
 
 from __future__ import annotations
@@ -15,12 +14,21 @@ import torch
 
 from ..kernels import exponent
 from ._pointwise import Parts, pointwise
-from ._refinement import LIMIT, Integers, Progress, Work, largest, refuse_singular, scaled, times_power_of_two
+from ._refinement import (
+    LIMIT,
+    Integers,
+    Progress,
+    Work,
+    largest,
+    refuse_infinite,
+    refuse_singular,
+    scaled,
+    times_power_of_two,
+)
 
 MOST_ROWS = 128
 _BITS = 1024  # behind the point: a condition of 1e58 has 193 bits, and its square twice as many
 _FEWER_BITS = 256  # that are tried first
-_KEPT_BITS = 64  # of an inverse, which only has to make corrections smaller
 
 
 def solve_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> Parts:
@@ -33,16 +41,22 @@ def solve_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> Parts:
         task: for errors.
 
     Raises:
-        torch.linalg.LinAlgError: a is singular, or nearly; N > 128.
+        torch.linalg.LinAlgError: a is singular, or nearly; N > 128; the solution is beyond float64.
     """
     matrix = _integers(a, task)
-    return _refine(work, task, _inverse(matrix, task), matrix, b)
+    return _to_solution(work, _inverse(work, matrix, task) @ Integers.of(b), b)
 
 
 def least_squares_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> Parts:
-    """x of least |b - a x| for one matrix (M, N): x += Z a^T (b - a x) for Z = (a^T a)^-1, of which a^T a is exact."""
+    """x of least |b - a x| for one matrix (M, N): (a^T a)^-1 a^T b, of which both products are exact."""
     matrix = _integers(a, task)
-    return _refine(work, task, _inverse(matrix.mT @ matrix, task) @ matrix.mT, matrix, b)
+    return _to_solution(work, _inverse(work, matrix.mT @ matrix, task) @ (matrix.mT @ Integers.of(b)), b)
+
+
+def _to_solution(work: Work, x: Integers, b: Parts) -> Parts:
+    parts = x.parts(b[0].device, work.components)
+    refuse_infinite(parts)
+    return parts
 
 
 def cholesky_by_elimination(work: Work, a: Parts, task: str) -> Parts:
@@ -77,30 +91,15 @@ def _integers(a: Parts, task: str) -> Integers:
     return Integers.of(a)
 
 
-def _refine(work: Work, task: str, near: Integers, a: Integers, b: Parts) -> Parts:
-    """x += Z (b - a x), of which nothing is rounded but x and the correction."""
-    right, device = Integers.of(b), b[0].device
-    progress, x = Progress(work, task), (near @ right).parts(device, work.components)
-    for _ in range(LIMIT):
-        step = (near @ (right - a @ Integers.of(x))).parts(device)
-        x = pointwise("add", x, step, components=len(x), dtype=torch.float64)
-        if progress.done(largest(step[0]), largest(x[0])):
-            break
-    return x
-
-
-def _inverse(a: Integers, task: str) -> Integers:
+def _inverse(work: Work, a: Integers, task: str) -> Integers:
     for bits in (_FEWER_BITS, _BITS):
         near = _invert(a, bits)
-        if near is not None:
-            # Beside numbers of about unit size so few bits behind the point are enough, and quicker.
-            near = Integers(near.values >> bits - _KEPT_BITS, -_KEPT_BITS)
-            if _is_near_one(near @ a):
-                return near
+        if near is not None and _is_near_one(near @ a, work.bits + 3):
+            return near
     refuse(_BEYOND, task)
 
 
-def _is_near_one(a: Integers, bits: int = 8) -> bool:
+def _is_near_one(a: Integers, bits: int) -> bool:
     """Return whether |a - 1| < 2^-bits in the maximum norm."""
     off = a - Integers(np.eye(len(a.values), dtype=object), 0)
     return bool(abs(off.values).sum(1).max() << bits < 1 << -off.power)

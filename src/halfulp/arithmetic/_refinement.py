@@ -154,13 +154,8 @@ class Integers:
 
     @classmethod
     def of(cls, parts: Parts) -> Integers:
-        """Return the exact sum of finite float64 components.
-
-        Raises:
-            torch.linalg.LinAlgError: an infinity, or a NaN.
-        """
-        if not all(bool(part.isfinite().all()) for part in parts):
-            raise torch.linalg.LinAlgError("a solution is beyond float64's largest number: scale both sides")
+        """Return the exact sum of finite float64 components."""
+        refuse_infinite(parts)
         fractions, exponents = zip(*(np.frexp(part.detach().cpu().numpy()) for part in parts), strict=True)
         power = min(int(np.min(e, where=f != 0, initial=0)) for f, e in zip(fractions, exponents, strict=True)) - 53
         values: np.ndarray = np.zeros(parts[0].shape, dtype=object)
@@ -189,6 +184,12 @@ class Integers:
         rows = [_floats(int(value), self.power, components) for value in self.values.flat]
         wide = torch.tensor(rows, dtype=torch.float64, device=device).reshape(*self.values.shape, components)
         return pointwise("renormalize", tuple(wide.unbind(-1)), components=components, dtype=torch.float64)
+
+
+def refuse_infinite(parts: Parts) -> None:
+    """Raise for a side of a system that is not finite."""
+    if not all(bool(part.isfinite().all()) for part in parts):
+        raise torch.linalg.LinAlgError("a solution is beyond float64's largest number: scale both sides")
 
 
 def _floats(value: int, power: int, components: int) -> list[float]:
