@@ -290,7 +290,14 @@ def _entry(operator: OpOverload) -> Callable:
                 if any(isinstance(x, MCTensor) for x in leaves):
                     form = result_type(leaves)
                     arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
-        return operator.redispatch(keys & _BELOW, *arguments, **options)
+        if operator is not aten.lstm.input:
+            return operator.redispatch(keys & _BELOW, *arguments, **options)
+        fused = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)  # its kernel reads memory as plain numbers
+        try:
+            return operator.redispatch(keys & _BELOW, *arguments, **options)
+        finally:
+            torch._C._set_mkldnn_enabled(fused)
 
     return untraced(entered)
 
