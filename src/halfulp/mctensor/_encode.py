@@ -326,9 +326,6 @@ def power_of_two(scale: Tensor | float, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
-_EDGE, _MOST_PRINTED = 3, 1000
-
-
 def held_digits(parts: Parts) -> int:
     """Return how many decimal digits the components hold."""
     return int(len(parts) * PRECISION[parts[0].dtype] * math.log10(2))
@@ -336,9 +333,13 @@ def held_digits(parts: Parts) -> int:
 
 def exact_values(parts: Parts, scale: Tensor | None) -> list[Fraction | float]:
     """Return every element's exact value, flattened; infinities and NaN as floats."""
-    factor = Fraction(1) if scale is None else Fraction(float(scale))
+    factor = _scale_factor(scale)
     columns = [part.detach().double().reshape(-1).tolist() for part in parts]
     return [_value(row, factor) for row in zip(*columns, strict=True)]
+
+
+def _scale_factor(scale: Tensor | None) -> Fraction:
+    return Fraction(1) if scale is None else Fraction(float(scale))
 
 
 def strings(parts: Parts, scale: Tensor | None, digits: int | None = None) -> str | list[Any]:
@@ -395,26 +396,12 @@ def _body(parts: Parts, scale: Tensor | None) -> str:
         return f"..., size={tuple(first.shape)}"
     if not first.numel():
         return f"[], size={tuple(first.shape)}"
-    shown = tuple(map(_printed_elements, parts)) if first.numel() > _MOST_PRINTED else parts
-    flat = [decimal(value, held_digits(parts)) for value in exact_values(shown, scale)]
-    width = max(map(len, flat))
-    return _brackets([text.rjust(width) for text in flat], list(shown[0].shape), list(first.shape), len("MCTensor("))
+    flat, factor = [part.detach().reshape(-1) for part in parts], _scale_factor(scale)
 
+    def text(index: int) -> str:
+        return decimal(_value(tuple(float(part[index]) for part in flat), factor), held_digits(parts))
 
-def _printed_elements(x: Tensor) -> Tensor:
-    """Return the elements that are printed: along each long dimension the first and the last ones."""
-    for dim, size in enumerate(x.shape):
-        if size > 2 * _EDGE:
-            x = torch.cat([x.narrow(dim, 0, _EDGE), x.narrow(dim, size - _EDGE, _EDGE)], dim)
-    return x
-
-
-def _brackets(flat: list[str], shape: list[int], full: list[int], indent: int) -> str:
-    if not shape:
-        return flat[0].strip()
-    step = len(flat) // shape[0]
-    rows = [_brackets(flat[i * step : i * step + step], shape[1:], full[1:], indent + 1) for i in range(shape[0])]
-    if shape[0] != full[0]:
-        rows.insert(_EDGE, "...")
-    gap = ", " if len(shape) == 1 else "," + "\n" * (len(shape) - 1) + " " * (indent + 1)
-    return f"[{gap.join(rows)}]"
+    places = np.arange(first.numel()).reshape(first.shape)
+    return np.array2string(
+        places, 100, separator=", ", prefix="MCTensor(", formatter={"int": text}, threshold=1000, edgeitems=3
+    )
