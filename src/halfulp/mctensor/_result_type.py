@@ -234,54 +234,25 @@ def without_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[
     return [_clamp_parts(parts, large[i], limit) if i in large else parts for i, parts in enumerate(wide)]
 
 
-def without_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
+def without_large_elements(result: Parts, operands: Sequence[Any], own: Parts | None = None) -> Parts:
     """Return a result's float64 components, those that are large brought nearer to the others if an operand is plain.
 
     Args:
-        result: of an operator that writes at places.
+        result: of an operator that writes at places, or element by element.
         operands: all that it was given.
+        own: components that are written over; where they are large, so may be the result.
     """
-    plain = [x for x in operands if is_plain(x)]
-    if not any(_may_hold(_stand_ins(x)) for x in plain) or not _may_hold(places := _is_large(result[0])):
+    if not any(_may_hold(_stand_ins(x)) for x in operands if is_plain(x)):
+        return result
+    places = _is_large(result[0]) if own is None else _is_large(result[0]) & ~_is_large(own[0])
+    if not _may_hold(places):
         return result
     return _clamp_parts(result, places, _limit(magnitude(torch.where(places, 0.0, result[0]))))
 
 
-def saturated(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
-    """Return a result's float64 components, brought nearer to the others where plain operands make it large.
-
-    Args:
-        result: of an elementwise function.
-        name: of the function: "div", a name of another with factors, "addcmul" for x + b c, "addcdiv" for x + b / c.
-        operands: x, and one other, or b, c and a number.
-    """
-    if name in ("addcmul", "addcdiv") and not any(isinstance(x, MCTensor) for x in operands[1:]):
-        first, second, *factors = (x.double() if isinstance(x, Tensor) else float(x) for x in operands[1:])
-        product = first / second if name == "addcdiv" else first * second
-        for factor in factors:
-            product = product * factor
-        large = [_stand_ins(product) if isinstance(product, Tensor) and product.dim() else None]
-    else:
-        large = [_leads_to_large(x, name) for x in operands if is_plain(x)]
-    places = [place for place in large if place is not None and _may_hold(place)]
-    if not places or result[0].shape != torch.broadcast_shapes(result[0].shape, *(p.shape for p in places)):
-        return result
-    found = places[0]
-    for place in places[1:]:
-        found = found | place
-    found = found.expand(result[0].shape)
-    return _clamp_parts(result, found, _limit(magnitude(torch.where(found, 0.0, result[0]))))
-
-
-def _leads_to_large(x: Tensor, name: str) -> Tensor | None:
-    if not x.dim():
-        return None
-    return _stand_ins(torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x, among_zeros=name != "mul")
-
-
-def _stand_ins(x: Tensor, among_zeros: bool = True) -> Tensor:
+def _stand_ins(x: Tensor) -> Tensor:
     large = _is_large(x)
-    return stand_ins(x, STAND_IN, among_zeros) if _may_hold(large) else large
+    return stand_ins(x, STAND_IN) if _may_hold(large) else large
 
 
 def _is_large(x: Tensor) -> Tensor:

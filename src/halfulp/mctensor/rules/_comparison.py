@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,13 +55,17 @@ def allclose(a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan
     return bool(torch.isclose(a, b, rtol, atol, equal_nan).all())
 
 
+def copy_elements(function: Callable, operands: Sequence[Any], form: ResultType) -> Tensor:
+    """Run a function that copies elements of its operands on one component of each after the other."""
+    if gives_plain_gradient(form.gradients, form.has_gradient):
+        return function(*(round_operand(x, form) for x in operands))
+    parts, scale = align_components(operands, form)
+    return wrap(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
+
+
 def select(mask: Tensor, a: Any, b: Any, form: ResultType | None = None) -> Tensor:
     """Return a where the mask holds, b elsewhere, as a result of both."""
-    form = form or result_type((a, b))
-    if gives_plain_gradient(form.gradients, form.has_gradient):
-        return torch.where(mask, round_operand(a, form), round_operand(b, form))
-    (first, second), scale = align_components((a, b), form)
-    return wrap(tuple(torch.where(mask, x, y) for x, y in zip(first, second)), scale, form.gradients)
+    return copy_elements(lambda x, y: torch.where(mask, x, y), (a, b), form or result_type((a, b)))
 
 
 def round_operand(x: Any, form: ResultType) -> Any:

@@ -14,12 +14,12 @@ from torch.utils._mode_utils import no_dispatch
 from ...arithmetic import PRECISION
 from ...kernels import present, require_float64, torch_operators
 from ...subclass._collectives import eager_rules, run_and_wait
-from ...subclass._in_backward import gives_plain_gradient, gives_plain_gradient_of, stores_plain_gradient
+from ...subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
 from .._encode import divide_by_scale, magnitude, scale_for
 from .._mctensor import RULES, MCTensor, decoded, implements, to_plain, wrap
-from .._result_type import ResultType, align_components, make_result, parts_of, result_type
+from .._result_type import ResultType, make_result, parts_of, result_type
 from .._write import copy_received, inner_tensors, integral, write_value
-from ._comparison import map_components, round_operand
+from ._comparison import copy_elements, map_components
 
 aten = torch_operators("aten")
 
@@ -214,23 +214,17 @@ _NUMBER_OVERLOADS = {
 
 def apply_to_components(operator: OpOverload, arguments: Sequence, positions: Sequence[int], **options: Any) -> Tensor:
     """Apply an operator on several values to every component of theirs, brought to one result type."""
-    form = result_type(arguments[i] for i in positions)
-    if gives_plain_gradient(form.gradients, form.has_gradient):
-        plain = [round_operand(x, form) if i in positions else x for i, x in enumerate(arguments)]
-        return operator(*plain, **options)
-    parts, scale = align_components([arguments[i] for i in positions], form)
-    results = []
-    for some in zip(*parts, strict=True):
-        here = dict(zip(positions, some))
-        results.append(operator(*(here.get(i, x) for i, x in enumerate(arguments)), **options))
-    return wrap(tuple(results), scale, form.gradients)
+
+    def apply(*values: Any) -> Tensor:
+        here = dict(zip(positions, values))
+        return operator(*(here.get(i, x) for i, x in enumerate(arguments)), **options)
+
+    values = [arguments[i] for i in positions]
+    return copy_elements(apply, values, result_type(values))
 
 
 def _of_several_values(operator: OpOverload, positions: Sequence[int]) -> Callable:
-    def move(*arguments: Any, **options: Any) -> Tensor:
-        return apply_to_components(operator, arguments, positions, **options)
-
-    return move
+    return lambda *arguments, **options: apply_to_components(operator, arguments, positions, **options)
 
 
 def _of_a_number(operator: OpOverload, position: int) -> Callable:
@@ -259,12 +253,8 @@ def pack_padded_sequence(x: MCTensor, lengths: Tensor, batch_first: bool) -> tup
 
 def _concatenation(operator: OpOverload) -> Callable:
     def concatenate(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
-        form = result_type(tensors)
-        if gives_plain_gradient(form.gradients, form.has_gradient):
-            return operator([round_operand(x, form) for x in tensors], *arguments, **options)
-        parts, scale = align_components(tensors, form)
-        results = tuple(operator(list(some), *arguments, **options) for some in zip(*parts, strict=True))
-        return wrap(results, scale, form.gradients)
+        join = lambda *parts: operator(list(parts), *arguments, **options)  # noqa: E731
+        return copy_elements(join, tensors, result_type(tensors))
 
     return concatenate
 

@@ -17,7 +17,16 @@ from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS
 from .._derivation import beyond_exact_float64, beyond_float64, in_float64
 from .._mctensor import MCTensor, implements
-from .._result_type import SUMS, ResultType, evaluate, make_result, operand_parts, parts_of, result_type, saturated
+from .._result_type import (
+    SUMS,
+    ResultType,
+    evaluate,
+    make_result,
+    operand_parts,
+    parts_of,
+    result_type,
+    without_large_elements,
+)
 from .._write import check_takes_fractions, computing_type, write, write_value, writes_directly
 from ._comparison import is_nan, order_of, select
 
@@ -266,8 +275,8 @@ def _binary_in_place(name: str) -> Callable:
     return lambda x, other: _update(name, x, x, other)
 
 
-def _update(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...] | None = None) -> Tensor:
-    """Write f(operands) into x; `given` is the function and the operands of which they were made."""
+def _update(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...] = ()) -> Tensor:
+    """Write f(operands) into x; `given` are operands that some of them were made of."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
         return write_value(x, evaluate(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
@@ -278,7 +287,7 @@ def _update(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...] | None 
     form = computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     if x._scale is not None:
-        result = saturated(result, *(given or (name, operands)))
+        result = without_large_elements(result, (*operands, *given), parts_of(x, x.device))
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
     return write(x, result, exact, is_sum=name in SUMS)
 
@@ -322,7 +331,7 @@ def _register_product(name: str, divide: bool) -> None:
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
         factors = _plain_product(b, c, value, divide, result_type((x, b, c)))
-        return _update("addcmul", x, x, *factors, given=(name, (x, b, c, value)))
+        return _update("addcmul", x, x, *factors, given=(b, c))
 
 
 def _plain_product(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
