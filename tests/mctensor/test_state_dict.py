@@ -191,7 +191,7 @@ def test_assigned_components_get_memory_of_their_own(seed):
     other = block[2].clone()
     entries = {"weight": block[0].view(2, 2), "weight.component_1": block[1].view(2, 2)}
     model = multicomponent(torch.nn.Linear(2, 2, bias=False), components=2, dtype=torch.float16)
-    model.load_state_dict({**entries, "weight.scale": torch.tensor(1.0)}, assign=True)
+    model.load_state_dict({**entries, "weight.component_scale": torch.tensor(1.0)}, assign=True)
     before = model.weight.detach().decode().clone()
     with torch.no_grad():
         model.weight[0].mul_(2.0**20)

@@ -31,9 +31,9 @@ from ._encode import check_count, check_dtype
 from ._mctensor import MCTensor, decoded, wrap
 from .rules import _attention as _recurrent
 
-# Layout of the entries below; a file of a later layout is refused. In layout 1 `weight` was without `weight.scale`.
+# Layout of the entries below; a file of another layout is refused.
 VERSION = 2
-_SUFFIX = re.compile(r"\.(component_[1-3]|component_scale|scale)$")
+_SUFFIX = re.compile(r"\.(component_[1-3]|component_scale)$")
 _SCALE = "component_scale"
 
 
@@ -59,7 +59,6 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
     bases = {_SUFFIX.sub("", name) for name in state_dict if _SUFFIX.search(name)}
-    bases = {base for base in bases if f"{base}.payload" not in state_dict}  # the scale is an older scaled tensor's
     plain = {}
     for name, value in state_dict.items():
         base = _SUFFIX.sub("", name)
@@ -148,11 +147,10 @@ def _tensor_from_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.
         return first.detach()
     names = [f"component_{i}" for i in range(1, 1 + sum(bool(re.match(r"component_\d", part)) for part in beside))]
     rest = [beside.get(part) for part in names]
-    scale = beside.get("scale")
+    scale = None
     if _SCALE in beside:
-        first, scale = _unscale_entry(
-            name, first, beside[_SCALE], rest[0].dtype if rest and rest[0] is not None else dtype
-        )
+        kind = rest[0].dtype if rest and rest[0] is not None else dtype
+        first, scale = _unscale_entry(name, first, beside[_SCALE], kind)
     parts = [part for part in (first, *rest) if isinstance(part, Tensor)]
     if len(parts) <= len(rest) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
@@ -183,7 +181,7 @@ register(
         what="components",
         plain="plain_state_dict",
         suffix=_SUFFIX,
-        older=(1,),
+        older=(),
         entries=_entries,
         fitting=_fitting,
         copy=_copy,

@@ -82,11 +82,6 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     return model
 
 
-def has_float32_products(model: nn.Module) -> bool:
-    """Return whether `float32_products` was called on a model."""
-    return any(_MARK in vars(module) for module in model.modules())
-
-
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return a module's class, as it was before `float32_products`."""
     kind = type(module)
