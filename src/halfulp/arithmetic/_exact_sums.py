@@ -42,7 +42,6 @@ from ._exact_sum_kernels import (
     cuts_of,
     pairs_table,
     settling_table,
-    short_table,
     terms_table,
 )
 
@@ -51,7 +50,6 @@ _AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
 _ROWS = 4096  # of which windows are in memory at a time
 _PIECE = 1 << 16  # neighbours that are added up by themselves, for a thread
 _FEW = 1 << 15  # elements that are not worth blocks
-_LANES = 8  # columns up to which rows are summed up in lanes
 _SHORT = 128  # elements of a piece up to which there are no copies of counters
 _ROOM = 1 << 20  # words of counters up to which there are copies
 _SPREAD = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
@@ -80,9 +78,8 @@ def _run(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
     # Products of float64 have three parts.
     in_pairs = dtype and rows and 0 < columns <= BLOCK and not (product and own == torch.float64)
     if dtype and in_pairs and select_engine(operands[0].device.type) == "llvm":
-        width = max(4, 1 << (columns - 1).bit_length()) if columns <= _LANES <= rows else None
-        _check_pairs(own, product, dtype, width)
-        found = _sum_pairs(operands, dtype, width)
+        _check_pairs(own, product, dtype)
+        found = _sum_pairs(operands, dtype)
         if (lost := found.isnan()).any():
             found[lost] = _run_any([x[lost] for x in operands], dtype)
         return found
@@ -233,40 +230,20 @@ def _starts(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
 # rows of which two float64 hold the sums -----------------------------------------------------------------------
 
 
-def _sum_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> torch.Tensor:
-    """Return the sums of rows of up to BLOCK terms, NaN for those that two float64 do not hold.
-
-    With a width a row is summed up in a lane, of terms that are filled up to so many by -0.
-    """
+def _sum_pairs(operands: Operands, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sums of rows of up to BLOCK terms, NaN for those that two float64 do not hold."""
     rows, columns = operands[0].shape
-    sums = _sum_lanes(operands, width) if width else _sum_row_blocks(operands)
+    sums = _sum_row_blocks(operands)
     out = torch.empty(rows, dtype=WORD_TYPES[LAYOUTS[dtype].bits], device="cpu")
-    cut, terms = _chunks(rows), np.array([width or columns], np.float64)
+    cut, terms = _chunks(rows), np.array([columns], np.float64)
     step, at = sums.itemsize * rows, address_of(sums)
     given = address_of(cut), address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
     run_chunks(_row_kernel(pairs_table(dtype)), cut[:, 2], *given)
     return out.view(dtype)
 
 
-def _sum_lanes(operands: Operands, width: int) -> np.ndarray:
-    """Return the parts of the sums of rows, and how many terms are -0: (3, rows)."""
-    rows, columns = operands[0].shape
-    turned = operands[0].new_empty(len(operands), width, rows)
-    turned[:, columns:] = 0.0
-    turned[0, columns:] = -0.0
-    for to, x in zip(turned, operands):
-        to[:columns] = x.t()
-    sums = np.empty((3, rows))
-    kernel = _row_kernel(short_table(turned.dtype, len(operands) > 1, width))
-    step, at = rows * turned.element_size(), address(turned)
-    cut, pointers = _chunks(rows), range(at, at + len(operands) * width * step, step)
-    step, at = sums.itemsize * rows, address_of(sums)
-    run_chunks(kernel, cut[:, 2], address_of(cut), 0, 0, 0, *pointers, at, at + step, at + 2 * step)
-    return sums
-
-
 def _sum_row_blocks(operands: Operands) -> np.ndarray:
-    """Sum rows of one block each, as `_sum_lanes` does; the result has further rows without meaning."""
+    """Return the parts of the sums of rows of one block each, and how many terms are -0: (3 and more, rows)."""
     rows, columns = operands[0].shape
     table = blocks_table(operands[0].dtype, len(operands) > 1, 1, partial=columns < BLOCK)
     # Chunks, pointers and sums, one behind the other.
@@ -347,17 +324,16 @@ def _check_kernels(dtype: torch.dtype, product: bool) -> None:
 
 
 @functools.cache
-def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype, width: int | None) -> None:
+def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype) -> None:
     """Compare the bits of `_sum_pairs` with the reference's, for fixed rows of which it finds the sum."""
-    a = _fixed_rows(dtype)
-    a = a[:, :960].reshape(-1, width) if width else a[:, :1000]
+    a = _fixed_rows(dtype)[:, :1000]
     operands = [a, a.flip(1).contiguous()] if product else [a]
 
     def reference() -> torch.Tensor:
         return _run_by("reference", operands, Reach.of(dtype, product), result)
 
     def fast() -> list[torch.Tensor]:
-        found = _sum_pairs(operands, result, width)
+        found = _sum_pairs(operands, result)
         return [torch.where(found.isnan(), reference(), found)]
 
     check_bits(f"{_canary_name(dtype, product)} of rows", fast, lambda: [reference()])
