@@ -29,7 +29,6 @@ from ..subclass.models._parameter_holders import check_holders
 from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from ._encode import check_count, check_dtype
 from ._mctensor import MCTensor, decoded, wrap
-from .rules import _attention as _recurrent
 
 # Layout of the entries below; a file of another layout is refused.
 VERSION = 2
@@ -215,7 +214,8 @@ def multicomponent(
 
     Args:
         model: any module; its parameters are floating tensors, plain or MCTensors. Inputs are MCTensors or
-            plain, of any floating dtype: they enter with all digits, and a wider dtype widens the results.
+            plain, of any floating dtype: they enter with all digits, and a wider dtype widens the results. Recurrent
+            layers take inputs of the components' dtype, as torch's do: MCTensor.encode(x, components, dtype).
         components: 1 to 4.
         dtype: of the components, one of float16, bfloat16, float32 and float64; each parameter's own by default.
         where: which parameters and such buffers, a glob over qualified names ("encoder.*.weight"), several of them, or
@@ -249,7 +249,6 @@ def multicomponent(
     for ref in found:
         ref.module.__dict__.setdefault(_BEFORE, {}).setdefault(ref.key, ref.value.dtype)
     put_converted(model, found, values)
-    _recurrent.install(model)
     return model
 
 
@@ -284,7 +283,6 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         return decoded_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
     put_plain(model, found, converted(found, plain))
-    _recurrent.remove(model)
     for module in model.modules():
         module.__dict__.pop(_BEFORE, None)
     return model

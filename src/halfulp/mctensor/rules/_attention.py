@@ -1,4 +1,4 @@
-"""Attention and recurrent layers as single operators, in place of torch's fused kernels for plain dtypes."""
+"""Attention as single operators, in place of torch's fused kernels for plain dtypes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from ...kernels import torch_operators, untraced
+from ...kernels import torch_operators
 from ...subclass._rule_table import arguments_by_name
-from ...subclass.models._conversion import remove_hooks
 from .._derivation import beyond_float64, in_float64, run_in_steps
-from .._entry import in_one_dtype
-from .._mctensor import MCTensor, implements
+from .._mctensor import implements
 from .._result_type import result_type
 
 aten = torch_operators("aten")
@@ -163,69 +160,3 @@ def flash_backward(*given: Any, **options: Any) -> tuple[Any, ...]:
     """Return the gradients of `flash`."""
     operator = aten._scaled_dot_product_flash_attention_backward.default
     return _on_accelerator(attention_backward, operator, given, options)[:3]
-
-
-def install(model: nn.Module) -> None:
-    """Let recurrent layers with MCTensors take inputs of any floating dtype, by hooks around their forward."""
-    remove(model)
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase) and any(isinstance(p, MCTensor) for p in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(_promote, with_kwargs=True)
-            module.register_forward_hook(_restore, always_call=True)
-
-
-def remove(model: nn.Module) -> None:
-    """Remove the hooks of `install`."""
-    remove_hooks(model.modules(), lambda hook: hook is _promote or hook is _restore)
-
-
-@untraced
-def _promote(module: Any, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
-    weights = _own_weights(module)
-    packed, (arguments, options) = _unpack_sequence(
-        (arguments, options)
-    )  # older torch sees no tensors inside of a packed one
-    given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor) and x.is_floating_point()]
-    if all(x.dtype == weights[0].dtype for x in given) or torch.is_autocast_enabled(weights[0].device.type):
-        return None
-    with torch.enable_grad():  # a thread that records gradients may meet the weights of one that does not
-        arguments, options, module._flat_weights = in_one_dtype((arguments, options, weights))
-    return _repack_sequence((arguments, options), packed)
-
-
-@untraced
-def _restore(module: Any, arguments: tuple, results: Any) -> None:
-    _own_weights(module)
-
-
-def _own_weights(module: Any) -> list:
-    """Return a layer's own weights, put back in their place: an interrupted forward, or another thread's, may have not.
-
-    They are read from the module each time, so that no list but theirs is ever taken for them.
-    """
-    if hasattr(module, "_update_flat_weights"):  # else forward would, where parameters are new objects
-        module._update_flat_weights()
-    own = [getattr(module, name, None) for name in module._flat_weights_names]
-    if any(x is not y for x, y in zip(own, module._flat_weights, strict=True)):
-        module._flat_weights = own
-    return own
-
-
-def _unpack_sequence(given: tuple) -> tuple[PackedSequence | None, tuple]:
-    """Return a packed sequence among arguments, and the arguments with its rows in its place."""
-    arguments, options = given
-    first = arguments[0] if arguments else options.get("input")
-    if not isinstance(first, PackedSequence):
-        return None, given
-    if arguments:
-        return first, ((first.data, *arguments[1:]), options)
-    return first, (arguments, options | {"input": first.data})
-
-
-def _repack_sequence(given: tuple, packed: PackedSequence | None) -> tuple[tuple, dict]:
-    arguments, options = given
-    if packed is None:
-        return arguments, options
-    if arguments:
-        return (packed._replace(data=arguments[0]), *arguments[1:]), options
-    return arguments, options | {"input": packed._replace(data=options["input"])}
