@@ -143,7 +143,7 @@ def weights_and_averages() -> Launches:
 
 def expansions() -> Launches:
     """Every function once, with dtypes and one to three components in turn, and division by a scale."""
-    from halfulp.arithmetic._pointwise import FUNCTIONS, pointwise, under_scale
+    from halfulp.arithmetic._pointwise import FUNCTIONS, pointwise, round_under_scale
 
     kinds = itertools.cycle(itertools.product((BF16, FP16, FP32, FP64), (1, 2, 3)))
     for name, (dtype, count) in zip(FUNCTIONS, kinds):
@@ -157,7 +157,7 @@ def expansions() -> Launches:
         wide = tuple(numbers(FP64) for _ in range(count))
         size, between = dtype.itemsize * count, sum(part.itemsize for part in wide)
         told = f"components of {count} x {dtype} under a scale"
-        yield told, (between, size), lambda: under_scale(wide, scale, count, dtype)
+        yield told, (between, size), lambda: round_under_scale(wide, scale, count, dtype)
 
 
 def divisions() -> Launches:

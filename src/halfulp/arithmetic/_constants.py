@@ -11,7 +11,7 @@ PRECISE_BITS = 420
 FloatTable = tuple[float, ...]
 
 
-def precise_context(bits: int = PRECISE_BITS) -> Any:
+def make_precise_context(bits: int = PRECISE_BITS) -> Any:
     """Return a context of mpmath of its own, as the precision of `mpmath.mp` is the user's."""
     from mpmath import MPContext  # a twentieth of a second, which few calls need
 
@@ -42,65 +42,67 @@ def split_into_chunks(value: Any, bits: int, count: int) -> tuple[float, ...]:
 
 
 @functools.cache
-def ln(base: int) -> Any:
+def compute_logarithm(base: int) -> Any:
     """Return the natural logarithm of an integer."""
-    return precise_context().log(base)
+    return make_precise_context().log(base)
 
 
 @functools.cache
-def pi() -> Any:
+def compute_pi() -> Any:
     """pi."""
-    return +precise_context().pi
+    return +make_precise_context().pi
 
 
-def _to_tables(values: Iterable[Any], count: int = 5) -> list[FloatTable]:
+def _split_into_tables(values: Iterable[Any], count: int = 5) -> list[FloatTable]:
     """Return the first components of all values, their second ones, and so on."""
     return list(zip(*(split_into_floats(value, count) for value in values)))
 
 
 @functools.cache
-def reciprocals() -> tuple[FloatTable, list[FloatTable]]:
+def make_reciprocal_tables() -> tuple[FloatTable, list[FloatTable]]:
     """Return c about 64 / j and -log c as components, for j = 45 to 91."""
-    mp, c = precise_context(), tuple(64 / j for j in range(45, 92))
-    return c, _to_tables((-mp.log(x) for x in c), 6)
+    mp, c = make_precise_context(), tuple(64 / j for j in range(45, 92))
+    return c, _split_into_tables((-mp.log(x) for x in c), 6)
 
 
 @functools.cache
-def fractional_powers() -> list[FloatTable]:
+def make_fractional_power_tables() -> list[FloatTable]:
     """2^(j/128) - 1 for j = -64 to 64."""
-    mp = precise_context()
-    return _to_tables(mp.expm1(mp.ln2 * j / 128) for j in range(-64, 65))
+    mp = make_precise_context()
+    return _split_into_tables(mp.expm1(mp.ln2 * j / 128) for j in range(-64, 65))
 
 
 @functools.cache
-def circle() -> tuple[list[FloatTable], list[FloatTable]]:
+def make_sine_cosine_tables() -> tuple[list[FloatTable], list[FloatTable]]:
     """sin and cos of j pi / 32 for j = 0 to 63."""
-    mp = precise_context()
+    mp = make_precise_context()
     points = [mp.mpf(j) / 32 for j in range(64)]
-    return _to_tables(map(mp.sinpi, points)), _to_tables(map(mp.cospi, points))
+    return _split_into_tables(map(mp.sinpi, points)), _split_into_tables(map(mp.cospi, points))
 
 
 @functools.cache
-def arcs() -> list[FloatTable]:
+def make_arctangent_tables() -> list[FloatTable]:
     """atan(j / 32) for j = 0 to 32."""
-    mp = precise_context()
-    return _to_tables(mp.atan(mp.mpf(j) / 32) for j in range(33))
+    mp = make_precise_context()
+    return _split_into_tables(mp.atan(mp.mpf(j) / 32) for j in range(33))
 
 
 @functools.cache
-def bells(count: int) -> tuple[list[FloatTable], list[FloatTable]]:
+def make_erf_tables(count: int) -> tuple[list[FloatTable], list[FloatTable]]:
     """erf(j / 16) and 2/sqrt(pi) e^(-(j/16)^2) for j = 0 to count - 1."""
-    mp = precise_context()
+    mp = make_precise_context()
     points = [mp.mpf(j) / 16 for j in range(count)]
-    return _to_tables(map(mp.erf, points)), _to_tables(2 / mp.sqrt(mp.pi) * mp.exp(-x * x) for x in points)
+    return _split_into_tables(map(mp.erf, points)), _split_into_tables(
+        2 / mp.sqrt(mp.pi) * mp.exp(-x * x) for x in points
+    )
 
 
 @functools.cache
-def tails(count: int) -> tuple[list[FloatTable], list[FloatTable], FloatTable]:
+def make_erfc_tables(count: int) -> tuple[list[FloatTable], list[FloatTable], FloatTable]:
     """Return erfc(x) 2^k, 2/sqrt(pi) e^(-x^2) 2^k and the k that keeps them near 1, for x = j / 32, j < count."""
-    mp = precise_context(340)  # five components have 265 bits; erfc takes half a second
+    mp = make_precise_context(340)  # five components have 265 bits; erfc takes half a second
     points = [mp.mpf(j) / 32 for j in range(count)]
     shifts = tuple(float(int(float(x * x) * math.log2(math.e))) for x in points)
     tail = [mp.ldexp(mp.erfc(x), int(k)) for x, k in zip(points, shifts)]
     bell = [mp.ldexp(2 / mp.sqrt(mp.pi) * mp.exp(-x * x), int(k)) for x, k in zip(points, shifts)]
-    return _to_tables(tail), _to_tables(bell), shifts
+    return _split_into_tables(tail), _split_into_tables(bell), shifts

@@ -27,19 +27,19 @@ from ..kernels import (
 from ..kernels.triton._expansions import LONGEST, VECTOR, Pointwise
 from ..kernels.triton._launch import ready
 from ._error_free import Terms
-from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, STEP, evaluate_far_angles, find_far_angles
+from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, REMAINDER_STEP_NAME, evaluate_far_angles, find_far_angles
 from ._operators import float16_to_float64, round_to_components, to_float64_terms
 
 Parts = tuple[torch.Tensor, ...]
 Dtypes = tuple[torch.dtype, ...]
 PRECISION = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 MOST: int = 4
-ANGLES = ("sin", "cos")
-_ROW = 8192
-_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which cost less to make than tensors
+ANGLE_FUNCTION_NAMES = ("sin", "cos")
+_ROW_LENGTH = 8192
+_ARRAY_TYPE_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which cost less to make than tensors
 
 
-class Elements:
+class ElementwiseKernels:
     """A function of a few values per element, as kernels that fill tensors with its results.
 
     Args:
@@ -67,18 +67,22 @@ class Elements:
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape; they may be inputs too) from inputs that broadcast to them."""
         written = tuple(outputs)
-        if written[0].numel() and not self.fill(inputs, written):
+        if written[0].numel() and not self.fill_outputs(inputs, written):
             for target, term in zip(written, self.evaluate(inputs), strict=True):
                 target.copy_(term)
 
-    def fill(self, inputs: Sequence[torch.Tensor], outputs: Parts) -> bool:
+    def fill_outputs(self, inputs: Sequence[torch.Tensor], outputs: Parts) -> bool:
         """Fill contiguous tensors of one shape from inputs that broadcast to them; False if no kernel can."""
         engine = select_engine(outputs[0].device.type)
         if engine == "llvm":
             if outputs[0].numel():
-                fill(self.kernel, inputs, outputs)
+                run_on_broadcast_operands(self.kernel, inputs, outputs)
             return True
-        kernel = self._on(outputs[0].device, outputs[0].numel() % VECTOR == 0) if engine == "triton" else None
+        kernel = (
+            self._find_triton_kernel(outputs[0].device, outputs[0].numel() % VECTOR == 0)
+            if engine == "triton"
+            else None
+        )
         if kernel is None:
             return False
         kernel(inputs, outputs)
@@ -89,7 +93,7 @@ class Elements:
         return self.function(*(part.to(self.arithmetic) for part in inputs))
 
     @functools.cached_property
-    def traced(self) -> tuple[Any, list[int]]:
+    def recorded_trace(self) -> tuple[Any, list[int]]:
         """The instructions, and which of them are results."""
         trace, results = record(self.function, self.arithmetic, len(self.stored))
         return trace, [r.number if hasattr(r, "number") else trace.emit("add", (r, 0.0)).number for r in results]
@@ -97,16 +101,16 @@ class Elements:
     @functools.cached_property
     def kernel(self) -> Callable[..., Any]:
         """The kernel of the processor."""
-        return compile_trace(self.name, *self.traced, self.stored, self.written, self.exact)
+        return compile_trace(self.name, *self.recorded_trace, self.stored, self.written, self.exact)
 
     @functools.cached_property
-    def on_triton(self) -> Pointwise:
+    def triton_kernel(self) -> Pointwise:
         """The kernel of an accelerator."""
-        return Pointwise(*self.traced, self.stored, self.written)
+        return Pointwise(*self.recorded_trace, self.stored, self.written)
 
-    def _on(self, device: torch.device, whole: bool) -> Any:
+    def _find_triton_kernel(self, device: torch.device, whole: bool) -> Any:
         """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
-        if self.on_triton.size > LONGEST:
+        if self.triton_kernel.size > LONGEST:
             note(
                 "engine",
                 f"{self.label} is too long for Triton, {self.on_triton.size} instructions: plain torch instead",
@@ -117,23 +121,23 @@ class Elements:
             (self, whole),
             self.label,
             device,
-            lambda: self.on_triton,
-            lambda kernel, device: self._tried_on(kernel, device, count),
-            lambda: [part[:count] for part in self._wanted()],
+            lambda: self.triton_kernel,
+            lambda kernel, device: self._run_trial_on_device(kernel, device, count),
+            lambda: [part[:count] for part in self._compute_trial_by_torch()],
         )
 
-    def _tried_on(self, kernel: Pointwise, device: torch.device, count: int) -> list[torch.Tensor]:
-        inputs = [part[:count].to(device) for part in _trial(self.stored)]
+    def _run_trial_on_device(self, kernel: Pointwise, device: torch.device, count: int) -> list[torch.Tensor]:
+        inputs = [part[:count].to(device) for part in _make_trial_inputs(self.stored)]
         made = [torch.empty(count, dtype=dtype, device=device) for dtype in self.written]
         kernel(inputs, made)
         return [part.cpu() for part in made]
 
-    def _wanted(self) -> list[torch.Tensor]:
-        return [term.to(dtype) for term, dtype in zip(self.evaluate(_trial(self.stored)), self.written)]
+    def _compute_trial_by_torch(self) -> list[torch.Tensor]:
+        return [term.to(dtype) for term, dtype in zip(self.evaluate(_make_trial_inputs(self.stored)), self.written)]
 
 
 @functools.cache
-def _trial(stored: Dtypes) -> list[torch.Tensor]:
+def _make_trial_inputs(stored: Dtypes) -> list[torch.Tensor]:
     """Return fixed elements, different per input: both signs, magnitudes from 2^-12 to 2^12, zeros, infinities, NaN."""
     made = []
     for k, dtype in enumerate(stored):
@@ -145,7 +149,7 @@ def _trial(stored: Dtypes) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Call:
+class PointwiseCall:
     """The specification of a kernel: function, operands' and result's components and dtypes."""
 
     name: str
@@ -161,7 +165,7 @@ class Call:
         return torch.float32 if narrow and few and NETWORKS[self.name].any_precision else torch.float64
 
     @property
-    def working(self) -> int:
+    def working_components(self) -> int:
         """The number of components, in that arithmetic, that carry the result and a few bits more."""
         if self.arithmetic == self.dtype:
             return self.components
@@ -177,17 +181,17 @@ class Call:
             elif dtype != self.arithmetic:
                 parts = to_float64_terms(parts)
             operands.append(parts)
-        terms = NETWORKS[self.name].network(operands, self.working)
+        terms = NETWORKS[self.name].network(operands, self.working_components)
         if self.dtype == self.arithmetic:
             return terms[: self.components]
         return round_to_components(terms, self.dtype, self.components)
 
     @functools.cached_property
-    def elements(self) -> Elements:
+    def elements(self) -> ElementwiseKernels:
         """The function as kernels of elements."""
         stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
         written = (self.dtype,) * self.components
-        return Elements(f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, exact=True)
+        return ElementwiseKernels(f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, exact=True)
 
 
 def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:
@@ -220,11 +224,11 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
             flat.append(part)
             plain = plain and type(part) is torch.Tensor
     if out is None and (not plain or torch.compiler.is_compiling()):
-        return tuple(_operator(name, flat, [count for _, count in kinds], components, dtype))
-    return _run(_call(name, tuple(kinds), components, dtype), flat, out)
+        return tuple(_pointwise_operator(name, flat, [count for _, count in kinds], components, dtype))
+    return _run_call(_make_call(name, tuple(kinds), components, dtype), flat, out)
 
 
-def combine(name: str, a: Parts, b: Parts) -> Parts:
+def evaluate_alike(name: str, a: Parts, b: Parts) -> Parts:
     """`pointwise` of two contiguous operands of one shape, dtype and number of components, in half the steps.
 
     The result is of that dtype and number too. Small operators take as long as their steps in Python.
@@ -232,11 +236,11 @@ def combine(name: str, a: Parts, b: Parts) -> Parts:
     first = a[0]
     if type(first) is not torch.Tensor or type(b[0]) is not torch.Tensor or torch.compiler.is_compiling():
         return pointwise(name, a, b, components=len(a), dtype=first.dtype)
-    elements, count = _elements(name, first.dtype, len(a)), first.numel()
+    elements, count = _find_alike_kernels(name, first.dtype, len(a)), first.numel()
     if elements is None or not count or select_engine(first.device.type) != "llvm":
         return pointwise(name, a, b, components=len(a), dtype=first.dtype)
     made = tuple([torch.empty_like(first) for _ in a])
-    row = count if count < _ROW else _ROW
+    row = count if count < _ROW_LENGTH else _ROW_LENGTH
     words = [row, count]
     for part in (*a, *b, *made):
         words += (part.data_ptr(), row, 1)
@@ -245,9 +249,9 @@ def combine(name: str, a: Parts, b: Parts) -> Parts:
 
 
 @functools.cache
-def _elements(name: str, dtype: torch.dtype, components: int) -> Elements | None:
-    """Return the kernels of `combine`; None for a division, which takes several."""
-    return None if name in DIVISIONS else _call(name, ((dtype, components),) * 2, components, dtype).elements
+def _find_alike_kernels(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels | None:
+    """Return the kernels of `evaluate_alike`; None for a division, which takes several."""
+    return None if name in DIVISIONS else _make_call(name, ((dtype, components),) * 2, components, dtype).elements
 
 
 def names() -> tuple[str, ...]:
@@ -260,14 +264,14 @@ def names() -> tuple[str, ...]:
 
 
 @functools.cache
-def _call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dtype) -> Call:
+def _make_call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dtype) -> PointwiseCall:
     if name not in names():
         raise ValueError(f"no function {name!r} of expansions: there are {', '.join(names())}")
     wanted = 2 if name in DIVISIONS else FUNCTIONS[name].operands
     if len(operands) != wanted:
         raise ValueError(f"{name} takes {wanted} operands, got {len(operands)}")
     check_components(*operands, (dtype, components))
-    return Call(name, operands, components, dtype)
+    return PointwiseCall(name, operands, components, dtype)
 
 
 def check_components(*kinds: tuple[torch.dtype, int]) -> None:
@@ -279,24 +283,24 @@ def check_components(*kinds: tuple[torch.dtype, int]) -> None:
             raise ValueError(f"{count} components: allowed are 1 to {MOST}")
 
 
-def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
-    if call.name in ANGLES:
+def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    if call.name in ANGLE_FUNCTION_NAMES:
         far = find_far_angles(flat[0])
         if far is not None:
-            return _run_far(call, flat, far, out)
+            return _run_far_angles(call, flat, far, out)
     if call.name in DIVISIONS and len(call.operands) == 2:
         return _run_division(call, flat, out)
     first = flat[0]
     shape = first.shape
     for part in flat:
         if part.shape != shape:
-            shape = _broadcast({part.shape for part in flat if part.dim()})
+            shape = _broadcast_shapes({part.shape for part in flat if part.dim()})
             break
     if out is not None and all(part.is_contiguous() and part.shape == shape for part in out):
         written = out
-        flat = [part.clone() if _overlaps(part, out) else part for part in flat]
+        flat = [part.clone() if _is_written_before_read(part, out) else part for part in flat]
     else:
-        written = _made_like(first, shape, call.dtype, call.components)
+        written = _make_outputs_like(first, shape, call.dtype, call.components)
     call.elements(flat, written)
     if out is not None and out is not written:
         for target, part in zip(out, written, strict=True):
@@ -305,9 +309,9 @@ def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
     return written
 
 
-def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
+def _run_far_angles(call: PointwiseCall, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
     """Run a function of angles of which some are beyond the kernels' reduction."""
-    made = _run(call, [part.masked_fill(far, 0.0) for part in flat], None)
+    made = _run_call(call, [part.masked_fill(far, 0.0) for part in flat], None)
     exact = evaluate_far_angles(call.name, [part[far] for part in flat])
     rest = pointwise("renormalize", exact, components=call.components, dtype=call.dtype)
     for part, some in zip(made, rest, strict=True):
@@ -319,35 +323,35 @@ def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: P
     return out
 
 
-def _run_division(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+def _run_division(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
     """Divide with remainder: steps until |r| < |b| everywhere, mostly one, then the function of (a, r, b)."""
     flat = torch.broadcast_tensors(*flat)
     (kind_a, count_a), (kind_b, count_b) = call.operands
     a = _convert_to_float64(kind_a, flat[:count_a])
     b = _convert_to_float64(kind_b, flat[count_a:])
     r = [*a, *(torch.zeros_like(a[0]) for _ in b)]
-    step = _internal(STEP, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
+    step = _make_internal_call(REMAINDER_STEP_NAME, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
     pending = True
     while pending:
-        *r, flag = _run(step, (*r, *b), None)
+        *r, flag = _run_call(step, (*r, *b), None)
         pending = bool(flag.any())
-    ended = _internal(call.name, (count_a, len(r), count_b), call.components, call.dtype)
-    return _run(ended, (*a, *r, *b), out)
+    ended = _make_internal_call(call.name, (count_a, len(r), count_b), call.components, call.dtype)
+    return _run_call(ended, (*a, *r, *b), out)
 
 
 def _convert_to_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
     if kind == torch.float64 or len(parts) == 1:
         return tuple(part.double() for part in parts)
-    return _run(_call("renormalize", ((kind, len(parts)),), len(parts), torch.float64), parts, None)
+    return _run_call(_make_call("renormalize", ((kind, len(parts)),), len(parts), torch.float64), parts, None)
 
 
 @functools.cache
-def _internal(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> Call:
+def _make_internal_call(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> PointwiseCall:
     """Return a call on float64 operands that may have more components than public ones."""
-    return Call(name, tuple((torch.float64, count) for count in counts), components, dtype)
+    return PointwiseCall(name, tuple((torch.float64, count) for count in counts), components, dtype)
 
 
-def _overlaps(part: torch.Tensor, out: Parts) -> bool:
+def _is_written_before_read(part: torch.Tensor, out: Parts) -> bool:
     """Return whether elements of an operand are written before they are read: it shares memory otherwise than alike."""
     memory = part.untyped_storage().data_ptr()
     if all(memory != other.untyped_storage().data_ptr() for other in out):
@@ -357,27 +361,27 @@ def _overlaps(part: torch.Tensor, out: Parts) -> bool:
     )
 
 
-def _broadcast(shapes: set[torch.Size]) -> torch.Size:
+def _broadcast_shapes(shapes: set[torch.Size]) -> torch.Size:
     """Return the shape that all shapes with dimensions broadcast to; mostly there is one."""
     return next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
 
 
-def _made_like(first: torch.Tensor, shape: torch.Size, dtype: torch.dtype, components: int) -> Parts:
+def _make_outputs_like(first: torch.Tensor, shape: torch.Size, dtype: torch.dtype, components: int) -> Parts:
     """Return new contiguous tensors, in half the time for a contiguous one of that shape and dtype."""
     if first.dtype is dtype and first.is_contiguous() and first.shape == shape:
         return tuple([torch.empty_like(first) for _ in range(components)])
     return tuple([torch.empty((*shape,), dtype=dtype, device=first.device) for _ in range(components)])
 
 
-def fill(kernel: Callable[..., Any], flat: Sequence[torch.Tensor], written: Parts) -> None:
+def run_on_broadcast_operands(kernel: Callable[..., Any], flat: Sequence[torch.Tensor], written: Parts) -> None:
     """Run a kernel on operands that broadcast to the results, which are contiguous and not empty."""
     shape, count = written[0].shape, written[0].numel()
-    row = count if count < _ROW else _ROW
+    row = count if count < _ROW_LENGTH else _ROW_LENGTH
     words, _alive = [row, count], flat
     for part in flat:
         at = part.data_ptr()
         if not at or part.is_neg() or part.shape != shape or not part.is_contiguous():
-            words, _alive = _spread_all(flat, shape, count)
+            words, _alive = _describe_operands(flat, shape, count)
             row = words[0]
             break
         words += (at, row, 1)
@@ -396,9 +400,9 @@ def _run_rows(kernel: Callable[..., Any], words: list[int]) -> None:
         run_chunks(kernel, np.full(rows, row, np.int64), table.buffer_info()[0])
 
 
-def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence[Any]]:
+def _describe_operands(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence[Any]]:
     """Return the table's words for operands of any shapes and strides, and the tensors that own them."""
-    row = count if count < _ROW else _ROW
+    row = count if count < _ROW_LENGTH else _ROW_LENGTH
     for part in flat:
         if part.shape != shape and part.numel() != 1:
             row = shape[-1]
@@ -407,7 +411,7 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
     alive: list[torch.Tensor | array.array[Any]] = []
     for part in map(plain, flat):
         if part.shape != shape:
-            held, words_of = _repeat_operand(part, shape, row)
+            held, words_of = _repeat_operand_values(part, shape, row)
             alive.append(held)
             words += words_of
         else:
@@ -417,13 +421,13 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
     return words, alive
 
 
-def _repeat_operand(
+def _repeat_operand_values(
     part: torch.Tensor, shape: torch.Size, row: int
 ) -> tuple[torch.Tensor | array.array[Any], tuple[int, int, int]]:
     """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
     if part.numel() == 1:
-        if part.dtype in _CODES:
-            copies = array.array(_CODES[part.dtype], (part.item(),)) * LANES
+        if part.dtype in _ARRAY_TYPE_CODES:
+            copies = array.array(_ARRAY_TYPE_CODES[part.dtype], (part.item(),)) * LANES
             return copies, (copies.buffer_info()[0], 0, 0)
         part = part.reshape(1).expand(LANES).contiguous()
         return part, (address(part), 0, 0)
@@ -437,27 +441,27 @@ def _repeat_operand(
     return part, (address(part), row, 1)
 
 
-def _implementation(
+def _run_operator(
     name: str, parts: list[torch.Tensor], counts: list[int], components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     kinds, at = [], 0
     for count in counts:
         kinds.append((parts[at].dtype, count))
         at += count
-    return list(_run(_call(name, tuple(kinds), components, dtype), parts, None))
+    return list(_run_call(_make_call(name, tuple(kinds), components, dtype), parts, None))
 
 
-def _fake(
+def _fake_pointwise(
     name: str, parts: list[torch.Tensor], counts: list[int], components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     shape = torch.broadcast_shapes(*(part.shape for part in parts))
     return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
 
 
-_operator = define_operator(
+_pointwise_operator = define_operator(
     "pointwise(str name, Tensor[] parts, int[] counts, int components, ScalarType dtype) -> Tensor[]",
-    _implementation,
-    _fake,
+    _run_operator,
+    _fake_pointwise,
 )
 
 
@@ -484,11 +488,11 @@ def merge(parts: Parts, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     True
     """
     if len(parts) > 2 and dtype == torch.float64:
-        return _beyond_a_tie(*pointwise("renormalize", parts, components=3, dtype=dtype))
+        return _break_tie(*pointwise("renormalize", parts, components=3, dtype=dtype))
     return pointwise("renormalize", parts, components=1, dtype=dtype)[0]
 
 
-def _beyond_a_tie(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
+def _break_tie(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
     """Round canonical components to one: the first, or its neighbour if a third component decides a tie."""
     other = first + 2 * second
     tie = (other - first == 2 * second) & (torch.nextafter(first, other) == other) & (second != 0)
@@ -511,7 +515,9 @@ def compare(a: Parts, b: Parts) -> torch.Tensor:
     return pointwise("compare", a, b, components=1, dtype=torch.float32)[0].to(torch.int8)
 
 
-def under_scale(wide: Parts, scale: torch.Tensor, components: int, dtype: torch.dtype, keeps: bool = False) -> Parts:
+def round_under_scale(
+    wide: Parts, scale: torch.Tensor, components: int, dtype: torch.dtype, keeps: bool = False
+) -> Parts:
     """Return the components whose sum times a scale is the value of float64 components.
 
     Args:
@@ -521,15 +527,15 @@ def under_scale(wide: Parts, scale: torch.Tensor, components: int, dtype: torch.
         dtype: of the result's components.
         keeps: whether no element becomes 0 that is none.
     """
-    made = _made_like(wide[0], wide[0].shape, dtype, components)
+    made = _make_outputs_like(wide[0], wide[0].shape, dtype, components)
     # A product with the reciprocal has the quotient's bits, as scales are powers of two.
-    _components(len(wide), components, dtype, keeps)([*wide, scale.double().reciprocal()], made)
+    _make_rounding_kernels(len(wide), components, dtype, keeps)([*wide, scale.double().reciprocal()], made)
     return made
 
 
 @functools.cache
-def _components(count: int, components: int, dtype: torch.dtype, keeps: bool) -> Elements:
-    rounding = Call("renormalize", ((torch.float64, count),), components, dtype)
+def _make_rounding_kernels(count: int, components: int, dtype: torch.dtype, keeps: bool) -> ElementwiseKernels:
+    rounding = PointwiseCall("renormalize", ((torch.float64, count),), components, dtype)
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
     def function(*values: Any) -> Terms:
@@ -543,4 +549,4 @@ def _components(count: int, components: int, dtype: torch.dtype, keeps: bool) ->
 
     name = "components_under_scale_kept" if keeps else "components_under_scale"
     stored, written = (torch.float64,) * (count + 1), (dtype,) * components
-    return Elements(name, function, torch.float64, stored, written, exact=True)
+    return ElementwiseKernels(name, function, torch.float64, stored, written, exact=True)

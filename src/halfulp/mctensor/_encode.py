@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._messages import a_kind
 from ..arithmetic import MOST, PRECISION, Parts, merge, pointwise, renormalize
-from ..arithmetic._pointwise import under_scale
+from ..arithmetic._pointwise import round_under_scale
 from ..kernels import require_float64, resolved
 
 _FLOAT32 = struct.Struct("f")
@@ -304,7 +304,7 @@ def divide_by_scale(wide: Parts, scale: Tensor, components: int, dtype: torch.dt
     keeps: whether none is 0 where the value is not, so that what is divided by a sum stays finite.
     """
     if type(scale) is Tensor and type(wide[0]) is Tensor and not torch.compiler.is_compiling():
-        return under_scale(wide, scale, components, dtype, keeps)
+        return round_under_scale(wide, scale, components, dtype, keeps)
     parts = renormalize(tuple(part / scale for part in wide), components, dtype)
     if not keeps:
         return parts

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
-from ..arithmetic._pointwise import combine
+from ..arithmetic._pointwise import evaluate_alike
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
@@ -122,7 +122,7 @@ def evaluate(name: str, *operands: Any, form: ResultType | None = None) -> Tenso
     if form is None and len(operands) == 2 and are_alike(*operands):
         x, y = operands
         if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():
-            return wrap(combine(name, x._parts, y._parts), None, x._gradients)
+            return wrap(evaluate_alike(name, x._parts, y._parts), None, x._gradients)
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
         return wrap(parts, None, x._gradients)
     form = form or result_type(operands)

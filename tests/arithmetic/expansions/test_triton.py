@@ -14,9 +14,9 @@ from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic._pointwise import (
     DIVISIONS,
     FUNCTIONS,
-    _call,
-    _components,
-    under_scale,
+    _make_call,
+    _make_rounding_kernels,
+    round_under_scale,
 )
 from halfulp.arithmetic._reductions import _Reduction, average, product, total
 from halfulp.kernels import same_bits
@@ -89,7 +89,7 @@ def compare(seed, device, share=0, shares=1):
             def scaled(*operands, name=name, dtype=dtype, n=components):
                 *operands, (here, *_) = operands
                 made = pointwise(name, *map(tuple, operands), components=n, dtype=torch.float64)
-                return *made, *(x for keeps in (False, True) for x in under_scale(made, here, n, dtype, keeps))
+                return *made, *(x for keeps in (False, True) for x in round_under_scale(made, here, n, dtype, keeps))
 
             if differ(scaled, [*parts, (scales[0],)]) or differ(scaled, [*parts, (scales[1],)]):
                 found.append(f"{name} of {components} x {dtype} with a scale")
@@ -122,7 +122,7 @@ def _sources(kept):
     for name, dtype, components in _sample(kept):
         count = 2 if name in DIVISIONS else FUNCTIONS[name].operands
         elements = (
-            _call(name, ((dtype, components),) * count, components, dtype).elements if name in FUNCTIONS else None
+            _make_call(name, ((dtype, components),) * count, components, dtype).elements if name in FUNCTIONS else None
         )
         if elements is not None:
             trace, numbers = elements.traced
@@ -179,8 +179,10 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
         assert (errors == 0) == ("fma.rn" not in ptx)
 
     cases = [("add", torch.float32), ("mul", torch.float32), ("exp", torch.float64), ("div", torch.bfloat16)]
-    kinds = {name: _call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).elements for name, dtype in cases}
-    kinds |= {"add under scale": _components(1, 2, torch.float16, True)}
+    kinds = {
+        name: _make_call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).elements for name, dtype in cases
+    }
+    kinds |= {"add under scale": _make_rounding_kernels(1, 2, torch.float16, True)}
     for name, elements in kinds.items():
         trace, numbers = elements.traced
         constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"WHOLE": True, "TILE": 1024}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from halfulp.arithmetic import half_components, largest_magnitude, pointwise, renormalize, split
-from halfulp.arithmetic._exact_products import _layout, _tasks
+from halfulp.arithmetic._exact_products import _cut_into_inner_blocks, _plan_workspace
 from halfulp.arithmetic._matmul import matmul
-from halfulp.arithmetic._workspace import _built, workspace
+from halfulp.arithmetic._workspace import _allocate_workspace, borrow_workspace
 from halfulp.kernels import engine, same_bits
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -324,17 +324,17 @@ def test_float32_as_float16_components(seed, exponent):
 def test_memory_is_a_small_multiple_of_the_operands():
     size = 128
     operand = (torch.randn(size, size, dtype=F64), torch.randn(size, size, dtype=F64) * 2.0**-60)
-    task = _tasks(operand, operand, 2, F64)[0]
-    _, used = _built(_layout(task, 3), torch.device("cpu"))
+    task = _cut_into_inner_blocks(operand, operand, 2, F64)[0]
+    _, used = _allocate_workspace(_plan_workspace(task, 3), torch.device("cpu"))
     assert used + 2 * 8 * size**2 <= 16 * 8 * size**2
 
 
 def test_a_workspace_in_use_is_not_handed_out_again():
     layout = ((((8, 8), F64),),)
     cpu = torch.device("cpu")
-    with workspace(layout, cpu) as ((first,),), workspace(layout, cpu) as ((second,),):
+    with borrow_workspace(layout, cpu) as ((first,),), borrow_workspace(layout, cpu) as ((second,),):
         assert first.data_ptr() != second.data_ptr()
-    with workspace(layout, cpu) as ((again,),):
+    with borrow_workspace(layout, cpu) as ((again,),):
         assert again.data_ptr() in (first.data_ptr(), second.data_ptr())
 
 

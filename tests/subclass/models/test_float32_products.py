@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
 from halfulp import recipes
-from halfulp.arithmetic._float32_products import PRODUCTS
+from halfulp.arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION
 from halfulp.environment._narrow_products import NARROW, float32_products_of, widened_dtypes
 from halfulp.kernels import report, same_bits
 from halfulp.subclass.models._float32_products import _MARK
@@ -144,7 +144,7 @@ def test_every_layer_that_multiplies(name, dtype):
 
 def test_no_layer_of_torch_is_forgotten():
     """By their sources: a class of torch.nn whose code names a product is in the list."""
-    words = "|".join(name for name in set(PRODUCTS.values()) if not name.startswith("_"))
+    words = "|".join(name for name in set(NAMES_BY_PRODUCT_FUNCTION.values()) if not name.startswith("_"))
     words += "|multi_head_attention_forward|linear_cross_entropy"
     multiplies = re.compile(rf"(?:F|torch|_VF|functional)\.(?:{words})\(")
     known = {name.partition(",")[0] for name in LAYERS} | {"RNNBase", "RNNCellBase"}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...arithmetic import MOST, pointwise
-from ...arithmetic._constants import ln, pi, split_into_floats
+from ...arithmetic._constants import compute_logarithm, compute_pi, split_into_floats
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS
 from .._derivation import beyond_exact_float64, beyond_float64, in_float64
@@ -77,7 +77,8 @@ def exp2(x: MCTensor) -> Tensor:
     """2^x."""
     finer = _with_one_more_component(result_type((x,)))
     return round_to_type(
-        evaluate("exp", evaluate("mul", x, constant(ln(2), x), form=finer), form=finer), result_type((x,))
+        evaluate("exp", evaluate("mul", x, constant(compute_logarithm(2), x), form=finer), form=finer),
+        result_type((x,)),
     )
 
 
@@ -87,7 +88,10 @@ def _logarithm(base: int) -> Callable:
     def log(x: MCTensor) -> Tensor:
         form = result_type((x,))
         return evaluate(
-            "div", evaluate("log", x, form=_with_one_more_component(form)), constant(ln(base), x), form=form
+            "div",
+            evaluate("log", x, form=_with_one_more_component(form)),
+            constant(compute_logarithm(base), x),
+            form=form,
         )
 
     return log
@@ -132,7 +136,7 @@ def atan2(y: Any, x: Any) -> Tensor:
 
 def _angle(y: Any, x: Any, form: ResultType) -> Tensor:
     """Return atan of the smaller coordinate over the larger, moved into the right octant."""
-    straight = constant(pi(), x)
+    straight = constant(compute_pi(), x)
     high, wide = abs(y), abs(x)
     steep = order_of(high, wide) == 1
     least, most = select(steep, wide, high), select(steep, high, wide)
@@ -393,7 +397,7 @@ def gelu_backward(gradient: Any, x: Any, *, approximate: str = "none") -> Tensor
         inner, slope = _inner(x)
         bent = torch.tanh(inner)
         return gradient * ((1 + bent) + x * (1 - bent * bent) * slope) * 0.5
-    density = (x * x * -0.5).exp() * (constant(pi(), x) * 2).rsqrt()
+    density = (x * x * -0.5).exp() * (constant(compute_pi(), x) * 2).rsqrt()
     return gradient * (_normal(x) * 0.5 + x * density)
 
 
@@ -423,6 +427,6 @@ def _normal(x: Any) -> Tensor:
 
 def _inner(x: Any) -> tuple[Tensor, Tensor]:
     """sqrt(2 / pi) (x + 0.044715 x^3), and its slope."""
-    factor = (constant(2.0, x) / constant(pi(), x)).sqrt()
+    factor = (constant(2.0, x) / constant(compute_pi(), x)).sqrt()
     square = x * x
     return factor * (x + x * square * _CUBE), factor * (1 + square * _CUBE * 3)
