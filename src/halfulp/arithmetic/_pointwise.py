@@ -113,7 +113,7 @@ class ElementwiseKernels:
         if self.triton_kernel.size > LONGEST:
             note(
                 "engine",
-                f"{self.label} is too long for Triton, {self.on_triton.size} instructions: plain torch instead",
+                f"{self.label} is too long for Triton, {self.triton_kernel.size} instructions: plain torch instead",
             )
             return None
         count = 512 if whole else 515

@@ -125,7 +125,7 @@ def _sources(kept):
             _make_call(name, ((dtype, components),) * count, components, dtype).elements if name in FUNCTIONS else None
         )
         if elements is not None:
-            trace, numbers = elements.traced
+            trace, numbers = elements.recorded_trace
             yield name, pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
@@ -184,7 +184,7 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
     }
     kinds |= {"add under scale": _make_rounding_kernels(1, 2, torch.float16, True)}
     for name, elements in kinds.items():
-        trace, numbers = elements.traced
+        trace, numbers = elements.recorded_trace
         constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"WHOLE": True, "TILE": 1024}
         text = pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
         given = {"tables": "*fp64", "count": "i64", "columns": "i64"}
