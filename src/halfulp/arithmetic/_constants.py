@@ -42,7 +42,7 @@ def split_into_chunks(value: Any, bits: int, count: int) -> tuple[float, ...]:
 
 
 @functools.cache
-def compute_logarithm(base: int) -> Any:
+def compute_log(base: int) -> Any:
     """Return the natural logarithm of an integer."""
     return make_precise_context().log(base)
 

@@ -19,7 +19,7 @@ from ._refinement import (
     IntegerMatrix,
     RefinementProgress,
     WorkingPrecision,
-    find_largest_magnitudes,
+    find_maxima,
     multiply_by_power_of_two,
     refuse_infinite,
     refuse_singular,
@@ -188,7 +188,7 @@ def _refine_cholesky_factor(work: WorkingPrecision, a: Parts, start: torch.Tenso
         lower = near.tril(-1) + torch.diag_embed(near.diagonal(dim1=-2, dim2=-1) / 2)
         factor = work.add(factor, (start @ lower,))
         if progress.is_done(
-            find_largest_magnitudes(near, _MATRIX_DIMENSIONS), torch.ones((), dtype=near.dtype, device=near.device)
+            find_maxima(near, _MATRIX_DIMENSIONS), torch.ones((), dtype=near.dtype, device=near.device)
         ):
             break
     return factor
@@ -225,9 +225,7 @@ def _divide_by_upper(work: WorkingPrecision, a: Parts, r: Parts, start: torch.Te
     for _ in range(MOST_CORRECTIONS):
         step = torch.linalg.solve_triangular(start, rest, upper=True, left=False)
         x = work.to_float64((step,)) if x is None else work.add(x, (step,))
-        if progress.is_done(
-            find_largest_magnitudes(step, _MATRIX_DIMENSIONS), find_largest_magnitudes(x[0], _MATRIX_DIMENSIONS)
-        ):
+        if progress.is_done(find_maxima(step, _MATRIX_DIMENSIONS), find_maxima(x[0], _MATRIX_DIMENSIONS)):
             break
         rest = work.residual(a, x, r)
     assert x is not None, "there is a first step"
@@ -254,7 +252,7 @@ def determinant(work: WorkingPrecision, a: Parts) -> Parts:
         lower = work.add(lower, (low @ near.tril(-1),))
         upper = work.add(upper, (near.triu() @ high,))
         if progress.is_done(
-            find_largest_magnitudes(near, _MATRIX_DIMENSIONS), torch.ones((), dtype=near.dtype, device=near.device)
+            find_maxima(near, _MATRIX_DIMENSIONS), torch.ones((), dtype=near.dtype, device=near.device)
         ):
             break
     ratio = upper[0].diagonal(dim1=-2, dim2=-1) / high.diagonal(dim1=-2, dim2=-1)

@@ -26,7 +26,7 @@ LIMB_MASK = (1 << LIMB_BITS) - 1
 LOWEST_EXPONENT = -68 * LIMB_BITS  # exponent of limb 0: below 2^-2148, the smallest product of two float64
 LIMB_COUNT = 134  # up to 2^2112: 2^63 products of the two largest float64
 # Behind the limbs: how many terms are plus infinity, minus infinity (a NaN counts as both), -0, and how many there are.
-PLUS, MINUS, NEGATIVE_ZEROS, TERMS, ACCUMULATOR_WORDS = (
+PLUS, MINUS, NEGATIVE_ZEROS, TERMS, WORD_COUNT = (
     LIMB_COUNT,
     LIMB_COUNT + 1,
     LIMB_COUNT + 2,
@@ -47,7 +47,7 @@ _STORES_BY_BITS: dict[int, Any] = {16: o.store16, 32: o.store32, 64: o.store64}
 _WORD_ONE, _WORD_ZERO = np.uint64(1), np.uint64(0)
 
 
-def _find_largest_exponent_field(layout: Format) -> int:
+def _find_top_field(layout: Format) -> int:
     """Return the largest exponent field, that of infinities and NaNs."""
     return 2 * layout.bias + 1
 
@@ -107,7 +107,7 @@ def _read_term(layout: Format, array: Any, index: Any) -> _Term:
     word = _LOADS_BY_BITS[layout.bits](array, index)
     top = o.high_word(word) if layout.bits == 64 else word
     width = min(layout.bits, 32)
-    field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), _find_largest_exponent_field(layout))
+    field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), _find_top_field(layout))
     normal = field != 0
     wide = word if layout.bits == 64 else o.widen(word)
     fraction = o.bit_and(wide, (1 << layout.mantissa_bits) - 1)
@@ -115,8 +115,8 @@ def _read_term(layout: Format, array: Any, index: Any) -> _Term:
         negative=top >= 1 << (width - 1),
         whole=o.bit_or(fraction, select(normal, np.uint64(1 << layout.mantissa_bits), _WORD_ZERO)),
         place=o.sub(field, select(normal, np.uint32(1), np.uint32(0))),
-        infinite=(field == _find_largest_exponent_field(layout)) & (fraction == 0),
-        nan=(field == _find_largest_exponent_field(layout)) & (fraction != 0),
+        infinite=(field == _find_top_field(layout)) & (fraction == 0),
+        nan=(field == _find_top_field(layout)) & (fraction != 0),
     )
 
 
@@ -245,9 +245,7 @@ def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, word
         zero = np.float64(0.0)
         nonzero = (values[0] != zero) & (values[1] != zero) if product else values[0] != zero
         least = o.bit_or(size, select(nonzero, np.uint32(1), np.uint32(0)))
-    fields, bias, shift = (
-        (_find_largest_exponent_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
-    )
+    fields, bias, shift = (_find_top_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
     high = o.shr(block_largest(size), shift)
     # The smallest but 0 is the largest of the negatives.
     smallest = o.sub(0, block_largest(o.sub(0, least)))
@@ -357,14 +355,14 @@ def _round_accumulator(reach: LimbRange, layout: Format, digits: list, specials:
     # Below 62 bits it matters only whether there is anything.
     head = o.bit_or(head, select(lost != 0, _WORD_ONE, _WORD_ZERO))
     exponent = o.add(o.add(o.shl(top, 5), length), reach.unit - 1 + _EXPONENT_OFFSET)
-    infinity = np.uint64(_find_largest_exponent_field(layout) << layout.mantissa_bits)
+    infinity = np.uint64(_find_top_field(layout) << layout.mantissa_bits)
     bits = _round_head(layout, head, exponent)
     plus, minus = specials
     special = plus | minus
     bits = select(special, infinity, select(zero, _WORD_ZERO, bits))
     negative = (special & minus) | (~special & ((zero & all_minus_zero) | (negative & ~zero)))
     bits = o.bit_or(bits, select(negative, np.uint64(1 << (layout.bits - 1)), _WORD_ZERO))
-    nan = np.uint64(_find_largest_exponent_field(layout) << layout.mantissa_bits | 1 << (layout.mantissa_bits - 1))
+    nan = np.uint64(_find_top_field(layout) << layout.mantissa_bits | 1 << (layout.mantissa_bits - 1))
     return select(plus & minus, nan, bits)
 
 
@@ -379,10 +377,8 @@ def _round_head(layout: Format, head: Any, exponent: Any) -> Any:
     kept = o.add(kept, select(up, _WORD_ONE, _WORD_ZERO))
     # A mantissa's leading bit, or one that a carry made, adds 1 to the exponent field.
     field = select(exponent > lowest, o.sub(exponent, lowest), _WORD_ZERO)
-    infinity = np.uint64(_find_largest_exponent_field(layout) << layout.mantissa_bits)
-    return select(
-        field > _find_largest_exponent_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits))
-    )
+    infinity = np.uint64(_find_top_field(layout) << layout.mantissa_bits)
+    return select(field > _find_top_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits)))
 
 
 def _round_pair(layout: Format, high: Any, low: Any, all_minus_zero: Any) -> Any:

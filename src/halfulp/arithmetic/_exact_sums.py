@@ -29,12 +29,12 @@ from ..kernels.triton._launch import TILE, TableKernel, ready
 from ..kernels.vector._machine_function import Kernel
 from ..kernels.vector._table_loop import compile_row, compile_table
 from ._exact_sum_kernels import (
-    ACCUMULATOR_WORDS,
     BLOCK_LENGTH,
     ELEMENT_FORMATS,
     LIMB_BITS,
     LIMB_COUNT,
     LIMB_MASK,
+    WORD_COUNT,
     WORD_TYPES,
     LimbRange,
     count_block_elements,
@@ -304,7 +304,7 @@ def _round_windows(engine: str, words: Windows, reach: LimbRange, dtype: torch.d
 
 def _widen_to_accumulator(digits: torch.Tensor, words: torch.Tensor, reach: LimbRange) -> torch.Tensor:
     """Return an accumulator's words from the limbs within reach."""
-    found = torch.empty(len(digits), ACCUMULATOR_WORDS, dtype=torch.int64, device=digits.device)
+    found = torch.empty(len(digits), WORD_COUNT, dtype=torch.int64, device=digits.device)
     end, sign = reach.first + reach.limbs, digits[:, -1:] >> 63
     found[:, : reach.first], found[:, reach.first : end] = 0, digits
     if end < LIMB_COUNT:
@@ -502,9 +502,9 @@ def exact_round(partial: torch.Tensor, dtype: torch.dtype = torch.float64) -> to
     """
     if not isinstance(partial, torch.Tensor) or partial.dtype != torch.int64:
         raise TypeError(f"exact_round takes the int64 tensor that exact_partial returns, got {_describe_kind(partial)}")
-    if partial.dim() == 0 or partial.shape[-1] != ACCUMULATOR_WORDS:
+    if partial.dim() == 0 or partial.shape[-1] != WORD_COUNT:
         raise ValueError(
-            f"exact_round takes partials of {ACCUMULATOR_WORDS} words along the last dimension, got shape "
+            f"exact_round takes partials of {WORD_COUNT} words along the last dimension, got shape "
             f"{tuple(partial.shape)}: merge partials by adding them, not by concatenating"
         )
     rounded: torch.Tensor = _round_operator(partial, _check_result_dtype(dtype, torch.float64))
@@ -573,11 +573,11 @@ def _find_result_shape(shape: torch.Size, dims: list[int], keepdim: bool = False
 
 def _run_partial(a: torch.Tensor, b: torch.Tensor | None, dim: list[int]) -> torch.Tensor:
     words = accumulate_rows(_view_as_rows(a, dim), None if b is None else _view_as_rows(b, dim))
-    return words.view([*_find_result_shape(a.shape, dim), ACCUMULATOR_WORDS])
+    return words.view([*_find_result_shape(a.shape, dim), WORD_COUNT])
 
 
 def _run_round(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return round_accumulators(partial.reshape(-1, ACCUMULATOR_WORDS), dtype).view(partial.shape[:-1])
+    return round_accumulators(partial.reshape(-1, WORD_COUNT), dtype).view(partial.shape[:-1])
 
 
 def _run_sum(*given: Any) -> torch.Tensor:
@@ -603,7 +603,7 @@ _SUM_OPERATORS: dict[int, Callable[..., torch.Tensor]] = {
 _partial_operator = define_operator(
     "exact_partial(Tensor a, Tensor? b, int[] dim) -> Tensor",
     _run_partial,
-    lambda a, b, dim: a.new_empty([*_find_result_shape(a.shape, dim), ACCUMULATOR_WORDS], dtype=torch.int64),
+    lambda a, b, dim: a.new_empty([*_find_result_shape(a.shape, dim), WORD_COUNT], dtype=torch.int64),
 )
 _round_operator = define_operator(
     "exact_round(Tensor words, ScalarType dtype) -> Tensor",

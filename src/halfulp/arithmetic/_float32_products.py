@@ -58,18 +58,10 @@ _AUTOCAST_PRODUCT_NAMES = _CONVOLUTION_NAMES | {
 # Of one operand they are views of it, or the operand itself.
 _NAMES_OF_SEVERAL_OPERANDS = ("einsum", "chain_matmul", "multi_dot")
 # By function and not by name: dynamo looks functions up as it traces, and cannot read their names.
-_FUNCTION_NAMESPACES = (
-    torch,
-    torch.Tensor,
-    torch.nn.functional,
-    torch._C._nn,
-    torch.linalg,
-    torch._VF,
-    torch.functional,
-)
+_NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg, torch._VF, torch.functional)
 NAMES_BY_PRODUCT_FUNCTION: dict[Any, str] = {
     getattr(holder, name): name
-    for holder in _FUNCTION_NAMESPACES
+    for holder in _NAMESPACES
     for name in sorted(((PRODUCT_NAMES | RECURRENT_CELL_NAMES) - _UNWIDENED_PRODUCT_NAMES) | _IN_PLACE_PRODUCT_NAMES)
     if callable(getattr(holder, name, None))
 }

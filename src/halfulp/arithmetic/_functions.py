@@ -105,7 +105,7 @@ def split_exp(x: Terms, n: int) -> tuple[Value, Terms]:
     # Components behind a head that is cut would shift what is left of it.
     x = [head, *(select(large | low, 0.0, t) for t in x[1:])]
     k = nearest_integer(head * (128.0 / math.log(2.0)))
-    pieces = known.split_into_chunks(known.compute_logarithm(2) / 128, 35, (53 * n + 50) // 35 + 1)
+    pieces = known.split_into_chunks(known.compute_log(2) / 128, 35, (53 * n + 50) // 35 + 1)
     steps = [-(k * c) for c in make_constants(k, pieces)]
     r = distill_terms(_interleave_terms([head, *x[1:]], steps), n)
     q = floor(k * (1.0 / 128.0) + 0.5)
@@ -165,7 +165,7 @@ def evaluate_log(x: Terms, n: int, more=0.0) -> Terms:
     c = gather(known.make_reciprocal_tables()[0], index)
     products = [t for part in x for t in two_product(part, c)]
     r = distill_terms([products[0], *make_constants(c, [-1.0]), *products[1:]], n)
-    pieces = known.split_into_chunks(known.compute_logarithm(2), 40, (53 * n + 40) // 40 + 1)
+    pieces = known.split_into_chunks(known.compute_log(2), 40, (53 * n + 40) // 40 + 1)
     whole = [(e - shift + more) * piece for piece in make_constants(c, pieces)]
     near = look_up_terms(known.make_reciprocal_tables()[1], index, n + 1)
     return distill_terms(_interleave_terms(_interleave_terms(whole, near), evaluate_small_log1p(r, n)), n)

@@ -18,7 +18,7 @@ from ._refinement import (
     MOST_CORRECTIONS,
     RefinementProgress,
     WorkingPrecision,
-    find_largest_magnitudes,
+    find_maxima,
     multiply_by_power_of_two,
     prove_regular,
     refuse_singular,
@@ -62,7 +62,7 @@ def _refine_solution(work: WorkingPrecision, a: Parts, b: Parts, task: str) -> P
     for _ in range(MOST_CORRECTIONS):
         step = torch.linalg.lu_solve(factors, pivots, rest)
         x = work.to_float64((step,)) if x is None else work.add(x, (step,))
-        if progress.is_done(find_largest_magnitudes(step), find_largest_magnitudes(x[0])):
+        if progress.is_done(find_maxima(step), find_maxima(x[0])):
             break
         rest = work.residual(b, a, x)
     assert x is not None, "there is a first step"
@@ -100,7 +100,7 @@ def _refine_lstsq(work: WorkingPrecision, a: Parts, b: Parts, task: str) -> Part
         change = upper - q @ (seen - height)
         x = work.to_float64((step,)) if x is None else work.add(x, (step,))
         rest = work.to_float64((change,)) if rest is None else work.add(rest, (change,))
-        if progress.is_done(find_largest_magnitudes(step), _resolvable_size(work, x[0], b[0])):
+        if progress.is_done(find_maxima(step), _resolvable_size(work, x[0], b[0])):
             break
         upper = work.sub(work.sub(b, rest), work.matmul(a, x))[0]
         lower = -work.matmul(transposed, rest)[0]
@@ -117,9 +117,7 @@ def _prove_independent(a: Parts, r: torch.Tensor) -> None:
 
 def _resolvable_size(work: WorkingPrecision, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the size by which corrections are judged: the solution's, or one that the right-hand side resolves."""
-    return torch.maximum(
-        find_largest_magnitudes(x), find_largest_magnitudes(b) * 2.0 ** -(53 * work.components - 60 - work.bits / 2)
-    )
+    return torch.maximum(find_maxima(x), find_maxima(b) * 2.0 ** -(53 * work.components - 60 - work.bits / 2))
 
 
 _NAMES_OF_SQUARE_SOLVERS = ("solve", "inverse", "cholesky", "det")

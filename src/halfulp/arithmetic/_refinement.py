@@ -117,7 +117,7 @@ def _is_norm_below_half(x: torch.Tensor) -> bool:
     return bool((x.sum(-1) < 0.5).all())
 
 
-def find_largest_magnitudes(x: torch.Tensor, dims: tuple[int, ...] = (-2,)) -> torch.Tensor:
+def find_maxima(x: torch.Tensor, dims: tuple[int, ...] = (-2,)) -> torch.Tensor:
     """Return the largest magnitude of each column, or of each matrix."""
     return x.abs().amax(dims)
 

@@ -17,15 +17,15 @@ from ..subclass._collectives import collective_rule, is_collective
 from ..subclass._foreach import foreach_rule
 from ..subclass._in_backward import gives_plain_gradient, unrounded_results
 from ..subclass._rule_table import functional_form, is_written
-from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation, wrap_components
+from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
 from ._result_type import (
     ResultType,
-    convert_to_components,
     encode_plain_operands,
-    find_result_type,
     has_plain_operand,
     limit_large_elements,
     make_result,
+    result_type,
+    to_components,
 )
 from ._write import check_takes_fractions, copy_received, write_value
 
@@ -84,7 +84,7 @@ def run_in_float64(
     """Run an operator on the values in float64 and return its floating results as components."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, (Tensor, torch.dtype))]
     wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in _FLOAT_DTYPES]
-    form = form or find_result_type(leaves, dtype=wanted[0] if wanted else None)
+    form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
     if form.scaled:
@@ -105,7 +105,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
-    form = find_result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+    form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     if form.fits_float64:
         return run_in_float64(operator, arguments, options)
     decomposition = _collect_decompositions().get(operator)
@@ -117,7 +117,7 @@ def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> 
 
 def fall_back_to_float64(operator: OpOverload, arguments: tuple, options: dict) -> Any:
     """Run an operator in float64, and count that as a fallback where float64 does not hold the components' digits."""
-    form = find_result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
+    form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     if not form.fits_float64:
         _fallback.note_fallback(
             operator,
@@ -167,7 +167,7 @@ def choose_float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool =
     @functools.wraps(rule)
     def either(*arguments: Any, **options: Any) -> Any:
         leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
-        form = find_result_type(leaves)
+        form = result_type(leaves)
         if form.fits_float64 and not (exactly and not all(map(_is_exact_in_float64, leaves))):
             return run_in_float64(operator, arguments, options)
         return run_in_steps(rule, form, arguments, options)
@@ -227,9 +227,9 @@ def _drop_large_elements(target: Tensor, result: Any, given: dict) -> Any:
     """Return a result to be written without large elements, where plain operands do not decide the memory's scale."""
     if not isinstance(target, MCTensor) or target._scale is None or not isinstance(result, Tensor):
         return result
-    parts = tuple(part.double() for part in convert_to_components(result, target.device))
+    parts = tuple(part.double() for part in to_components(result, target.device))
     found = limit_large_elements(parts, tree_leaves(given))
-    return result if found is parts else wrap_components(found, None, target._gradients)
+    return result if found is parts else wrap_parts(found, None, target._gradients)
 
 
 def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from ..subclass._in_backward import refuse_jvp
 from ..subclass._rule_table import functional_form
 from ._derivation import write_results
 from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor
-from ._result_type import encode_plain_operands, find_result_type, has_plain_operand, is_plain
+from ._result_type import encode_plain_operands, has_plain_operand, is_plain, result_type
 from .rules._layers import INTERPOLATION_RULES, INTERPOLATION_RULES_BY_FACTORS
 from .rules._pointwise import make_root_of_half
 
@@ -53,7 +53,7 @@ def promote_operands(arguments: Any) -> Any:
     first = tensors[0].dtype if tensors else None
     if all(x.dtype is first for x in tensors) or not any(isinstance(x, MCTensor) for x in tensors):
         return arguments
-    form = find_result_type(tensors)
+    form = result_type(tensors)
 
     def promoted(x: Any) -> Any:
         if isinstance(x, MCTensor):
@@ -71,9 +71,7 @@ def _encode_operands_before(steps: Callable) -> Callable:
         if not any(isinstance(x, MCTensor) for x in leaves):
             return NotImplemented
         if has_plain_operand(arguments, options):
-            arguments, options = encode_plain_operands(
-                (arguments, options), find_result_type(leaves), with_gradients=True
-            )
+            arguments, options = encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
         return steps(*arguments, **options)
 
     return own
@@ -270,7 +268,7 @@ DIFFERENTIATED_OPERATORS = (
 REPLACED_OUT_OPERATORS = tuple(
     getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name
 )
-_PROMOTED_OPERATOR_SET = frozenset(present(PROMOTED_OPERATORS))
+_PROMOTED_SET = frozenset(present(PROMOTED_OPERATORS))
 # Keys above would find the way back to this one.
 _KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
 _aten_library = torch.library.Library("aten", "IMPL")
@@ -280,7 +278,7 @@ def _make_entry(operator: OpOverload) -> Callable:
     """Return an operator's kernel for the key: its function in OWN, else torch's steps on operands with components."""
     own, is_promoted, is_encoded = (
         OWN_FUNCTIONS.get(operator),
-        operator in _PROMOTED_OPERATOR_SET,
+        operator in _PROMOTED_SET,
         operator in _ENCODED_OPERATORS,
     )
 
@@ -296,7 +294,7 @@ def _make_entry(operator: OpOverload) -> Callable:
             if is_encoded and has_plain_operand(arguments, options):
                 leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
                 if any(isinstance(x, MCTensor) for x in leaves):
-                    form = find_result_type(leaves)
+                    form = result_type(leaves)
                     arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
         if operator is not aten.lstm.input:
             return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
@@ -323,7 +321,7 @@ def _make_traced_interpolation(steps: Callable) -> Callable:
 
     def interpolate(x: Any, *arguments: Any, **options: Any) -> Any:
         traced = torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE_MODE_KEY) is not None
-        if not traced or not isinstance(x, MCTensor) or find_result_type((x,)).fits_float64:
+        if not traced or not isinstance(x, MCTensor) or result_type((x,)).fits_float64:
             return NotImplemented
         return steps(x, *arguments, **options)
 

@@ -224,7 +224,7 @@ class MCTensor(CompositeTensor):
             refuse_jit_trace("MCTensor")
         source = x.detach() if isinstance(x, Tensor) else x
         parts, held = _numbers.encode_components(source, components, dtype, scale, device)
-        made = wrap_components(parts, held, gradients)
+        made = wrap_parts(parts, held, gradients)
         connected: MCTensor = attach_history(x, made) if isinstance(x, Tensor) else made
         return connected
 
@@ -248,7 +248,7 @@ class MCTensor(CompositeTensor):
         """
         check_gradients(gradients)
         parts, held = _numbers.canonicalize_components(components, scale)
-        return wrap_components(parts, held, gradients)
+        return wrap_parts(parts, held, gradients)
 
     @staticmethod
     def implements(*operators: Any) -> Callable[[Given], Given]:
@@ -289,7 +289,7 @@ class MCTensor(CompositeTensor):
     def with_gradients(self, gradients: str) -> MCTensor:
         """Return a leaf of the same components, sharing memory, that keeps gradients of another kind."""
         check_gradients(gradients)
-        made = wrap_components(self._parts, self._scale, gradients)
+        made = wrap_parts(self._parts, self._scale, gradients)
         made.requires_grad_(self.requires_grad)
         return made
 
@@ -317,7 +317,7 @@ class MCTensor(CompositeTensor):
         """Return data with all digits as an MCTensor like this one, or as a plain tensor for another kind of dtype."""
         kind, place = dtype or self.dtype, device or self.device
         made = _numbers.encode_new_tensor(data, len(self._parts), kind, self._scale is not None, place)
-        made = wrap_components(made[0], made[1], self._gradients) if isinstance(made, tuple) else made
+        made = wrap_parts(made[0], made[1], self._gradients) if isinstance(made, tuple) else made
         return made.requires_grad_(requires_grad)
 
     def new(self, *arguments: Any, device: Any = None) -> Tensor:  # type: ignore[override]
@@ -365,7 +365,7 @@ class MCTensor(CompositeTensor):
 
     def _like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
         count = len(self._parts)
-        made = wrap_components(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
+        made = wrap_parts(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
         made.requires_grad_(requires_grad)
         return made
 
@@ -389,7 +389,7 @@ class MCTensor(CompositeTensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[str, int, bool], size: Any, stride: Any
     ) -> MCTensor:
-        return wrap_components(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
+        return wrap_parts(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
 
     def _stable_hash_for_caching(self) -> str:
         return graph_key(self, RULES.values())
@@ -401,7 +401,7 @@ class MCTensor(CompositeTensor):
 
     @untraced
     def __coerce_tangent_metadata__(self) -> MCTensor:
-        return wrap_components((round_to_plain(self),), None, FIRST) if self._gradients == FIRST else self
+        return wrap_parts((round_to_plain(self),), None, FIRST) if self._gradients == FIRST else self
 
     @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
@@ -411,7 +411,7 @@ class MCTensor(CompositeTensor):
 
 
 @untraced
-def wrap_components(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
+def wrap_parts(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
     """Make an MCTensor over components of equal shape and strides, without copying or checking."""
     first = parts[0]
     shape, strides, offset = first.shape, first.stride(), first.storage_offset()
@@ -434,7 +434,7 @@ def rebuild_mctensor(
         ValueError: the file was written by a version of another layout.
     """
     check_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
-    return with_saved_marks(wrap_components(tuple(parts), scale, gradients), requires_grad, is_parameter)
+    return with_saved_marks(wrap_parts(tuple(parts), scale, gradients), requires_grad, is_parameter)
 
 
 def decode_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:

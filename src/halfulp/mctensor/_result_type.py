@@ -29,7 +29,7 @@ from ._encode import (
     split_number,
     split_number_in_float32,
 )
-from ._mctensor import MCTensor, attach_history, wrap_components
+from ._mctensor import MCTensor, attach_history, wrap_parts
 
 # float64 holds every value of so many bits that the components promise.
 _FLOAT64_BITS = 53
@@ -60,7 +60,7 @@ class ResultType(NamedTuple):
         return self.components * PRECISION[self.dtype] <= _FLOAT64_BITS
 
 
-def find_result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> ResultType:
+def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> ResultType:
     """Return the type of the result of an operator on these operands, numbers among them.
 
     dtype: what torch.promote_types makes of all tensors with dimensions; tensors without dimensions count where there
@@ -108,7 +108,7 @@ def find_result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) 
     return ResultType(dtype, count, gradients, scaled, device, has_gradient)
 
 
-def convert_to_components(x: Any, device: torch.device) -> Parts:
+def to_components(x: Any, device: torch.device) -> Parts:
     """Return any operand (an MCTensor, a plain tensor, a number) as components without a scale."""
     if isinstance(x, MCTensor):
         return x._parts if x._scale is None else convert_to_float64(x._parts, x._scale)
@@ -117,15 +117,15 @@ def convert_to_components(x: Any, device: torch.device) -> Parts:
     return split_number(x, device)
 
 
-def evaluate_function(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
+def run_function(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
     """Run a function of `arithmetic.pointwise` on MCTensors, tensors and numbers."""
     if form is None and len(operands) == 2 and are_operands_alike(*operands):
         x, y = operands
         if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():
-            return wrap_components(evaluate_alike(name, x._parts, y._parts), None, x._gradients)
+            return wrap_parts(evaluate_alike(name, x._parts, y._parts), None, x._gradients)
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
-        return wrap_components(parts, None, x._gradients)
-    form = form or find_result_type(operands)
+        return wrap_parts(parts, None, x._gradients)
+    form = form or result_type(operands)
     return run_pointwise(name, convert_operands(name, operands, form.dtype, form.components, form.device), form)
 
 
@@ -153,7 +153,7 @@ def convert_operands(name: str, operands: Iterable, dtype: torch.dtype, componen
             parts = split_number_in_float32(
                 x, device, name in _FACTOR_FUNCTION_NAMES and (position > 0 or name != "addcmul")
             )
-        found.append(parts or convert_to_components(x, device))
+        found.append(parts or to_components(x, device))
     return found
 
 
@@ -164,9 +164,7 @@ def run_pointwise(name: str, operands: list[Parts], form: ResultType) -> Tensor:
     if form.scaled:
         wide = pointwise(name, *operands, components=count_float64_components(form), dtype=torch.float64)
         return _scale_result(wide, find_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
-    return wrap_components(
-        pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients
-    )
+    return wrap_parts(pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients)
 
 
 def count_float64_components(form: ResultType) -> int:
@@ -180,7 +178,7 @@ def make_result(parts: Parts, form: ResultType) -> Tensor:
         return _round_to_components(parts, 1, form.dtype)[0]
     if form.scaled:
         return make_scaled_result(tuple(part.double() for part in parts), form)
-    return wrap_components(_round_to_components(parts, form.components, form.dtype), None, form.gradients)
+    return wrap_parts(_round_to_components(parts, form.components, form.dtype), None, form.gradients)
 
 
 def make_scaled_result(wide: Parts, form: ResultType) -> MCTensor:
@@ -190,13 +188,13 @@ def make_scaled_result(wide: Parts, form: ResultType) -> MCTensor:
 
 def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = False) -> MCTensor:
     scale = choose_scale(largest, form.dtype)
-    return wrap_components(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
+    return wrap_parts(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
 
 
 def align_operands(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
     """Return operands as components of one dtype, number and scale, for an operator that copies elements."""
     operands = list(operands)
-    parts = [convert_to_components(x, form.device) for x in operands]
+    parts = [to_components(x, form.device) for x in operands]
     if not form.scaled:
         return [_round_to_components(part, form.components, form.dtype) for part in parts], None
     wide = [tuple(part.double() for part in some) for some in parts]
@@ -207,7 +205,7 @@ def align_operands(operands: Iterable[Any], form: ResultType) -> tuple[list[Part
 
 def keep_component_gradients(x: MCTensor) -> MCTensor:
     """Return x with gradients="components", so that an operator's inner steps are not rounded in a backward pass."""
-    return wrap_components(x._parts, x._scale, COMPONENTS)
+    return wrap_parts(x._parts, x._scale, COMPONENTS)
 
 
 def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -319,9 +317,9 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
 
 
 def _encode_plain_operand(x: Tensor, form: ResultType, ranked: bool) -> MCTensor:
-    parts = convert_to_components(x, form.device)
+    parts = to_components(x, form.device)
     if ranked and not x.dim():
-        return wrap_components(renormalize(parts, form.components, x.double().dtype), None, form.gradients)
+        return wrap_parts(renormalize(parts, form.components, x.double().dtype), None, form.gradients)
     if form.scaled:
         return make_scaled_result(tuple(part.double() for part in parts), form)
-    return wrap_components(renormalize(parts, form.components, form.dtype), None, form.gradients)
+    return wrap_parts(renormalize(parts, form.components, form.dtype), None, form.gradients)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arithmetic import Parts, renormalize
 from ._encode import HEADROOM_BINADES, choose_scale, divide_by_scale, find_magnitude
 from ._mctensor import MCTensor, decode_to_plain
-from ._result_type import ResultType, convert_to_components, count_float64_components
+from ._result_type import ResultType, count_float64_components, to_components
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
 _ROOM_BELOW = 8
@@ -90,7 +90,7 @@ def can_write_directly(x: MCTensor, operands: list[Parts]) -> bool:
 def write_value(x: Tensor, value: Any) -> Tensor:
     """Copy a value, a tensor of any kind or a number, into x."""
     if isinstance(x, MCTensor):
-        parts = convert_to_components(value, x.device)
+        parts = to_components(value, x.device)
         return write_components(x, parts, lambda: parts[0])
     check_shape(x, value.shape)
     plain = decode_to_plain(value, x.dtype) if x.dtype.is_floating_point else truncate_to_integers(value, x.dtype)
@@ -107,8 +107,7 @@ def truncate_to_integers(x: MCTensor, dtype: torch.dtype) -> Tensor:
         )
     whole = torch.trunc(x)
     return sum(
-        (part.to(dtype) for part in convert_to_components(whole, x.device)[1:]),
-        convert_to_components(whole, x.device)[0].to(dtype),
+        (part.to(dtype) for part in to_components(whole, x.device)[1:]), to_components(whole, x.device)[0].to(dtype)
     )
 
 

@@ -11,9 +11,9 @@ import torch
 import halfulp as hu
 from halfulp.arithmetic import _exact_sums as kernels
 from halfulp.arithmetic._exact_sum_kernels import (
-    ACCUMULATOR_WORDS,
     ELEMENT_FORMATS,
     LIMB_COUNT,
+    WORD_COUNT,
     LimbRange,
     make_accumulator_rounding_table,
     make_term_adding_table,
@@ -72,7 +72,7 @@ def unsettled(device):
     """Whether any words, as sums of partials are, give torch's roundings."""
     generator = torch.Generator().manual_seed(3)
     choices = torch.tensor([0, 1, -1, 2**32 - 1, 2**32, -(2**32), 2**62, -(2**62), -(2**63)])
-    words = choices[torch.randint(0, len(choices), (4, ACCUMULATOR_WORDS), generator=generator)]
+    words = choices[torch.randint(0, len(choices), (4, WORD_COUNT), generator=generator)]
     words[0, :LIMB_COUNT], words[0, 0] = 2**32 - 1, 2**32  # a carry through all
     words[1, :LIMB_COUNT], words[1, 0] = 0, -1  # a borrow
     words[:, LIMB_COUNT - 2 : LIMB_COUNT] >>= 32

@@ -15,7 +15,7 @@ from ...kernels import torch_operators
 from ...subclass._rule_table import arguments_by_name
 from .._derivation import implements_beyond_float64, run_in_float64, run_in_steps
 from .._mctensor import implements
-from .._result_type import find_result_type
+from .._result_type import result_type
 
 aten = torch_operators("aten")
 
@@ -93,7 +93,7 @@ def compute_attention_gradients(
 
 
 def _compute_in_float64_or_steps(function: Callable, *arguments: Any) -> Any:
-    form = find_result_type(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
+    form = result_type(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
     return run_in_float64(function, arguments, {}) if form.fits_float64 else run_in_steps(function, form, arguments, {})
 
 

@@ -12,15 +12,8 @@ from torch._ops import OpOverload
 from ...arithmetic import Parts, compare, pointwise
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
-from .._mctensor import MCTensor, decode_to_plain, implements, round_to_plain, wrap_components
-from .._result_type import (
-    ResultType,
-    align_operands,
-    convert_to_components,
-    evaluate_function,
-    find_result_type,
-    make_result,
-)
+from .._mctensor import MCTensor, decode_to_plain, implements, round_to_plain, wrap_parts
+from .._result_type import ResultType, align_operands, make_result, result_type, run_function, to_components
 
 aten = torch_operators("aten")
 
@@ -28,7 +21,7 @@ aten = torch_operators("aten")
 def compare_by_value(a: Any, b: Any) -> Tensor:
     """Return the sign of a - b as int8, 2 where either is NaN."""
     device = a.device if isinstance(a, Tensor) else b.device
-    return compare(convert_to_components(a, device), convert_to_components(b, device))
+    return compare(to_components(a, device), to_components(b, device))
 
 
 _TESTS_OF_ORDER = {
@@ -67,12 +60,12 @@ def copy_elements(function: Callable, operands: Sequence[Any], form: ResultType)
     if gives_plain_gradient(form.gradients, form.has_gradient):
         return function(*(round_operand(x, form) for x in operands))
     parts, scale = align_operands(operands, form)
-    return wrap_components(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
+    return wrap_parts(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
 
 
 def select_elements(mask: Tensor, a: Any, b: Any, form: ResultType | None = None) -> Tensor:
     """Return a where the mask holds, b elsewhere, as a result of both."""
-    return copy_elements(lambda x, y: torch.where(mask, x, y), (a, b), form or find_result_type((a, b)))
+    return copy_elements(lambda x, y: torch.where(mask, x, y), (a, b), form or result_type((a, b)))
 
 
 def round_operand(x: Any, form: ResultType) -> Any:
@@ -91,7 +84,7 @@ def where(mask: Tensor, a: Any, b: Any) -> Tensor:
 @implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
     """Return the value where the mask holds, x elsewhere."""
-    return select_elements(_read_mask(mask), value, x, find_result_type((x, value)))
+    return select_elements(_read_mask(mask), value, x, result_type((x, value)))
 
 
 def _read_mask(mask: Tensor) -> Tensor:
@@ -120,7 +113,7 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
     """Clamp between two bounds, by value; a NaN stays one."""
     if min is None and max is None:
         raise ValueError("clamp takes at least one of min and max")
-    form = find_result_type((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
+    form = result_type((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
     whole = form._replace(gradients=COMPONENTS) if min is not None and max is not None else form
     if min is not None:
         x = select_elements(_is_beyond(x, min, -1), min, x, whole)
@@ -165,7 +158,7 @@ def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     if gives_plain_gradient_of(x):
         return function(round_to_plain(x))
     scale = None if x._scale is None else x._scale.clone()
-    return wrap_components(tuple(map(function, x._parts)), scale, x._gradients)
+    return wrap_parts(tuple(map(function, x._parts)), scale, x._gradients)
 
 
 @implements(aten.neg.default)
@@ -191,14 +184,14 @@ def relu(x: MCTensor) -> Tensor:
 @implements(aten.sign.default, aten.sgn.default)
 def sign(x: MCTensor) -> Tensor:
     """-1, 0 or 1."""
-    return make_result((x._parts[0].sign(),), find_result_type((x,)))
+    return make_result((x._parts[0].sign(),), result_type((x,)))
 
 
 @implements(aten.threshold_backward.default)
 def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
     """Return the gradient where x is above the threshold, 0 elsewhere."""
     return select_elements(
-        _TESTS_OF_ORDER["le"](compare_by_value(x, threshold)), 0.0, gradient, find_result_type((gradient, x))
+        _TESTS_OF_ORDER["le"](compare_by_value(x, threshold)), 0.0, gradient, result_type((gradient, x))
     )
 
 
@@ -216,28 +209,28 @@ def floor_components(parts: Parts) -> Parts:
 @implements(aten.floor.default)
 def floor(x: MCTensor) -> Tensor:
     """Return the largest integer not above."""
-    form = find_result_type((x,))
-    parts = convert_to_components(x, form.device)
+    form = result_type((x,))
+    parts = to_components(x, form.device)
     return make_result(_add_integers(floor_components(parts), parts[0]), form)
 
 
 @implements(aten.ceil.default)
 def ceil(x: MCTensor) -> Tensor:
     """Return the smallest integer not below."""
-    form = find_result_type((x,))
-    negative = tuple(-part for part in convert_to_components(x, form.device))
+    form = result_type((x,))
+    negative = tuple(-part for part in to_components(x, form.device))
     return make_result(_add_integers(tuple(-part for part in floor_components(negative)), -negative[0]), form)
 
 
 @implements(aten.trunc.default)
 def trunc(x: MCTensor) -> Tensor:
     """Return the nearest integer toward zero."""
-    return make_result(_truncate_components(x), find_result_type((x,)))
+    return make_result(_truncate_components(x), result_type((x,)))
 
 
 def _truncate_components(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
-    flipped = tuple(torch.where(negative, -part, part) for part in convert_to_components(x, x.device))
+    flipped = tuple(torch.where(negative, -part, part) for part in to_components(x, x.device))
     whole = floor_components(flipped)
     return _add_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
 
@@ -245,22 +238,22 @@ def _truncate_components(x: MCTensor) -> Parts:
 @implements(aten.frac.default)
 def frac(x: MCTensor) -> Tensor:
     """Return the fractional part, x - trunc(x)."""
-    form = find_result_type((x,))
-    return evaluate_function("sub", x, wrap_components(_truncate_components(x), None, COMPONENTS), form=form)
+    form = result_type((x,))
+    return run_function("sub", x, wrap_parts(_truncate_components(x), None, COMPONENTS), form=form)
 
 
 @implements(aten.round.default)
 def round_(x: MCTensor) -> Tensor:
     """Return the nearest integer, ties to even: floor(x + 1/2), one less where that is odd and was a tie."""
-    form = find_result_type((x,))
+    form = result_type((x,))
     whole = form._replace(gradients=COMPONENTS)
-    up: Any = evaluate_function("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))
-    low = wrap_components(_add_integers(floor_components(up._parts), up._parts[0]), None, COMPONENTS)
-    halved: Any = evaluate_function("mul", low, 0.5)
-    half = wrap_components(_add_integers(floor_components(halved._parts), low._parts[0]), None, COMPONENTS)
-    odd = compare_by_value(evaluate_function("mul", half, 2.0), low) != 0
+    up: Any = run_function("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))
+    low = wrap_parts(_add_integers(floor_components(up._parts), up._parts[0]), None, COMPONENTS)
+    halved: Any = run_function("mul", low, 0.5)
+    half = wrap_parts(_add_integers(floor_components(halved._parts), low._parts[0]), None, COMPONENTS)
+    odd = compare_by_value(run_function("mul", half, 2.0), low) != 0
     tie = compare_by_value(low, up) == 0
-    nearest: Any = evaluate_function("sub", low, (odd & tie).double())
+    nearest: Any = run_function("sub", low, (odd & tie).double())
     first, *rest = nearest._parts
     return make_result((torch.copysign(first, x._parts[0].double()), *rest), form)
 

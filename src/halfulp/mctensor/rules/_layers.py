@@ -16,7 +16,7 @@ from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, unrounded_results
 from .._derivation import fall_back_to_float64, implements_beyond_float64
 from .._mctensor import MCTensor, implements
-from .._result_type import encode_plain_operands, evaluate_function, find_result_type
+from .._result_type import encode_plain_operands, result_type, run_function
 from .._write import write_value
 from ._pointwise import round_to_type
 from ._products import fold_windows, repeat_sizes, window_views
@@ -158,7 +158,7 @@ def adaptive_avg_pool2d_backward(gradient: Any, x: Any) -> Tensor:
 
 
 # Keys' kernel with this parameter, as in torch: "Cubic convolution interpolation for digital image processing" (1981).
-_CUBIC_KERNEL_PARAMETER = -0.75
+_CUBIC_SLOPE = -0.75
 
 
 class _InterpolatedAxis(NamedTuple):
@@ -199,18 +199,16 @@ def _find_cubic_weights(axis: _InterpolatedAxis, device: torch.device) -> list[t
     at: Any = _find_source_positions(axis, device)
     first = at.floor().decode().long()
     t: Any = at - first
-    near = [((_CUBIC_KERNEL_PARAMETER + 2) * x - (_CUBIC_KERNEL_PARAMETER + 3)) * x * x + 1 for x in (t, 1 - t)]
+    near = [((_CUBIC_SLOPE + 2) * x - (_CUBIC_SLOPE + 3)) * x * x + 1 for x in (t, 1 - t)]
     far = [
-        ((_CUBIC_KERNEL_PARAMETER * x - 5 * _CUBIC_KERNEL_PARAMETER) * x + 8 * _CUBIC_KERNEL_PARAMETER) * x
-        - 4 * _CUBIC_KERNEL_PARAMETER
-        for x in (t + 1, 2 - t)
+        ((_CUBIC_SLOPE * x - 5 * _CUBIC_SLOPE) * x + 8 * _CUBIC_SLOPE) * x - 4 * _CUBIC_SLOPE for x in (t + 1, 2 - t)
     ]
     weights = (far[0], near[0], near[1], far[1])
     return [((first + k - 1).clamp(0, axis.inside - 1), weight) for k, weight in enumerate(weights)]
 
 
 def _multiply_by_weight(x: Any, values: Any, weight: MCTensor, dim: int) -> Tensor:
-    own = round_to_type(weight, find_result_type((x,))._replace(gradients=COMPONENTS, scaled=False))
+    own = round_to_type(weight, result_type((x,))._replace(gradients=COMPONENTS, scaled=False))
     return values * own.reshape([-1 if i == dim else 1 for i in range(x.dim())])
 
 
@@ -295,7 +293,7 @@ def native_batch_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(variance + eps) * weight + bias, and the mean and the root's inverse that it took."""
-    form = find_result_type((x, weight, bias, running_mean, running_variance))
+    form = result_type((x, weight, bias, running_mean, running_variance))
     x, weight, bias, mean, variance = encode_plain_operands((x, weight, bias, running_mean, running_variance), form)
     with unrounded_results():
         if training:
@@ -316,7 +314,7 @@ def _update_running_statistic(running: Any, now: Any, momentum: float) -> None:
     """Update a running statistic in place: running + momentum (now - running)."""
     if running is None:
         return
-    result = evaluate_function("addcmul", running, now - running, momentum, form=find_result_type((running, now)))
+    result = run_function("addcmul", running, now - running, momentum, form=result_type((running, now)))
     if isinstance(running, MCTensor) or isinstance(result, MCTensor):
         write_value(running, result)
     else:

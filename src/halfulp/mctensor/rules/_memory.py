@@ -16,8 +16,8 @@ from ...kernels import present, require_float64, torch_operators
 from ...subclass._collectives import eager_rules, run_and_wait
 from ...subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_magnitude
-from .._mctensor import RULES, MCTensor, decode_to_plain, implements, round_to_plain, wrap_components
-from .._result_type import ResultType, convert_to_components, find_result_type, make_result
+from .._mctensor import RULES, MCTensor, decode_to_plain, implements, round_to_plain, wrap_parts
+from .._result_type import ResultType, make_result, result_type, to_components
 from .._write import copy_received, list_inner_tensors, truncate_to_integers, write_value
 from ._comparison import copy_elements, map_components
 
@@ -34,7 +34,7 @@ def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
     if gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
         return round_to_plain(x).clone(memory_format=memory_format)
     scale = None if x._scale is None else x._scale.clone()
-    return wrap_components(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
+    return wrap_parts(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
 
 
 @implements(aten._to_copy.default)
@@ -51,14 +51,14 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
         require_float64(torch.device(device), "MCTensors")
         move = {"device": device, "non_blocking": options.get("non_blocking", False)}
         scale = None if x._scale is None else x._scale.to(**move)
-        x = wrap_components(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
+        x = wrap_parts(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
     if dtype is None or dtype == x.dtype:
         return clone(x, memory_format=memory_format)
-    parts = convert_to_components(x, x.device)
+    parts = to_components(x, x.device)
     if dtype == torch.float16:
         wide = tuple(part.double() for part in parts)
         scale = choose_scale(find_magnitude(wide[0].where(wide[0].abs() < _LEAST_OVERFLOW, 0.0)), dtype)
-        return wrap_components(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
+        return wrap_parts(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
     return make_result(parts, ResultType(dtype, len(x._parts), x._gradients, False, x.device))
 
 
@@ -110,7 +110,7 @@ def _make_new_like_rule(operator: OpOverload) -> Callable:
             return make_result((first,), form)
         rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
         scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
-        filled = wrap_components((first, *rest), scale, x._gradients)
+        filled = wrap_parts((first, *rest), scale, x._gradients)
         # One component holds them: where a backward pass begins with these, its gradients are plain from there on.
         filled._seeds_backward = operator is aten.ones_like.default
         return filled
@@ -227,7 +227,7 @@ def apply_to_components(operator: OpOverload, arguments: Sequence, positions: Se
         return operator(*(here.get(i, x) for i, x in enumerate(arguments)), **options)
 
     values = [arguments[i] for i in positions]
-    return copy_elements(apply, values, find_result_type(values))
+    return copy_elements(apply, values, result_type(values))
 
 
 def _make_rule_of_several_values(operator: OpOverload, positions: Sequence[int]) -> Callable:
@@ -255,13 +255,13 @@ def pack_padded_sequence(x: MCTensor, lengths: Tensor, batch_first: bool) -> tup
     """Return the steps of all sequences one after the other, and how many there are of each."""
     packed = [aten._pack_padded_sequence.default(part, lengths, batch_first) for part in x._parts]
     scale = None if x._scale is None else x._scale.clone()
-    return wrap_components(tuple(rows for rows, _ in packed), scale, x._gradients), packed[0][1]
+    return wrap_parts(tuple(rows for rows, _ in packed), scale, x._gradients), packed[0][1]
 
 
 def _make_concatenation_rule(operator: OpOverload) -> Callable:
     def concatenate(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
         join = lambda *parts: operator(list(parts), *arguments, **options)  # noqa: E731
-        return copy_elements(join, tensors, find_result_type(tensors))
+        return copy_elements(join, tensors, result_type(tensors))
 
     return concatenate
 
@@ -296,8 +296,8 @@ def _make_view_rule(operator: OpOverload) -> Callable:
             return operator(round_to_plain(x), *arguments, **options)
         parts = tuple(operator(part, *arguments, **options) for part in x._parts)
         if isinstance(parts[0], Tensor):
-            return wrap_components(parts, x._scale, x._gradients)
-        return [wrap_components(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
+            return wrap_parts(parts, x._scale, x._gradients)
+        return [wrap_parts(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
 
     return view
 
@@ -307,7 +307,7 @@ def detach(x: MCTensor) -> Tensor:
     """Return the same components; a gradient that is being stored in a leaf becomes the kind that the leaf keeps."""
     if stores_plain_gradient(x._gradients):
         return round_to_plain(x).detach()
-    return wrap_components(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
+    return wrap_parts(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
 
 
 def _register_on_first_components(operator: OpOverload) -> None:
@@ -357,7 +357,7 @@ def unpack_message(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCT
     pieces = message.split([*[size] * count, *([fixed] if fixed else [])])
     parts = tuple(_view_as_dtype(piece, like.dtype).reshape(shape) for piece in pieces[:count])
     scale = _view_as_dtype(pieces[count], torch.float32).reshape(()) if fixed else None
-    return wrap_components(parts, scale, like._gradients)
+    return wrap_parts(parts, scale, like._gradients)
 
 
 def _view_as_dtype(message: Tensor, dtype: torch.dtype) -> Tensor:
@@ -391,7 +391,7 @@ def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
 
 def wait_tensor(x: MCTensor) -> MCTensor:
     """Return the same memory: there is nothing to wait for."""
-    return wrap_components(x._parts, x._scale, x._gradients)
+    return wrap_parts(x._parts, x._scale, x._gradients)
 
 
 _functional_collectives = torch_operators("_c10d_functional")

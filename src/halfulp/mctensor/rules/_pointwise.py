@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...arithmetic import MOST, pointwise
-from ...arithmetic._constants import compute_logarithm, compute_pi, split_into_floats
+from ...arithmetic._constants import compute_log, compute_pi, split_into_floats
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS
 from .._derivation import implements_beyond_exact_float64, implements_beyond_float64, run_in_float64
@@ -21,11 +21,11 @@ from .._result_type import (
     SUM_FUNCTION_NAMES,
     ResultType,
     convert_operands,
-    convert_to_components,
-    evaluate_function,
-    find_result_type,
     limit_large_elements,
     make_result,
+    result_type,
+    run_function,
+    to_components,
 )
 from .._write import can_write_directly, check_takes_fractions, choose_computing_type, write_components, write_value
 from ._comparison import compare_by_value, is_nan, select_elements
@@ -41,7 +41,7 @@ def make_constant(value: Any, like: Tensor) -> MCTensor:
 
 def round_to_type(x: Tensor, form: ResultType) -> Tensor:
     """Round a result that has more digits to a result type."""
-    return make_result(convert_to_components(x, form.device), form)
+    return make_result(to_components(x, form.device), form)
 
 
 def _add_one_component(form: ResultType) -> ResultType:
@@ -52,9 +52,9 @@ def _add_one_component(form: ResultType) -> ResultType:
 @implements(aten.pow.Tensor_Scalar)
 def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
     """x to a number: a product, a root or a reciprocal where it is one."""
-    form = find_result_type((x,))
+    form = result_type((x,))
     if exponent == 2:
-        return evaluate_function("mul", x, x)
+        return run_function("mul", x, x)
     if exponent == 1:
         return x.clone()
     if exponent in (0.5, -0.5):
@@ -63,24 +63,22 @@ def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
         return x.reciprocal()
     if form.fits_float64:
         return run_in_float64(aten.pow.Tensor_Scalar, (x, exponent), {})
-    return evaluate_function("pow", x, exponent, form=form)
+    return run_function("pow", x, exponent, form=form)
 
 
 @implements_beyond_exact_float64(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def pow_tensor(x: Any, exponent: Any) -> Tensor:
     """x to a power, or a number to powers."""
-    return evaluate_function("pow", x, exponent)
+    return run_function("pow", x, exponent)
 
 
 @implements_beyond_exact_float64(aten.exp2.default)
 def exp2(x: MCTensor) -> Tensor:
     """2^x."""
-    finer = _add_one_component(find_result_type((x,)))
+    finer = _add_one_component(result_type((x,)))
     return round_to_type(
-        evaluate_function(
-            "exp", evaluate_function("mul", x, make_constant(compute_logarithm(2), x), form=finer), form=finer
-        ),
-        find_result_type((x,)),
+        run_function("exp", run_function("mul", x, make_constant(compute_log(2), x), form=finer), form=finer),
+        result_type((x,)),
     )
 
 
@@ -88,12 +86,9 @@ def _make_logarithm_rule(base: int) -> Callable:
     """Return the rule of log(x) / log(base)."""
 
     def log(x: MCTensor) -> Tensor:
-        form = find_result_type((x,))
-        return evaluate_function(
-            "div",
-            evaluate_function("log", x, form=_add_one_component(form)),
-            make_constant(compute_logarithm(base), x),
-            form=form,
+        form = result_type((x,))
+        return run_function(
+            "div", run_function("log", x, form=_add_one_component(form)), make_constant(compute_log(base), x), form=form
         )
 
     return log
@@ -106,40 +101,37 @@ implements_beyond_exact_float64(aten.log10.default)(_make_logarithm_rule(10))
 @implements_beyond_exact_float64(aten.tan.default)
 def tan(x: MCTensor) -> Tensor:
     """sin(x) / cos(x)."""
-    finer = _add_one_component(find_result_type((x,)))
-    return evaluate_function(
-        "div",
-        evaluate_function("sin", x, form=finer),
-        evaluate_function("cos", x, form=finer),
-        form=find_result_type((x,)),
+    finer = _add_one_component(result_type((x,)))
+    return run_function(
+        "div", run_function("sin", x, form=finer), run_function("cos", x, form=finer), form=result_type((x,))
     )
 
 
 @implements_beyond_exact_float64(aten.asin.default)
 def asin(x: MCTensor) -> Tensor:
     """atan2(x, sqrt((1 - x)(1 + x)))."""
-    finer = _add_one_component(find_result_type((x,)))
-    return round_to_type(_compute_angle(x, _compute_root_of_one_minus_square(x, finer), finer), find_result_type((x,)))
+    finer = _add_one_component(result_type((x,)))
+    return round_to_type(_compute_angle(x, _compute_root_of_one_minus_square(x, finer), finer), result_type((x,)))
 
 
 @implements_beyond_exact_float64(aten.acos.default)
 def acos(x: MCTensor) -> Tensor:
     """atan2(sqrt((1 - x)(1 + x)), x)."""
-    finer = _add_one_component(find_result_type((x,)))
-    return round_to_type(_compute_angle(_compute_root_of_one_minus_square(x, finer), x, finer), find_result_type((x,)))
+    finer = _add_one_component(result_type((x,)))
+    return round_to_type(_compute_angle(_compute_root_of_one_minus_square(x, finer), x, finer), result_type((x,)))
 
 
 def _compute_root_of_one_minus_square(x: MCTensor, form: ResultType) -> Tensor:
-    product = evaluate_function(
-        "mul", evaluate_function("sub", 1.0, x, form=form), evaluate_function("add", 1.0, x, form=form), form=form
+    product = run_function(
+        "mul", run_function("sub", 1.0, x, form=form), run_function("add", 1.0, x, form=form), form=form
     )
-    return evaluate_function("sqrt", product, form=form)
+    return run_function("sqrt", product, form=form)
 
 
 @implements_beyond_exact_float64(aten.atan2.default)
 def atan2(y: Any, x: Any) -> Tensor:
     """Return the angle of the point (x, y)."""
-    form = find_result_type((y, x))
+    form = result_type((y, x))
     return round_to_type(_compute_angle(y, x, _add_one_component(form)), form)
 
 
@@ -150,15 +142,13 @@ def _compute_angle(y: Any, x: Any, form: ResultType) -> Tensor:
     steep = compare_by_value(high, wide) == 1
     least, most = select_elements(steep, wide, high), select_elements(steep, high, wide)
     same = (most == 0) | (least.isinf() & most.isinf())
-    ratio = evaluate_function(
+    ratio = run_function(
         "div", select_elements(same, (~(most == 0)).double(), least), select_elements(same, 1.0, most), form=form
     )
-    angle = evaluate_function("atan", ratio, form=form)
-    angle = select_elements(
-        steep, evaluate_function("sub", evaluate_function("mul", straight, 0.5), angle, form=form), angle
-    )
+    angle = run_function("atan", ratio, form=form)
+    angle = select_elements(steep, run_function("sub", run_function("mul", straight, 0.5), angle, form=form), angle)
     left = _is_negative(x)
-    angle = select_elements(left, evaluate_function("sub", straight, angle, form=form), angle)
+    angle = select_elements(left, run_function("sub", straight, angle, form=form), angle)
     angle = select_elements(is_nan(x) | is_nan(y), float("nan"), angle)
     return select_elements(_is_negative(y), -angle, angle)
 
@@ -170,12 +160,12 @@ def _is_negative(x: Any) -> Tensor:
 @implements_beyond_exact_float64(aten.atanh.default)
 def atanh(x: MCTensor) -> Tensor:
     """log1p(2x / (1 - x)) / 2, of |x| and with its sign."""
-    form = _add_one_component(find_result_type((x,)))
+    form = _add_one_component(result_type((x,)))
     size = abs(x)
-    ratio = evaluate_function(
-        "div", evaluate_function("mul", size, 2.0, form=form), evaluate_function("sub", 1.0, size, form=form), form=form
+    ratio = run_function(
+        "div", run_function("mul", size, 2.0, form=form), run_function("sub", 1.0, size, form=form), form=form
     )
-    result = evaluate_function("mul", evaluate_function("log1p", ratio, form=form), 0.5, form=find_result_type((x,)))
+    result = run_function("mul", run_function("log1p", ratio, form=form), 0.5, form=result_type((x,)))
     return select_elements(_is_negative(x), -result, result)
 
 
@@ -183,10 +173,10 @@ def atanh(x: MCTensor) -> Tensor:
 def div_mode(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
     """a / b, rounded to an integer: floor or truncation of the exact quotient."""
     if rounding_mode is None:
-        return evaluate_function("div", a, b)
+        return run_function("div", a, b)
     if rounding_mode not in ("floor", "trunc"):
         raise ValueError(f"rounding_mode={rounding_mode!r}: allowed are None, 'trunc' and 'floor'")
-    return evaluate_function(f"{rounding_mode}_divide", a, b)
+    return run_function(f"{rounding_mode}_divide", a, b)
 
 
 @implements_beyond_exact_float64(aten.copysign.Tensor, aten.copysign.Scalar)
@@ -195,7 +185,7 @@ def copysign(a: Any, b: Any) -> Tensor:
     negative = (
         _is_negative(b) if isinstance(b, Tensor) else torch.tensor(b, dtype=torch.float64, device="cpu").signbit()
     )
-    return round_to_type(select_elements(_is_negative(a) != negative, -a, a), find_result_type((a, b)))
+    return round_to_type(select_elements(_is_negative(a) != negative, -a, a), result_type((a, b)))
 
 
 @implements_beyond_exact_float64(aten.nan_to_num.default)
@@ -230,7 +220,7 @@ def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Te
     if p == 2:
         slope = difference / reach.unsqueeze(-1)
     else:
-        less = evaluate_function("sub", make_constant(Fraction(p), a), 1.0) if math.isfinite(p) else p
+        less = run_function("sub", make_constant(Fraction(p), a), 1.0) if math.isfinite(p) else p
         slope = difference.sign() * torch.pow(difference.abs() / reach.unsqueeze(-1), less)
     return (slope * select_elements(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
 
@@ -285,11 +275,11 @@ BINARY_OPERATORS = {
 
 
 def _make_unary_rule(name: str) -> Callable:
-    return lambda x: evaluate_function(name, x)
+    return lambda x: run_function(name, x)
 
 
 def _make_binary_rule(name: str) -> Callable:
-    return lambda a, b: evaluate_function(name, a, b)
+    return lambda a, b: run_function(name, a, b)
 
 
 def _make_in_place_binary_rule(name: str) -> Callable:
@@ -300,9 +290,7 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...
     """Write f(operands) into x; `given` are operands that some of them were made of."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
-        return write_value(
-            x, evaluate_function(name, *operands, form=find_result_type(operands)._replace(gradients=COMPONENTS))
-        )
+        return write_value(x, run_function(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
     parts = convert_operands(name, operands, x.dtype, len(x._parts), x.device)
     if x._scale is None and x.dtype != torch.float16 and can_write_directly(x, parts):
         pointwise(name, *parts, components=len(x._parts), dtype=x.dtype, out=x._parts)
@@ -310,7 +298,7 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...
     form = choose_computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     if x._scale is not None:
-        result = limit_large_elements(result, (*operands, *given), convert_to_components(x, x.device))
+        result = limit_large_elements(result, (*operands, *given), to_components(x, x.device))
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
     return write_components(x, result, exact, is_sum=name in SUM_FUNCTION_NAMES)
 
@@ -330,9 +318,9 @@ def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
     @implements(packet.Tensor, packet.Scalar)
     def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
         return (
-            evaluate_function(name, a, b)
+            run_function(name, a, b)
             if alpha == 1
-            else evaluate_function("addcmul", a, b, sign * alpha, form=find_result_type((a, b)))
+            else run_function("addcmul", a, b, sign * alpha, form=result_type((a, b)))
         )
 
     @implements(in_place.Tensor, in_place.Scalar)
@@ -356,20 +344,20 @@ def _register_product(name: str, divide: bool) -> None:
 
     @implements(getattr(aten, name).default)
     def accumulate(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-        form = find_result_type((a, b, c))
-        return evaluate_function("addcmul", a, *_find_product_factors(b, c, value, divide, form), form=form)
+        form = result_type((a, b, c))
+        return run_function("addcmul", a, *_find_product_factors(b, c, value, divide, form), form=form)
 
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-        factors = _find_product_factors(b, c, value, divide, find_result_type((x, b, c)))
+        factors = _find_product_factors(b, c, value, divide, result_type((x, b, c)))
         return _update_in_place("addcmul", x, x, *factors, given=(b, c))
 
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
     whole = form._replace(gradients=COMPONENTS)
     if divide:
-        return evaluate_function("div", b, c, form=whole), value
-    return (b, c) if value == 1 else (evaluate_function("mul", b, c, form=whole), value)
+        return run_function("div", b, c, form=whole), value
+    return (b, c) if value == 1 else (run_function("mul", b, c, form=whole), value)
 
 
 _register_product("addcmul", divide=False)
@@ -379,9 +367,9 @@ _register_product("addcdiv", divide=True)
 @implements(aten.lerp.Scalar, aten.lerp.Tensor)
 def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a)."""
-    form = find_result_type((a, b, weight))
-    return evaluate_function(
-        "addcmul", a, evaluate_function("sub", b, a, form=form._replace(gradients=COMPONENTS)), weight, form=form
+    form = result_type((a, b, weight))
+    return run_function(
+        "addcmul", a, run_function("sub", b, a, form=form._replace(gradients=COMPONENTS)), weight, form=form
     )
 
 
@@ -392,7 +380,7 @@ def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
         "addcmul",
         x,
         x,
-        evaluate_function("sub", b, x, form=find_result_type((x, b, weight))._replace(gradients=COMPONENTS)),
+        run_function("sub", b, x, form=result_type((x, b, weight))._replace(gradients=COMPONENTS)),
         weight,
     )
 
@@ -400,13 +388,11 @@ def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
 @implements(aten.rsqrt.default)
 def rsqrt(x: MCTensor) -> Tensor:
     """1 / sqrt(x)."""
-    form = find_result_type((x,))
-    return evaluate_function(
-        "div", 1.0, evaluate_function("sqrt", x, form=form._replace(gradients=COMPONENTS)), form=form
-    )
+    form = result_type((x,))
+    return run_function("div", 1.0, run_function("sqrt", x, form=form._replace(gradients=COMPONENTS)), form=form)
 
 
-implements(aten.reciprocal.default)(lambda x: evaluate_function("div", 1.0, x))
+implements(aten.reciprocal.default)(lambda x: run_function("div", 1.0, x))
 
 
 _GELU_CUBIC_COEFFICIENT = 0.044715

@@ -16,16 +16,16 @@ from ...kernels import define_operator, torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
 from .._derivation import implements_beyond_float64
 from .._encode import HEADROOM_BINADES, TOP_EXPONENTS, choose_scale, divide_by_scale, find_magnitude
-from .._mctensor import MCTensor, implements, wrap_components
+from .._mctensor import MCTensor, implements, wrap_parts
 from .._result_type import (
     ResultType,
     are_operands_alike,
-    convert_to_components,
     count_float64_components,
-    evaluate_function,
-    find_result_type,
     keep_component_gradients,
     make_result,
+    result_type,
+    run_function,
+    to_components,
 )
 
 aten = torch_operators("aten")
@@ -39,13 +39,9 @@ def multiply_matrices(a: Any, b: Any, form: ResultType) -> Tensor:
     if form.scaled or _has_scale(a) or _has_scale(b):
         return _multiply_scaled(a, b, form)
     count = 1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components
-    parts = arithmetic.matmul(
-        convert_to_components(a, form.device), convert_to_components(b, form.device), count, form.dtype
-    )
+    parts = arithmetic.matmul(to_components(a, form.device), to_components(b, form.device), count, form.dtype)
     return (
-        parts[0]
-        if gives_plain_gradient(form.gradients, form.has_gradient)
-        else wrap_components(parts, None, form.gradients)
+        parts[0] if gives_plain_gradient(form.gradients, form.has_gradient) else wrap_parts(parts, None, form.gradients)
     )
 
 
@@ -66,7 +62,7 @@ def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
         flat = [*payloads[0], *payloads[1]]
         call = _multiply_float16 if all(type(part) is Tensor for part in flat) else _float16_operator
         *parts, scale = call(flat, len(payloads[0]), scales, form.components)
-        return wrap_components(tuple(parts), scale, form.gradients)
+        return wrap_parts(tuple(parts), scale, form.gradients)
     return make_result(_multiply_in_float64(payloads, scales, 1 if form.fits_float64 else form.components), form)
 
 
@@ -118,22 +114,22 @@ _float16_operator = define_operator(
 
 
 def _read_payload(x: Any, device: torch.device) -> Parts:
-    return x._parts if isinstance(x, MCTensor) else convert_to_components(x, device)
+    return x._parts if isinstance(x, MCTensor) else to_components(x, device)
 
 
 def _multiply_and_add(start: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Tensor:
     """beta start + alpha (a @ b)."""
-    form = find_result_type((start, a, b))
+    form = result_type((start, a, b))
     whole = form._replace(gradients=COMPONENTS)
     result = multiply_matrices(a, b, form if beta == 0 and alpha == 1 else whole)
     if alpha != 1:
-        result = evaluate_function("mul", result, alpha, form=form if beta == 0 else whole)
+        result = run_function("mul", result, alpha, form=form if beta == 0 else whole)
     if beta == 0:
         return result
     return (
-        evaluate_function("add", result, start, form=form)
+        run_function("add", result, start, form=form)
         if beta == 1
-        else evaluate_function("addcmul", result, start, beta, form=form)
+        else run_function("addcmul", result, start, beta, form=form)
     )
 
 
@@ -144,16 +140,14 @@ def mm(a: Any, b: Any) -> Tensor:
     if left[-1] != right[-2] or left[:-2] != right[:-2]:
         raise RuntimeError(f"shapes {tuple(left)} and {tuple(right)} cannot be multiplied")
     if are_operands_alike(a, b):
-        return wrap_components(
-            arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype), None, a._gradients
-        )
-    return multiply_matrices(a, b, find_result_type((a, b)))
+        return wrap_parts(arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype), None, a._gradients)
+    return multiply_matrices(a, b, result_type((a, b)))
 
 
 @implements(aten.mv.default)
 def mv(a: Any, b: Any) -> Tensor:
     """Multiply a matrix by a vector."""
-    return multiply_matrices(a, b.unsqueeze(-1), find_result_type((a, b))).squeeze(-1)
+    return multiply_matrices(a, b.unsqueeze(-1), result_type((a, b))).squeeze(-1)
 
 
 @implements(aten.dot.default, aten.vdot.default)
@@ -161,7 +155,7 @@ def dot(a: Any, b: Any) -> Tensor:
     """Multiply two vectors."""
     if a.shape != b.shape:
         raise RuntimeError(f"dot of vectors of {a.numel()} and {b.numel()} elements")
-    return multiply_matrices(a.unsqueeze(0), b.unsqueeze(-1), find_result_type((a, b))).reshape(())
+    return multiply_matrices(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
 
 
 @implements(aten.addmm.default, aten.baddbmm.default)
@@ -208,8 +202,8 @@ def grouped_mm(
     """Return a product for each group of rows or columns; those behind the last group become 0."""
     if bias is not None:
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
-    form = find_result_type((a, b), out_dtype)
-    left, right = convert_to_components(a, form.device), convert_to_components(b, form.device)
+    form = result_type((a, b), out_dtype)
+    left, right = to_components(a, form.device), to_components(b, form.device)
     if form.scaled:
         return make_result(
             arithmetic.grouped_matmul(left, right, offs, count_float64_components(form), torch.float64), form
@@ -228,7 +222,7 @@ def _pad_borders(x: Any, padding: Sequence[int]) -> Any:
     return aten.constant_pad_nd.default(x, frame, 0) if any(frame) else x
 
 
-def _view_windows_as_matrices(
+def _view_window_matrices(
     x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Any:
     """Return all windows as matrices: (batch, groups, channels of a group x taps, positions)."""
@@ -241,7 +235,7 @@ def _view_windows_as_matrices(
 
 def _convolve(x: Any, weight: Any, setup: dict) -> Any:
     groups, kernel, stride, dilation = (setup[k] for k in ("groups", "kernel", "stride", "dilation"))
-    columns = _view_windows_as_matrices(_pad_borders(x, setup["padding"]), kernel, stride, dilation, groups)
+    columns = _view_window_matrices(_pad_borders(x, setup["padding"]), kernel, stride, dilation, groups)
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
     out = torch.matmul(matrix, columns)
     sizes = _find_output_sizes(x.shape[2:], setup)
@@ -267,7 +261,7 @@ def _compute_input_gradient(gradient: Any, weight: Any, sizes: Sequence[int], se
 def _compute_weight_gradient(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -> Any:
     """Return the gradient of the weight: one product over positions and batch together."""
     groups = setup["groups"]
-    columns = _view_windows_as_matrices(
+    columns = _view_window_matrices(
         _pad_borders(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups
     )
     rows = gradient.reshape(x.shape[0], groups, shape[0] // groups, -1)
@@ -364,7 +358,7 @@ def fold_windows(columns: Any, size: Sequence[int], places: Sequence[int], setup
 
 def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> Any:
     """Run one of arithmetic's functions of matrices and return results of a type."""
-    parts = [convert_to_components(x, form.device) for x in operands]
+    parts = [to_components(x, form.device) for x in operands]
     if form.scaled:
         results = function(*parts, count_float64_components(form), torch.float64)
     else:
@@ -383,7 +377,7 @@ def _factor_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
     """
     if not a.requires_grad:
         return a.new_empty((0,)), torch.empty((0,), dtype=torch.int32, device=a.device)
-    form, a = find_result_type((a,)), a.mT if turned and a.is_contiguous() else a
+    form, a = result_type((a,)), a.mT if turned and a.is_contiguous() else a
     return refine_lu_factors(keep_component_gradients(a) if isinstance(a, MCTensor) else a, form.components)
 
 
@@ -442,7 +436,7 @@ def _solve_system(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
 @implements(aten._linalg_solve_ex.default)
 def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, ...]:
     """Return the solution of a linear system, and which matrices are singular."""
-    form, vector = find_result_type((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
+    form, vector = result_type((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     columns = b.unsqueeze(-1) if vector else b
     x, information = _run_each_with_info(lambda a, b: _solve_system(a, b, left, form), a, columns)
     _check_solver_information(information, "torch.linalg.solve_ex", check_errors)
@@ -454,7 +448,7 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     """Return a system by the factors P L U of its matrix."""
     if not left:
         return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
-    form = find_result_type((factors, b))
+    form = result_type((factors, b))
     whole = form._replace(gradients=COMPONENTS)
     plain = factors.decode() if isinstance(factors, MCTensor) else factors
     permutation = torch.lu_unpack(plain, pivots, unpack_data=False)[0].to(b.dtype)
@@ -462,16 +456,14 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     upper = factors.triu()
     if adjoint:
         x: Any = _solve_system(lower.mT, _solve_system(upper.mT, b, True, whole), True, whole)
-        return make_result(convert_to_components(permutation @ keep_component_gradients(x), form.device), form)
+        return make_result(to_components(permutation @ keep_component_gradients(x), form.device), form)
     return _solve_system(upper, _solve_system(lower, permutation.mT @ b, True, whole), True, form)
 
 
 @implements(aten.linalg_inv_ex.default)
 def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """Return the inverse, and which matrices are singular."""
-    found, information = _run_each_with_info(
-        lambda a: _run_arithmetic(arithmetic.inverse, (a,), find_result_type((a,))), a
-    )
+    found, information = _run_each_with_info(lambda a: _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), a)
     _check_solver_information(information, "torch.linalg.inv_ex", check_errors)
     return found, information
 
@@ -479,13 +471,13 @@ def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
 @implements(aten._linalg_det.default)
 def linalg_det(a: MCTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the determinant."""
-    return _run_arithmetic(arithmetic.det, (a,), find_result_type((a,))), *_factor_for_backward(a, turned=True)
+    return _run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_factor_for_backward(a, turned=True)
 
 
 @implements(aten._linalg_slogdet.default)
 def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
     """Return the determinant's sign and the logarithm of its magnitude."""
-    determinant = _run_arithmetic(arithmetic.det, (a,), find_result_type((a,)))
+    determinant = _run_arithmetic(arithmetic.det, (a,), result_type((a,)))
     return determinant.sign(), determinant.abs().log(), *_factor_for_backward(a, turned=True)
 
 
@@ -500,7 +492,7 @@ def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False)
 @implements(aten.cholesky.default)
 def cholesky(a: MCTensor, upper: bool = False) -> Tensor:
     """Return the Cholesky factor without the information which matrices have none."""
-    lower = _run_arithmetic(arithmetic.cholesky, (a.mT if upper else a,), find_result_type((a,)))
+    lower = _run_arithmetic(arithmetic.cholesky, (a.mT if upper else a,), result_type((a,)))
     return lower.mT if upper else lower
 
 
@@ -509,7 +501,7 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
     """Return orthonormal columns and a triangular factor."""
     if mode == "complete" and a.shape[-2] != a.shape[-1]:
         raise NotImplementedError("qr of MCTensors has the modes 'reduced' and 'r': the rest of Q is not unique")
-    q, r = _run_arithmetic(arithmetic.qr, (a,), find_result_type((a,)))
+    q, r = _run_arithmetic(arithmetic.qr, (a,), result_type((a,)))
     return (q.new_empty((0,)) if mode == "r" else q), r
 
 
@@ -521,23 +513,21 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = No
     """
     vector = b.dim() == a.dim() - 1
     right = b.unsqueeze(-1) if vector else b
-    form = find_result_type((a, b))
+    form = result_type((a, b))
     x = _run_arithmetic(arithmetic.lstsq, (a, right), form)
     rest = right - a @ x
     rank = torch.full(a.shape[:-2], a.shape[-1], dtype=torch.int64, device=a.device)
     tall = a.shape[-2] > a.shape[-1]
     residuals = (rest * rest).sum(-2) if tall else rest.new_empty((0,))
     by_singular_values = driver in ("gelsd", "gelss")
-    values = (
-        torch.linalg.svdvals(evaluate_function("mul", a, 1, form=form)) if by_singular_values else x.new_empty((0,))
-    )
+    values = torch.linalg.svdvals(run_function("mul", a, 1, form=form)) if by_singular_values else x.new_empty((0,))
     return (x.squeeze(-1) if vector else x), residuals, rank, values
 
 
 @implements(aten.linalg_solve_triangular.default)
 def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
     """Return a triangular system, of which the other triangle is not read."""
-    form = find_result_type((a, b))
+    form = result_type((a, b))
     triangle = a.triu() if upper else a.tril()
     if unitriangular:
         ones = torch.ones(a.shape[:-1], dtype=torch.float64, device=a.device)

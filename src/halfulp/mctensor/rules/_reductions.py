@@ -15,14 +15,7 @@ from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
 from .._derivation import choose_float64_or_rule, implements_beyond_exact_float64, implements_beyond_float64
 from .._mctensor import MCTensor, implements
-from .._result_type import (
-    ResultType,
-    convert_to_components,
-    count_float64_components,
-    evaluate_function,
-    find_result_type,
-    make_result,
-)
+from .._result_type import ResultType, count_float64_components, make_result, result_type, run_function, to_components
 from ._memory import apply_to_components
 
 aten = torch_operators("aten")
@@ -43,9 +36,9 @@ def run_reduction(function: Callable, x: Tensor, dim: Any, keepdim: bool, dtype:
         raise TypeError(
             f"dtype={dtype} of a reduction: components are float16, bfloat16, float32 or float64; reduce x.decode()"
         )
-    form = find_result_type((x,), dtype=dtype)
+    form = result_type((x,), dtype=dtype)
     dims = normalize_dims(x, dim) if x.dim() else []
-    parts = convert_to_components(x, form.device)
+    parts = to_components(x, form.device)
     if not dims:
         return make_result(tuple(part.clone() for part in parts), form)
     count = (
@@ -93,8 +86,8 @@ def nansum(x: MCTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
 @implements(aten.cumsum.default)
 def cumsum(x: MCTensor, dim: int, *, dtype: Any = None) -> Tensor:
     """Running sums."""
-    form = find_result_type((x,), dtype=dtype)
-    parts = convert_to_components(x, form.device)
+    form = result_type((x,), dtype=dtype)
+    parts = to_components(x, form.device)
     if not x.dim() or not x.numel():
         return make_result(tuple(part.clone() for part in parts), form)
     return make_result(arithmetic.running(parts, dim, _count_working_components(form, parts)), form)
@@ -139,7 +132,7 @@ def _compute_finite_norm(
     if ord == 1:
         return size.sum(dims, keepdim)
     form = ResultType(torch.float64, MOST, COMPONENTS, False, x.device)
-    root = evaluate_function("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=form)
+    root = run_function("div", 1.0, torch.tensor(float(ord), dtype=torch.float64, device=x.device), form=form)
     return size.pow(ord).sum(dims, keepdim).pow(root)
 
 
@@ -197,21 +190,21 @@ halfulp_operators = torch_operators("halfulp")
 @implements(halfulp_operators.exact_sum.default)
 def exact_sum(x: Any, dim: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
     """Return the sum of all components."""
-    return _round_accumulators(exact_partial_sum(x, None, dim), x.shape, dim, keepdim, find_result_type((x,), dtype))
+    return _round_accumulators(exact_partial_sum(x, None, dim), x.shape, dim, keepdim, result_type((x,), dtype))
 
 
 @implements(halfulp_operators.exact_dot.default)
 def exact_dot(a: Any, b: Any, dim: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
     """Return the sum of all products of components."""
-    return _round_accumulators(exact_partial_sum(a, b, dim), a.shape, dim, keepdim, find_result_type((a, b), dtype))
+    return _round_accumulators(exact_partial_sum(a, b, dim), a.shape, dim, keepdim, result_type((a, b), dtype))
 
 
 @implements(halfulp_operators.exact_partial.default)
 def exact_partial_sum(a: Any, b: Any, dim: list[int]) -> Tensor:
     """Return the accumulator's integers."""
-    device = find_result_type((a, b)).device
-    left = convert_to_components(a, device)
-    right: list = [None] if b is None else list(convert_to_components(b, device))
+    device = result_type((a, b)).device
+    left = to_components(a, device)
+    right: list = [None] if b is None else list(to_components(b, device))
     words = [exact_partial(x, y, dim) for x in left for y in right]
     # A NaN or an infinity is one in the first components; in the others it would count a second time.
     return torch.stack(words).sum(0)
