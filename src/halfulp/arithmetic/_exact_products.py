@@ -231,42 +231,23 @@ def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.
 
 
 @contextlib.contextmanager
-def single_product(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
-    """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block.
-
-    Args:
-        a: (M, K) or (B, M, K).
-        b: (K, N) or (B, K, N).
-
-    >>> half = torch.ones(2, 2, dtype=torch.float16)
-    >>> with single_product((half * 60000,), (half * 2,)) as product:
-    ...     product[0].tolist()
-    [240000.0, 240000.0]
-    """
+def multiply_float16_in_float32(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
+    """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block."""
     shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
-    with borrow_workspace((tuple((tuple(shape), torch.float32) for shape in shapes),), a[0].device) as (
-        (left, right, out),
-    ):
+    layout = tuple((tuple(shape), torch.float32) for shape in shapes)
+    with borrow_workspace((layout,), a[0].device) as ((left, right, out),):
         multiply_plain_matrices(_merge_components(a, left), _merge_components(b, right), out)
         yield out
 
 
-def largest_magnitude(x: torch.Tensor) -> float:
-    """Return the largest magnitude of a tensor with elements; NaN if any is NaN.
-
-    >>> largest_magnitude(torch.tensor([1.0, -3.0]))
-    3.0
-    """
+def find_largest_magnitude(x: torch.Tensor) -> float:
+    """Return the largest magnitude of a tensor with elements; NaN if any is NaN."""
     # Two reductions that torch vectorizes: aminmax is slower than both, the norm by infinity twenty times slower.
     return max(-float(x.amin()), float(x.amax()))
 
 
-def half_components(x: torch.Tensor, factor: float, components: int) -> Parts:
-    """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15.
-
-    >>> [part.item() for part in half_components(torch.tensor(3.0), 0.5, 2)]
-    [1.5, 0.0]
-    """
+def split_into_float16(x: torch.Tensor, factor: float, components: int) -> Parts:
+    """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15."""
     written = tuple([torch.empty((*x.shape,), dtype=torch.float16, device=x.device) for _ in range(components)])
     _half_components_kernel(components)((x, _make_float32_scalar(factor)), written)
     return written

@@ -155,10 +155,6 @@ class Manifold(abc.ABC):
     def _describe_condition(self) -> str:
         """Return the condition on points, in words."""
 
-    def retract(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Return point + step, projected: `exp` to first order, for a fraction of its time."""
-        return self.project(point + step)
-
     def gradient(self, point: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
         size = self.size(point if isinstance(gradient, MCTensor) else round_to_plain(point))

@@ -122,11 +122,6 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
             self.state[parameter][name][rows] = value
 
 
-def follow_step(group: dict[str, Any], space: Manifold, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """Return the end of a step: along the geodesic, or by retraction if the group asks for it."""
-    return space.retract(point, step) if group["retraction"] else space.exp(point, step)
-
-
 def check_in_unit_interval(name: str, value: float) -> None:
     """Raise unless 0 <= value < 1."""
     if not 0 <= value < 1:
@@ -159,7 +154,6 @@ class RiemannianSGD(RiemannianOptimizer):
         lr: learning rate.
         manifold: "half-space", "ball", or a Manifold.
         momentum: m <- momentum * m + grad p in place of the gradient; m is transported in parallel with its point.
-        retraction: move straight on and project, instead of along the geodesic.
 
     Raises:
         ValueError: see RiemannianOptimizer; momentum outside [0, 1).
@@ -181,11 +175,9 @@ class RiemannianSGD(RiemannianOptimizer):
         lr: float | torch.Tensor,
         manifold: str | Manifold = "half-space",
         momentum: float = 0.0,
-        *,
-        retraction: bool = False,
     ) -> None:
         check_in_unit_interval("momentum", momentum)
-        super().__init__(params, {"lr": lr, "manifold": manifold, "momentum": momentum, "retraction": retraction})
+        super().__init__(params, {"lr": lr, "manifold": manifold, "momentum": momentum})
 
     def _move_points(
         self,
@@ -197,12 +189,12 @@ class RiemannianSGD(RiemannianOptimizer):
         gradient: torch.Tensor,
     ) -> torch.Tensor:
         if not group["momentum"]:
-            return follow_step(group, space, point, -group["lr"] * gradient)
+            return space.exp(point, -group["lr"] * gradient)
         held = self._read_state("momentum_buffer", parameter, rows, gradient, gradient.shape[-1])
         held = group["momentum"] * held + gradient
         step = -group["lr"] * held
         self._write_state("momentum_buffer", parameter, rows, space.transport(point, step, held))
-        return follow_step(group, space, point, step)
+        return space.exp(point, step)
 
 
 class RiemannianAdam(RiemannianOptimizer):
@@ -219,7 +211,6 @@ class RiemannianAdam(RiemannianOptimizer):
         manifold: "half-space", "ball", or a Manifold.
         betas: decay of the two moments.
         eps: added to the root.
-        retraction: move straight on and project, instead of along the geodesic.
 
     Raises:
         ValueError: see RiemannianOptimizer; betas outside [0, 1), eps below 0.
@@ -240,13 +231,11 @@ class RiemannianAdam(RiemannianOptimizer):
         manifold: str | Manifold = "half-space",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        *,
-        retraction: bool = False,
     ) -> None:
         for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
             check_in_unit_interval(name, beta)
         _check_not_negative("eps", eps)
-        defaults = {"lr": lr, "manifold": manifold, "betas": tuple(betas), "eps": eps, "retraction": retraction}
+        defaults = {"lr": lr, "manifold": manifold, "betas": tuple(betas), "eps": eps}
         super().__init__(params, defaults)
 
     def _move_points(
@@ -269,4 +258,4 @@ class RiemannianAdam(RiemannianOptimizer):
         scale = (square / (1 - gamma**number)).sqrt() + group["eps"]
         step = mean * (-group["lr"] / (1 - beta**number) / scale)
         self._write_state("exp_avg", parameter, rows, space.transport(point, step, mean))
-        return follow_step(group, space, point, step)
+        return space.exp(point, step)

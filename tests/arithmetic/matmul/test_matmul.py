@@ -8,8 +8,13 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfulp.arithmetic import half_components, largest_magnitude, pointwise, renormalize, split
-from halfulp.arithmetic._exact_products import _cut_into_inner_blocks, _plan_workspace
+from halfulp.arithmetic import pointwise, renormalize, split
+from halfulp.arithmetic._exact_products import (
+    _cut_into_inner_blocks,
+    _plan_workspace,
+    find_largest_magnitude,
+    split_into_float16,
+)
 from halfulp.arithmetic._matmul import matmul
 from halfulp.arithmetic._workspace import _allocate_workspace, borrow_workspace
 from halfulp.kernels import engine, same_bits
@@ -315,10 +320,10 @@ def test_fewer_bits_for_float32_products_are_not_taken(seed, setting, dtype, com
 def test_float32_as_float16_components(seed, exponent):
     x = torch.randn(1000) * 2.0**exponent
     for components in (1, 2, 3):
-        found = half_components(x * 2.0**7, 2.0**-7, components)
+        found = split_into_float16(x * 2.0**7, 2.0**-7, components)
         assert all(torch.equal(p, q) for p, q in zip(found, split(x, F16, components), strict=True))
-    assert largest_magnitude(x) == float(x.abs().max())
-    assert math.isnan(largest_magnitude(torch.tensor([1.0, torch.nan, -torch.inf])))
+    assert find_largest_magnitude(x) == float(x.abs().max())
+    assert math.isnan(find_largest_magnitude(torch.tensor([1.0, torch.nan, -torch.inf])))
 
 
 def test_memory_is_a_small_multiple_of_the_operands():

@@ -12,6 +12,11 @@ from torch import Tensor
 from ... import arithmetic
 from ..._torch_versions import solves_by_transpose
 from ...arithmetic import Parts
+from ...arithmetic._exact_products import (
+    find_largest_magnitude,
+    multiply_float16_in_float32,
+    split_into_float16,
+)
 from ...kernels import define_operator, torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
 from .._derivation import implements_beyond_float64
@@ -83,8 +88,8 @@ def _are_float16_matrices(a: Parts, b: Parts) -> bool:
 def _multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:
     """float16 components of a product and their scale: a float32 product, cut in two passes where it is finite."""
     payloads = tuple(flat[:left]), tuple(flat[left:])
-    with arithmetic.single_product(*payloads) as product:
-        largest = arithmetic.largest_magnitude(product)
+    with multiply_float16_in_float32(*payloads) as product:
+        largest = find_largest_magnitude(product)
         if 0 < largest < math.inf:
             factor = math.prod([float(scale) for scale in scales])
             power = max(
@@ -92,7 +97,7 @@ def _multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], compo
                 2.0**-126,
             )
             if power <= 2.0**127:
-                parts = arithmetic.half_components(product, factor / power, components)
+                parts = split_into_float16(product, factor / power, components)
                 return [*parts, torch.tensor(power, dtype=torch.float32, device="cpu")]
     wide = _multiply_in_float64(payloads, scales, 1)
     scale = choose_scale(find_magnitude(wide[0]), torch.float16)
