@@ -218,13 +218,3 @@ def test_what_stands_under_the_name_is_a_good_value(kind, seed):
     assert same(model, other)
     with pytest.raises(ValueError, match="written without the entries beside it"):
         other.load_state_dict(state | {"0.weight": torch.full((3, 4), 1 + 2**-20)})
-
-
-def test_files_of_the_first_layout_load(seed):
-    model, other = fresh((torch.float16, 2)), fresh((torch.float16, 2))
-    old = {}
-    for name, value in model.state_dict().items():
-        scale = model.state_dict().get(f"{name}.component_scale")
-        old[name.replace("component_scale", "scale")] = value if scale is None else (value / scale).half()
-    other.load_state_dict(old)
-    assert same(model, other)
