@@ -22,7 +22,7 @@ from .cases import DTYPES, RESULTS
 
 @pytest.fixture(autouse=True)
 def always_blocks(monkeypatch):
-    monkeypatch.setattr(kernels, "_FEW", 0)
+    monkeypatch.setattr(kernels, "_FEWEST_FOR_BLOCKS", 0)
 
 
 def words_of(a: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_each_way_is_taken(dtype, monkeypatch, seed):
     kernels.accumulate_rows(near.to(dtype), None)  # a kernel's first call tries it on numbers of its own
     first, second = count_cuts(dtype, False)
     tables, original = [], kernels._compile_table_kernel
-    monkeypatch.setattr(kernels, "_kernel", lambda by, table: tables.append(table) or original(by, table))
+    monkeypatch.setattr(kernels, "_compile_table_kernel", lambda by, table: tables.append(table) or original(by, table))
     for data, wanted in ((near, [first]), (far, [first, second][: 1 + (reach > 1)]), (special, [first, second])):
         tables.clear()
         kernels.accumulate_rows(data.to(dtype), None)
@@ -127,7 +127,11 @@ def test_blocks_at_the_ends_of_float64(seed):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [1, 5, 130])
 def test_rows_in_pieces(rows, threads, monkeypatch, seed):
-    for name, value in {"_AT_ONCE": {"llvm": 9000, "reference": 7000}, "_ROWS": 3, "_PIECE": 4096}.items():
+    for name, value in {
+        "_ELEMENTS_AT_ONCE": {"llvm": 9000, "reference": 7000},
+        "_ROWS_AT_ONCE": 3,
+        "_PIECE_LENGTH": 4096,
+    }.items():
         monkeypatch.setattr(kernels, name, value)
     x, y = torch.randn(2, rows, 140_000 // rows)
     words, dots = words_of(x), words_of(x, y)
