@@ -34,7 +34,7 @@ def multiply_small_matrices(a: Parts, b: Parts, components: int, dtype: torch.dt
     """a @ b for small matrices, or stacks of them."""
     left = tuple(part.movedim(-1, 0).unsqueeze(-1) for part in a)
     right = tuple(part.movedim(-2, 0).unsqueeze(-2) for part in b)
-    return sum_of_products(left, right, components, dtype)
+    return sum_products(left, right, components, dtype)
 
 
 def multiply_entries(
@@ -50,11 +50,11 @@ def multiply_entries(
         stack = tuple(index[part] for index in batch)
         left = tuple(x[(*stack, row[part])].t() for x in a)
         right = tuple(x.mT[(*stack, column[part])].t() for x in b)
-        pieces.append(sum_of_products(left, right, components, dtype))
+        pieces.append(sum_products(left, right, components, dtype))
     return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
 
-def sum_of_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
+def sum_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the sum over the first dimension of left times right, which broadcast in the others."""
     shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
     few = components * PRECISION[dtype] <= 106 and max(len(left), len(right)) <= 2
@@ -361,7 +361,7 @@ def find_least_covered_sum(slices: int, inner: int, bits: int) -> float:
     return max(growth * length * 2.0 ** (bits + 1 - count_covered_bits(slices) - 1 - 53), 2.0**-126)
 
 
-def initial_slice_count(inner: int, bits: int) -> int:
+def choose_initial_slice_count(inner: int, bits: int) -> int:
     """Return the slices that suffice where |A||B| is not much below its largest possible."""
     for slices in range(1, MOST_SLICES):
         if find_least_covered_sum(slices, inner, bits) <= inner / 64:
@@ -536,7 +536,7 @@ def _add_special_values(a: Parts, b: Parts, components: int, dtype: torch.dtype)
 
 def _multiply_block(task: _InnerBlock, known: Parts, last: bool) -> tuple[Parts, torch.Tensor | None]:
     """`known` plus a block's product, and the entries that must be computed alone."""
-    slices = initial_slice_count(task.inner, task.bits)
+    slices = choose_initial_slice_count(task.inner, task.bits)
     with borrow_workspace(_plan_workspace(task, slices), task.a[0].device) as (cut, sizes, results):
         left, right = _cut_slices(task, slices, cut, sizes)
         wanted, missed = _choose_slices(task, slices, sizes)

@@ -72,19 +72,19 @@ class LimbRange:
     windows: bool = False
 
     @property
-    def counters(self) -> int:
+    def counter_count(self) -> int:
         """The number of words: limbs or windows, then those of infinite terms and of terms that are -0."""
         return 2 * self.limbs + 2 if self.windows else self.limbs + 3
 
     @property
-    def unit(self) -> int:
+    def lowest_exponent(self) -> int:
         """Exponent of the lowest bit."""
         return LOWEST_EXPONENT + LIMB_BITS * self.first
 
     @classmethod
     @functools.cache
-    def of(cls, dtype: torch.dtype, product: bool) -> LimbRange:
-        """Return the reach of terms of a dtype, or of their products, and the float64 parts of blocks of them."""
+    def for_terms(cls, dtype: torch.dtype, product: bool) -> LimbRange:
+        """Return the limbs of terms of a dtype, or of their products, and the float64 parts of blocks of them."""
         layout, factors = ELEMENT_FORMATS[dtype], 1 + product
         least = factors * _find_least_exponent(layout)
         first = (min(least, max(least, -1074) - 53) - LOWEST_EXPONENT) // LIMB_BITS
@@ -93,17 +93,17 @@ class LimbRange:
 
 
 @dataclass(frozen=True)
-class _Term:
-    """A term as +-whole * 2^(place + least exponent), whole a 64-bit word and place one of 32 bits, or no number."""
+class _IntegerTerm:
+    """A term as +-integer * 2^(shift + least exponent), of a 64-bit word and one of 32 bits, or no number."""
 
     negative: Any
-    whole: Any
-    place: Any
+    integer: Any
+    shift: Any
     infinite: Any
     nan: Any
 
 
-def _read_term(layout: Format, array: Any, index: Any) -> _Term:
+def _read_term(layout: Format, array: Any, index: Any) -> _IntegerTerm:
     word = _LOADS_BY_BITS[layout.bits](array, index)
     top = o.high_word(word) if layout.bits == 64 else word
     width = min(layout.bits, 32)
@@ -111,30 +111,30 @@ def _read_term(layout: Format, array: Any, index: Any) -> _Term:
     normal = field != 0
     wide = word if layout.bits == 64 else o.widen(word)
     fraction = o.bit_and(wide, (1 << layout.mantissa_bits) - 1)
-    return _Term(
+    return _IntegerTerm(
         negative=top >= 1 << (width - 1),
-        whole=o.bit_or(fraction, select(normal, np.uint64(1 << layout.mantissa_bits), _WORD_ZERO)),
-        place=o.sub(field, select(normal, np.uint32(1), np.uint32(0))),
+        integer=o.bit_or(fraction, select(normal, np.uint64(1 << layout.mantissa_bits), _WORD_ZERO)),
+        shift=o.sub(field, select(normal, np.uint32(1), np.uint32(0))),
         infinite=(field == _find_top_field(layout)) & (fraction == 0),
         nan=(field == _find_top_field(layout)) & (fraction != 0),
     )
 
 
-def _multiply_terms(layout: Format, a: _Term, b: _Term) -> tuple[_Term, list[tuple[Any, int]]]:
+def _multiply_terms(layout: Format, a: _IntegerTerm, b: _IntegerTerm) -> tuple[_IntegerTerm, list[tuple[Any, int]]]:
     """Return the product, and parts of its integer of at most 29 bits with their places above its own."""
-    zero = (a.whole == 0) | (b.whole == 0)
+    zero = (a.integer == 0) | (b.integer == 0)
     nan = a.nan | b.nan | ((a.infinite | b.infinite) & zero)
-    product = _Term(
+    product = _IntegerTerm(
         negative=(a.negative & ~b.negative) | (b.negative & ~a.negative),
-        whole=select(zero, _WORD_ZERO, _WORD_ONE),
-        place=o.add(a.place, b.place),
+        integer=select(zero, _WORD_ZERO, _WORD_ONE),
+        shift=o.add(a.shift, b.shift),
         infinite=(a.infinite | b.infinite) & ~nan,
         nan=nan,
     )
     if layout.bits < 64:
-        return product, _cut_integer(o.mul(a.whole, b.whole), 24, 1 if layout.bits == 16 else 2)
+        return product, _cut_integer(o.mul(a.integer, b.integer), 24, 1 if layout.bits == 16 else 2)
     low = (1 << 26) - 1
-    (high_a, low_a), (high_b, low_b) = ((o.shr(x.whole, 26), o.bit_and(x.whole, low)) for x in (a, b))
+    (high_a, low_a), (high_b, low_b) = ((o.shr(x.integer, 26), o.bit_and(x.integer, low)) for x in (a, b))
     lowest = o.mul(low_a, low_b)
     middle = o.add(o.add(o.mul(high_a, low_b), o.mul(low_a, high_b)), o.shr(lowest, 26))
     highest = o.add(o.mul(high_a, high_b), o.shr(middle, 26))
@@ -158,19 +158,19 @@ def make_term_adding_table(dtype: torch.dtype, product: bool, reach: LimbRange, 
     layout, element = ELEMENT_FORMATS[dtype], Recording(3 if product else 2)
     *arrays, counters = element.arrays
     term, *other = (_read_term(layout, array, element.index) for array in arrays)
-    parts = _cut_integer(term.whole, 26, 2 if layout.bits == 64 else 1)
+    parts = _cut_integer(term.integer, 26, 2 if layout.bits == 64 else 1)
     if other:
         term, parts = _multiply_terms(layout, term, other[0])
-    special, minus_zero = term.infinite | term.nan, (term.whole == 0) & term.negative
-    least = (1 + product) * _find_least_exponent(layout) - reach.unit
+    special, minus_zero = term.infinite | term.nan, (term.integer == 0) & term.negative
+    least = (1 + product) * _find_least_exponent(layout) - reach.lowest_exponent
     coded = o.bit_or(
         select(term.nan | (term.infinite & ~term.negative), _WORD_ONE, _WORD_ZERO),
         select(term.nan | (term.infinite & term.negative), np.uint64(1 << 32), _WORD_ZERO),
     )
     for k, (part, above) in enumerate(parts):
-        place = o.add(term.place, least + above)
+        place = o.add(term.shift, least + above)
         if least < 0:  # parts of narrower terms, of which only zeros lie below the windows
-            place = select(term.whole == 0, np.uint32(0), place)
+            place = select(term.integer == 0, np.uint32(0), place)
         shifted = o.shl(part, o.widen(o.bit_and(place, WINDOW_BITS - 1)))
         word = select(special, _WORD_ZERO, select(term.negative, o.sub(_WORD_ZERO, shifted), shifted))
         window = o.shr(place, 4)
@@ -295,11 +295,11 @@ def make_accumulator_rounding_table(reach: LimbRange, dtype: torch.dtype | None)
     Columns: int64 of each counter; with a dtype how many terms there are, then the floats; without one int64 of each
     limb, of which all but the last are in [0, 2^32).
     """
-    element = Recording(reach.counters + (2 if dtype else reach.limbs))
-    read = [o.load64(array, element.index) for array in element.arrays[: reach.counters + bool(dtype)]]
+    element = Recording(reach.counter_count + (2 if dtype else reach.limbs))
+    read = [o.load64(array, element.index) for array in element.arrays[: reach.counter_count + bool(dtype)]]
     digits = _pass_carries(reach, read)
     if dtype is None:
-        for array, digit in zip(element.arrays[reach.counters :], digits):
+        for array, digit in zip(element.arrays[reach.counter_count :], digits):
             o.store64(array, element.index, digit)
     else:
         layout, (*specials, zeros, terms) = ELEMENT_FORMATS[dtype], read[(1 + reach.windows) * reach.limbs :]
@@ -354,7 +354,7 @@ def _round_accumulator(reach: LimbRange, layout: Format, digits: list, specials:
     lost = o.bit_or(o.bit_and(spread, _mask_low_bits(length)), o.bit_or(o.bit_and(third, _mask_low_bits(beyond)), rest))
     # Below 62 bits it matters only whether there is anything.
     head = o.bit_or(head, select(lost != 0, _WORD_ONE, _WORD_ZERO))
-    exponent = o.add(o.add(o.shl(top, 5), length), reach.unit - 1 + _EXPONENT_OFFSET)
+    exponent = o.add(o.add(o.shl(top, 5), length), reach.lowest_exponent - 1 + _EXPONENT_OFFSET)
     infinity = np.uint64(_find_top_field(layout) << layout.mantissa_bits)
     bits = _round_head(layout, head, exponent)
     plus, minus = specials

@@ -88,7 +88,7 @@ def _sum_pairs_or_any_rows(operands: Operands, dtype: torch.dtype | None) -> tor
 
 def _sum_any_rows(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
     own, product = operands[0].dtype, len(operands) > 1
-    return _sum_by_engine(_choose_engine(operands[0], own, product), operands, LimbRange.of(own, product), dtype)
+    return _sum_by_engine(_choose_engine(operands[0], own, product), operands, LimbRange.for_terms(own, product), dtype)
 
 
 def _sum_by_engine(engine: str, operands: Operands, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
@@ -143,14 +143,14 @@ def _pass_carries(windows: Windows) -> Windows:
 
 def _fill_windows_by_torch(operands: Operands, reach: LimbRange) -> torch.Tensor:
     first = operands[0]
-    counters = torch.zeros(len(first), reach.counters + 1, dtype=torch.int64, device=first.device)
+    counters = torch.zeros(len(first), reach.counter_count + 1, dtype=torch.int64, device=first.device)
     if first.numel():
         run_on_tensors(make_term_adding_table(first.dtype, len(operands) > 1, reach).trace, [*operands, counters])
     return counters
 
 
 def _fill_windows_by_triton(operands: Operands, reach: LimbRange) -> torch.Tensor:
-    (rows, columns), first, words = operands[0].shape, operands[0], reach.counters + 1
+    (rows, columns), first, words = operands[0].shape, operands[0], reach.counter_count + 1
     begin = np.arange(0, columns, CHUNK)
     several = _COUNTERS_PER_ROW if len(begin) > 1 else 1
     counters = torch.zeros(rows, several, words, dtype=torch.int64, device=first.device)
@@ -171,7 +171,7 @@ def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     (rows, columns), dtype, product = operands[0].shape, operands[0].dtype, len(operands) > 1
     row, nothing = np.arange(rows), np.zeros(rows, np.int64)
     size = count_block_elements(dtype, product)
-    found: np.ndarray = np.zeros((rows, reach.counters + 1), np.int64)
+    found: np.ndarray = np.zeros((rows, reach.counter_count + 1), np.int64)
     rest = columns if rows * columns <= _FEWEST_FOR_BLOCKS else columns % size
     begin = np.arange(0, columns - rest, size)
     if rest:
@@ -212,7 +212,7 @@ def _fill_windows_of_pieces(
     operands: Operands, reach: LimbRange, row: np.ndarray, begin: np.ndarray, length: np.ndarray
 ) -> np.ndarray:
     """Return the counters of some pieces of rows, each by itself."""
-    first, words = operands[0], reach.counters + 1
+    first, words = operands[0], reach.counter_count + 1
     copies = COPIES if len(row) * words <= _MOST_COPIED_WORDS and length.max(initial=0) > _LONGEST_WITHOUT_COPIES else 1
     counters = np.zeros((len(row), copies, words), np.int64)
     pointers = np.empty((len(row), len(operands) + 1), np.int64)
@@ -290,9 +290,9 @@ def _round_windows(engine: str, words: Windows, reach: LimbRange, dtype: torch.d
     )
     out = torch.empty(shape, dtype=kind, device=words.device)
     if engine == "reference":
-        run_on_tensors(table.trace, [*columns[: reach.counters + bool(dtype)], *out])
+        run_on_tensors(table.trace, [*columns[: reach.counter_count + bool(dtype)], *out])
     elif rows:
-        own = np.arange(reach.counters + bool(dtype))
+        own = np.arange(reach.counter_count + bool(dtype))
         pointers = np.concatenate([_find_row_addresses(columns, own), _find_row_addresses(out, np.arange(len(out)))])
         cut = _cut_line_into_chunks(rows)
         if engine == "triton":
@@ -340,7 +340,7 @@ def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype) -> None
     operands = [a, a.flip(1).contiguous()] if product else [a]
 
     def reference() -> torch.Tensor:
-        return _sum_by_engine("reference", operands, LimbRange.of(dtype, product), result)
+        return _sum_by_engine("reference", operands, LimbRange.for_terms(dtype, product), result)
 
     def fast() -> list[torch.Tensor]:
         found = _sum_pairs(operands, result)
@@ -359,7 +359,9 @@ def _make_canary(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[
     def run(engine: str, device: torch.device) -> list[torch.Tensor]:
         a = _make_canary_rows(dtype).to(device)
         operands = [a, a.flip(1).contiguous()] if product else [a]
-        return [_sum_by_engine(engine, operands, LimbRange.of(dtype, product), kind).cpu() for kind in (None, dtype)]
+        return [
+            _sum_by_engine(engine, operands, LimbRange.for_terms(dtype, product), kind).cpu() for kind in (None, dtype)
+        ]
 
     return run, lambda: run("reference", torch.device("cpu"))
 
@@ -412,7 +414,7 @@ def exact_sum(
     (0.0, 1.0, 1.0)
     """
     _check_operand(x, "exact_sum")
-    return _differentiable_sum(x, _normalize_dims(x.dim(), dim), keepdim, _check_result_dtype(dtype, x.dtype))
+    return _sum_differentiably(x, _normalize_dims(x.dim(), dim), keepdim, _check_result_dtype(dtype, x.dtype))
 
 
 def exact_dot(
@@ -443,7 +445,7 @@ def exact_dot(
     1e-300
     """
     a, b = _promote_operands(a, b, "exact_dot")
-    return _differentiable_sum(a, b, _normalize_dims(a.dim(), dim), keepdim, _check_result_dtype(dtype, a.dtype))
+    return _sum_differentiably(a, b, _normalize_dims(a.dim(), dim), keepdim, _check_result_dtype(dtype, a.dtype))
 
 
 def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
@@ -665,13 +667,13 @@ class _ExactSumFunction(torch.autograd.Function):
         """Return the sum of the tangent, or of the products of each with the other factor, each sum rounded once."""
         given = ctx.dims, ctx.keepdim, ctx.result_dtype
         if not ctx.is_dot:
-            return _differentiable_sum(tangents[0], *given)
+            return _sum_differentiably(tangents[0], *given)
         pairs = zip(tangents, reversed(ctx.saved_tensors))
-        parts = [_differentiable_sum(tangent, other, *given) for tangent, other in pairs if tangent is not None]
+        parts = [_sum_differentiably(tangent, other, *given) for tangent, other in pairs if tangent is not None]
         return sum(parts[1:], parts[0])
 
 
-def _differentiable_sum(*given: Any) -> torch.Tensor:
+def _sum_differentiably(*given: Any) -> torch.Tensor:
     summed: Callable[..., torch.Tensor] = (
         _ExactSumFunction.apply if under_transform() else _SUM_OPERATORS[len(given) - 3]
     )

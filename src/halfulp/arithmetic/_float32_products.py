@@ -32,7 +32,7 @@ def read_operator_name(function: Callable[..., Any] | str) -> str:
     """Return the operator's name without its overload.
 
     >>> import torch
-    >>> name_of(torch.ops.aten.mm.default), name_of(torch.conv2d)
+    >>> read_operator_name(torch.ops.aten.mm.default), read_operator_name(torch.conv2d)
     ('mm', 'conv2d')
     """
     name = getattr(function, "__name__", str(function))
@@ -91,7 +91,7 @@ def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[
         What the function returns, of its operands' dtype.
     """
     name = NAMES_BY_PRODUCT_FUNCTION[function]
-    dtype = _dtype_to_widen(name, args, kwargs)
+    dtype = _find_dtype_to_widen(name, args, kwargs)
     if dtype is None:
         return function(*args, **kwargs)
     if name in _IN_PLACE_PRODUCT_NAMES or kwargs.get("out") is not None:
@@ -125,7 +125,7 @@ def _compute_and_write(
     return target.copy_(result)
 
 
-def _dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
+def _find_dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
     """Return the narrow dtype of operands that are to be multiplied in float32; None to leave the call as it is."""
     dtypes = widened_dtypes()
     if not dtypes or kwargs.get("dtype") is not None or kwargs.get("out_dtype") is not None:

@@ -72,14 +72,14 @@ def evaluate_series(x: Terms, coefficients: list[Fraction], n: int, bits: float)
         return max(1, min(n, math.ceil((53 * n + _GUARD_BITS - bits * k) / 53)))
 
     last = len(coefficients) - 1
-    total = _rational_constant(x[0], coefficients[last], width(last))
+    total = _make_rational_constant(x[0], coefficients[last], width(last))
     for k in range(last - 1, -1, -1):
         w = width(k)
-        total = add(multiply(total, x[: width(k + 1)], w), _rational_constant(x[0], coefficients[k], w), w)
+        total = add(multiply(total, x[: width(k + 1)], w), _make_rational_constant(x[0], coefficients[k], w), w)
     return total
 
 
-def _rational_constant(like, value: Fraction, n: int) -> Terms:
+def _make_rational_constant(like, value: Fraction, n: int) -> Terms:
     return make_constants(like, known.split_into_floats(value, n))
 
 
@@ -325,7 +325,7 @@ def _is_term_integer_and_odd(t):
     return whole, whole & (floor(half) != half) & is_finite(t)
 
 
-def powered(operands: list[Terms], n: int) -> Terms:
+def raise_to_power(operands: list[Terms], n: int) -> Terms:
     """x^y = e^(y log |x|), with the sign and special values of C's pow."""
     x, y = operands
     one, zero, nan, inf = make_constants(x[0], [1.0, 0.0, math.nan, math.inf])
@@ -701,7 +701,7 @@ FUNCTIONS: dict[str, ExpansionFunction] = {
     "asinh": ExpansionFunction(1, asinh),
     "acosh": ExpansionFunction(1, acosh),
     "sigmoid": ExpansionFunction(1, sigmoid),
-    "pow": ExpansionFunction(2, powered),
+    "pow": ExpansionFunction(2, raise_to_power),
     "sin": ExpansionFunction(1, sin),
     "cos": ExpansionFunction(1, cos),
     "atan": ExpansionFunction(1, atan),

@@ -100,7 +100,7 @@ def _refine_lstsq(work: WorkingPrecision, a: Parts, b: Parts, task: str) -> Part
         change = upper - q @ (seen - height)
         x = work.to_float64((step,)) if x is None else work.add(x, (step,))
         rest = work.to_float64((change,)) if rest is None else work.add(rest, (change,))
-        if progress.is_done(find_maxima(step), _resolvable_size(work, x[0], b[0])):
+        if progress.is_done(find_maxima(step), _find_resolvable_size(work, x[0], b[0])):
             break
         upper = work.sub(work.sub(b, rest), work.matmul(a, x))[0]
         lower = -work.matmul(transposed, rest)[0]
@@ -115,7 +115,7 @@ def _prove_independent(a: Parts, r: torch.Tensor) -> None:
     prove_regular((near,), near.mT, "lstsq")
 
 
-def _resolvable_size(work: WorkingPrecision, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _find_resolvable_size(work: WorkingPrecision, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the size by which corrections are judged: the solution's, or one that the right-hand side resolves."""
     return torch.maximum(find_maxima(x), find_maxima(b) * 2.0 ** -(53 * work.components - 60 - work.bits / 2))
 

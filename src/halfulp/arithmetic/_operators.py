@@ -101,7 +101,7 @@ def multiply(x: Terms, y: Terms, n: int) -> Terms:
         return fit_term_count(list(two_product(x[0], y[0])), n)
     if n == 2:
         return _multiply_plain(x, y[0]) if len(y) == 1 else _multiply_two(x, y)
-    return _distilled_product(x, y, n)
+    return _distill_product(x, y, n)
 
 
 def _multiply_plain(x: Terms, y) -> Terms:
@@ -115,7 +115,7 @@ def _multiply_two(x: Terms, y: Terms) -> Terms:
     return list(fast_two_sum(c, c1 + (x[0] * y[1] + x[1] * y[0])))
 
 
-def _distilled_product(x: Terms, y: Terms, n: int) -> Terms:
+def _distill_product(x: Terms, y: Terms, n: int) -> Terms:
     """Return partial products by order of magnitude: exact below order n, rounded at order n, none beyond."""
     orders: list[list] = [[] for _ in range(n + 1)]
     for i, a in enumerate(x):

@@ -146,7 +146,7 @@ def multiply_by_power_of_two(parts: Parts, k: torch.Tensor) -> Parts:
 class IntegerMatrix:
     """A matrix of expansions as Python integers times one power of two.
 
-    >>> third = Integers.of((torch.tensor([[0.75]], dtype=torch.float64),))
+    >>> third = IntegerMatrix.of((torch.tensor([[0.75]], dtype=torch.float64),))
     >>> (third @ third).parts(torch.device("cpu"))[0]
     tensor([[0.5625]], dtype=torch.float64)
     """

@@ -376,7 +376,7 @@ def format_tensor(x: Tensor, parts: Parts, scale: Tensor | None, gradients: str)
 def format_decimal(value: Fraction | float, digits: int) -> str:
     """Return a number in decimal, rounded to so many significant digits.
 
-    >>> decimal(Fraction(1, 3), 5), decimal(Fraction(-12345678, 1), 3)
+    >>> format_decimal(Fraction(1, 3), 5), format_decimal(Fraction(-12345678, 1), 3)
     ('0.33333', '-1.23e+7')
     """
     if isinstance(value, float):

@@ -144,9 +144,9 @@ def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability
         return ptx
 
     for dtype in (torch.bfloat16, torch.float64):
-        ptx = compiled(make_term_adding_table(dtype, product, LimbRange.of(dtype, product)))
+        ptx = compiled(make_term_adding_table(dtype, product, LimbRange.for_terms(dtype, product)))
         assert any(f"ld.global.v{count}.b{bits}" in ptx for count, bits in ((2, 32), (4, 32), (2, 64)))
-    compiled(make_accumulator_rounding_table(LimbRange.of(torch.float32, product), torch.float32))
+    compiled(make_accumulator_rounding_table(LimbRange.for_terms(torch.float32, product), torch.float32))
 
 
 def kernel_options():
