@@ -187,7 +187,7 @@ class PointwiseCall:
         return round_to_components(terms, self.dtype, self.components)
 
     @functools.cached_property
-    def elements(self) -> ElementwiseKernels:
+    def kernels(self) -> ElementwiseKernels:
         """The function as kernels of elements."""
         stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
         written = (self.dtype,) * self.components
@@ -251,7 +251,7 @@ def evaluate_alike(name: str, a: Parts, b: Parts) -> Parts:
 @functools.cache
 def _find_alike_kernels(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels | None:
     """Return the kernels of `evaluate_alike`; None for a division, which takes several."""
-    return None if name in DIVISIONS else _make_call(name, ((dtype, components),) * 2, components, dtype).elements
+    return None if name in DIVISIONS else _make_call(name, ((dtype, components),) * 2, components, dtype).kernels
 
 
 def names() -> tuple[str, ...]:
@@ -301,7 +301,7 @@ def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | No
         flat = [part.clone() if _is_written_before_read(part, out) else part for part in flat]
     else:
         written = _make_outputs_like(first, shape, call.dtype, call.components)
-    call.elements(flat, written)
+    call.kernels(flat, written)
     if out is not None and out is not written:
         for target, part in zip(out, written, strict=True):
             target.copy_(part)

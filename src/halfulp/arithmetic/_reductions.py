@@ -251,7 +251,7 @@ class _Reduction(NamedTuple):
     components: int
     dtype: torch.dtype
 
-    def step(self, *values: Any) -> Terms:
+    def add_row(self, *values: Any) -> Terms:
         """Add the next row to a block's state."""
         width, state, row = self.width, list(values[: self.width]), list(values[self.width :])
         if self.stored != torch.float64:
@@ -266,19 +266,19 @@ class _Reduction(NamedTuple):
         high, error = two_sum(state[0], row[0])
         return [high, state[1] + (error + row[1] if len(row) > 1 else error)]
 
-    def join(self, *values: Any) -> Terms:
+    def add_block(self, *values: Any) -> Terms:
         """Add a block's state to the accumulators."""
         state = values[self.width :]
-        return self.merge(
+        return self.merge_lanes(
             *values[: self.width], *(two_sum(*state) if self._adds_errors_plainly and self.kind != "prod" else state)
         )
 
-    def merge(self, *values: Any) -> Terms:
+    def merge_lanes(self, *values: Any) -> Terms:
         """Merge the accumulators of two lanes."""
         one, other = list(values[: self.width]), list(values[self.width :])
         return multiply(one, other, self.width) if self.kind == "prod" else add(one, other, self.width)
 
-    def close(self, *values: Any) -> Terms:
+    def round_result(self, *values: Any) -> Terms:
         """Return the accumulators, divided by a mean's count, as the result's components."""
         *terms, count = values
         if self.kind == "mean":
@@ -293,12 +293,14 @@ class _Reduction(NamedTuple):
         return self.raw and self.width == 2
 
     @property
-    def steps(self) -> ReductionSteps:
+    def device_functions(self) -> ReductionSteps:
         """The device functions, for the compiler."""
-        return ReductionSteps(self.step, self.join, self.merge, self.close, self.width, self.start)
+        return ReductionSteps(
+            self.add_row, self.add_block, self.merge_lanes, self.round_result, self.width, self.neutral_element
+        )
 
     @property
-    def start(self) -> float:
+    def neutral_element(self) -> float:
         """The neutral element."""
         return 1.0 if self.kind == "prod" else 0.0
 
@@ -338,7 +340,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
 @functools.cache
 def _compile_kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
     stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
-    return compile_reduction(f"reduce_{reduction.kind}", reduction.steps, stored, written, shape)
+    return compile_reduction(f"reduce_{reduction.kind}", reduction.device_functions, stored, written, shape)
 
 
 def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
@@ -354,7 +356,9 @@ def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
         return [part for cut, parts in trials() for part in _reduce_by_reference(reduction, parts, cut)]
 
     trials = functools.partial(_make_trial_matrices, reduction)
-    return ready(reduction, name, device, lambda: Reduction(reduction.steps, stored, written), run, reference)
+    return ready(
+        reduction, name, device, lambda: Reduction(reduction.device_functions, stored, written), run, reference
+    )
 
 
 def _run_on_triton(
@@ -392,25 +396,27 @@ def _reduce_segment_by_torch(reduction: _Reduction, parts: list[torch.Tensor], c
     """Reduce one segment in torch, in the order of the kernel: rows side by side, then lanes by halves."""
     (many, rows, columns), several = parts[0].shape, cut.several
     turns = -(-rows // several)
-    lanes = [_pad_rows(part, turns * several, 0.0 if k else reduction.start) for k, part in enumerate(parts)]
+    lanes = [_pad_rows(part, turns * several, 0.0 if k else reduction.neutral_element) for k, part in enumerate(parts)]
     held = _reduce_in_blocks(reduction, [part.reshape(many, turns, several * columns) for part in lanes])
     while several > 1:
         half = (several + 1) // 2
         own, alone, other = (several - half) * columns, half * columns, several * columns
-        merged = reduction.merge(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
+        merged = reduction.merge_lanes(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
         held = [torch.cat([new, old[:, own:alone]], 1) for new, old in zip(merged, held)]
         several = half
-    return reduction.close(*held, held[0].new_tensor(float(cut.divisor)))
+    return reduction.round_result(*held, held[0].new_tensor(float(cut.divisor)))
 
 
 def _reduce_in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms:
     many, turns, width = lanes[0].shape
-    held = begin = [lanes[0].new_full((many, width), 0.0 if k else reduction.start) for k in range(reduction.width)]
+    held = begin = [
+        lanes[0].new_full((many, width), 0.0 if k else reduction.neutral_element) for k in range(reduction.width)
+    ]
     for top in range(0, turns, BLOCK):
         state = begin
         for turn in range(top, min(top + BLOCK, turns)):
-            state = reduction.step(*state, *(part[:, turn] for part in lanes))
-        held = reduction.join(*held, *state)
+            state = reduction.add_row(*state, *(part[:, turn] for part in lanes))
+        held = reduction.add_block(*held, *state)
     return held
 
 

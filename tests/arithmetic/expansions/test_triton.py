@@ -122,14 +122,14 @@ def _sources(kept):
     for name, dtype, components in _sample(kept):
         count = 2 if name in DIVISIONS else FUNCTIONS[name].operands
         elements = (
-            _make_call(name, ((dtype, components),) * count, components, dtype).elements if name in FUNCTIONS else None
+            _make_call(name, ((dtype, components),) * count, components, dtype).kernels if name in FUNCTIONS else None
         )
         if elements is not None:
             trace, numbers = elements.recorded_trace
             yield name, pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
-        yield one.kind, reduction_source(one.steps, stored, written)
+        yield one.kind, reduction_source(one.device_functions, stored, written)
 
 
 def test_every_function_is_written_in_what_triton_can_compile(seed):
@@ -180,7 +180,7 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
 
     cases = [("add", torch.float32), ("mul", torch.float32), ("exp", torch.float64), ("div", torch.bfloat16)]
     kinds = {
-        name: _make_call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).elements for name, dtype in cases
+        name: _make_call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).kernels for name, dtype in cases
     }
     kinds |= {"add under scale": _make_rounding_kernels(1, 2, torch.float16, True)}
     for name, elements in kinds.items():
@@ -193,7 +193,7 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
         assert ptx.count("ld.global.v"), "16 bytes at a time"
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
-        text = reduction_source(one.steps, stored, written)
+        text = reduction_source(one.device_functions, stored, written)
         given = dict.fromkeys(("rows", "columns", "length", "segments", "divisor", "several", "tiles"), "i64")
         for lanes in (32, 128):
             constants = {"LANES": lanes}
