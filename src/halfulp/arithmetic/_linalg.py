@@ -69,13 +69,6 @@ def _refine_solution(work: WorkingPrecision, a: Parts, b: Parts, task: str) -> P
     return x
 
 
-def _invert_matrix(work: WorkingPrecision, a: Parts) -> Parts:
-    """Return the solution of a x = 1."""
-    size = a[0].shape[-1]
-    one = torch.eye(size, dtype=torch.float64, device=a[0].device).expand(a[0].shape)
-    return _solve_system(work, a, (one,), "inverse")
-
-
 def _solve_least_squares(work: WorkingPrecision, a: Parts, b: Parts) -> Parts:
     """x of least |b - a x|, by refinement of r + a x = b, a^T r = 0 (Bjorck 1967); a has full column rank."""
     a, columns = scale_to_unit_size(work.to_float64(a), -2)
@@ -257,7 +250,8 @@ def _compute_solution(name: str, work: WorkingPrecision, a: Parts, b: Parts) -> 
     if name == "solve":
         return (_solve_system(work, a, b),)
     if name == "inverse":
-        return (_invert_matrix(work, a),)
+        one = torch.eye(a[0].shape[-1], dtype=torch.float64, device=a[0].device).expand(a[0].shape)
+        return (_solve_system(work, a, (one,), "inverse"),)
     if name == "lstsq":
         return (_solve_least_squares(work, a, b),)
     if name == "cholesky":

@@ -19,7 +19,7 @@ from .._mctensor import MCTensor, implements
 from .._result_type import encode_plain_operands, result_type, run_function
 from .._write import write_value
 from ._pointwise import round_to_type
-from ._products import fold_windows, repeat_sizes, window_views
+from ._products import fold_windows, pad_borders, repeat_sizes, window_views
 from ._reductions import add_rows
 
 aten = torch_operators("aten")
@@ -71,13 +71,9 @@ def _make_window_setup(spatial: int, kernel: Sequence, stride: Sequence, padding
     }
 
 
-def _pad_borders(x: Any, setup: dict) -> Any:
-    frame = [p for pad in reversed(setup["padding"]) for p in (pad, pad)]
-    return aten.constant_pad_nd.default(x, frame, 0).contiguous()
-
-
 def _view_windows(x: Any, setup: dict) -> Any:
-    return window_views(_pad_borders(x, setup), setup["kernel"], setup["stride"], setup["dilation"])
+    padded = pad_borders(x, setup["padding"]).contiguous()
+    return window_views(padded, setup["kernel"], setup["stride"], setup["dilation"])
 
 
 def _find_window_divisors(x: Any, setup: dict, include_pad: bool, divisor: int | None) -> Any:

@@ -222,7 +222,8 @@ def repeat_sizes(value: Sequence[int], count: int) -> list[int]:
     return list(value) * (count // len(value))
 
 
-def _pad_borders(x: Any, padding: Sequence[int]) -> Any:
+def pad_borders(x: Any, padding: Sequence[int]) -> Any:
+    """Return x with so many zeros on both sides of its last dimensions."""
     frame = [p for pad in reversed(padding) for p in (pad, pad)]
     return aten.constant_pad_nd.default(x, frame, 0) if any(frame) else x
 
@@ -240,7 +241,7 @@ def _view_window_matrices(
 
 def _convolve(x: Any, weight: Any, setup: dict) -> Any:
     groups, kernel, stride, dilation = (setup[k] for k in ("groups", "kernel", "stride", "dilation"))
-    columns = _view_window_matrices(_pad_borders(x, setup["padding"]), kernel, stride, dilation, groups)
+    columns = _view_window_matrices(pad_borders(x, setup["padding"]), kernel, stride, dilation, groups)
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
     out = torch.matmul(matrix, columns)
     sizes = _find_output_sizes(x.shape[2:], setup)
@@ -267,7 +268,7 @@ def _compute_weight_gradient(gradient: Any, x: Any, shape: Sequence[int], setup:
     """Return the gradient of the weight: one product over positions and batch together."""
     groups = setup["groups"]
     columns = _view_window_matrices(
-        _pad_borders(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups
+        pad_borders(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups
     )
     rows = gradient.reshape(x.shape[0], groups, shape[0] // groups, -1)
     left = rows.permute(1, 2, 0, 3).reshape(groups, shape[0] // groups, -1)
