@@ -403,12 +403,12 @@ def _format_elements(parts: Parts, scale: Tensor | None) -> str:
         return f"[], size={tuple(first.shape)}"
     flat, factor = [part.detach().reshape(-1) for part in parts], _convert_scale_to_fraction(scale)
 
-    def text(index: int) -> str:
-        return format_decimal(
-            _add_up_exactly(tuple(float(part[index]) for part in flat), factor), count_held_digits(parts)
-        )
+    def format_element(index: int) -> str:
+        value = _add_up_exactly(tuple(float(part[index]) for part in flat), factor)
+        return format_decimal(value, count_held_digits(parts))
 
+    formatter: Any = {"int": format_element}
     places = np.arange(first.numel()).reshape(first.shape)
     return np.array2string(
-        places, 100, separator=", ", prefix="MCTensor(", formatter={"int": text}, threshold=1000, edgeitems=3
+        places, 100, separator=", ", prefix="MCTensor(", formatter=formatter, threshold=1000, edgeitems=3
     )
