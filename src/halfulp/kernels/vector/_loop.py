@@ -11,7 +11,7 @@ import torch
 
 from .._device_function import STREAM
 from .._trace import Trace
-from ._builder import VectorBuilder, size_of
+from ._builder import VectorBuilder, float_to_half, scalar_of, size_of
 from ._instructions import Instructions, hidden_one
 from ._machine_function import Kernel, machine_function
 from ._processor import has_fused_vectors, vector_bits
@@ -178,12 +178,28 @@ _WORDS = 3  # words per operand: address, elements from row to row, elements fro
 _LONG = 3000  # instructions from which calls cost less than the compiler's time for writing all out
 
 
+@dataclass(frozen=True)
+class Quick:
+    """A short trace for arrays of bfloat16 or float16, which has the same results except where it doubts them.
+
+    Attributes:
+        trace: what to compute per element.
+        results: instructions whose values are numbers of the outputs' dtypes, one for each.
+        doubt: the instruction of the mask of elements that the other trace computes.
+    """
+
+    trace: Trace
+    results: tuple[int, ...]
+    doubt: int
+
+
 def compile_trace(
     name: str,
     trace: Trace,
     results: Sequence[int],
     stored: Sequence[torch.dtype],
     written: Sequence[torch.dtype],
+    quick: Quick | None = None,
     exact: bool = False,
 ) -> Kernel:
     """Return a function (first row, last row, table address) that runs a trace on rows of elements.
@@ -194,14 +210,16 @@ def compile_trace(
         results: the instructions whose values are written.
         stored: dtype in memory of each input (float16, bfloat16, float32, float64).
         written: dtype in memory of each result; the value must be one of it, or is rounded to nearest.
+        quick: what computes most elements in less time, where all dtypes have 16 bits.
         exact: whether all results are numbers of their dtypes.
 
     The table is an int64 array: row length, element count, then for each input and each result address, row stride and
     neighbour stride (0 or 1). An input with neighbour stride 0 must hold LANES equal values from each row's address.
     """
-    told = trace.digest(), tuple(results), tuple(stored), tuple(written), exact
+    short = quick and (quick.trace.digest(), quick.results, quick.doubt)
+    told = trace.digest(), tuple(results), tuple(stored), tuple(written), exact, *([short] if short else [])
     key = hashlib.sha256(repr(told).encode()).hexdigest()
-    given = trace, tuple(results), tuple(stored), tuple(written), exact
+    given = trace, tuple(results), tuple(stored), tuple(written), quick, exact
     return compile_rows(name, key, lambda builder, *values: _Loop(builder, *given).build(*values))
 
 
@@ -218,9 +236,11 @@ def native_lanes(dtype: torch.dtype) -> int:
 class _Loop(VectorBuilder):
     """The loop over rows, vectors of neighbours, and remaining elements."""
 
-    def __init__(self, builder, trace: Trace, results: tuple, stored: tuple, written: tuple, exact: bool) -> None:
+    def __init__(
+        self, builder, trace: Trace, results: tuple, stored: tuple, written: tuple, quick: Quick | None, exact: bool
+    ) -> None:
         super().__init__(builder)
-        self.exact = exact
+        self.quick, self.exact = quick, exact
         self.trace, self.results, self.stored, self.written = trace, results, stored, written
         self.lanes = native_lanes(trace.dtype)
         self.real = self.shape(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
@@ -241,10 +261,64 @@ class _Loop(VectorBuilder):
                 for (address, step, _), dtype in zip(operands, self.stored + self.written)
             ]
             whole, nears = b.mul(b.sdiv(count, lanes), lanes), [near for _, _, near in operands]
-            with self.loop(self.word(0), whole, self.lanes) as i:
-                self.element([(base, b.mul(i, near)) for base, near in zip(bases, nears)])
+            if self.quick is None:
+                self.elements(bases, nears, self.word(0), whole)
+            else:
+                done = self.quick_elements(self.quick, bases, nears, count)
+                self.elements(bases, nears, done, whole)
             with b.if_then(b.icmp_signed("<", whole, count)):
                 self.rest(bases, nears, whole, count)
+
+    def elements(self, bases: list, nears: list, low, high) -> None:
+        """Write the loop over whole vectors of elements [low, high)."""
+        with self.loop(low, high, self.lanes) as i:
+            self.element([(base, self.b.mul(i, near)) for base, near in zip(bases, nears)])
+
+    def quick_elements(self, quick: Quick, bases: list, nears: list, count) -> Any:
+        """Write the loop over pairs of vectors, whose neighbours are words of two, and return where it ends.
+
+        Vectors with an element in doubt are computed by the other trace, before anything is stored, as outputs may be
+        inputs too.
+        """
+        b, lanes = self.b, native_lanes(quick.trace.dtype)
+        words, width = self.shape(self.i32, lanes), self.word(2 * lanes)
+        done = b.mul(b.sdiv(count, width), width)
+        real = self.shape(self.f64 if quick.trace.dtype == torch.float64 else self.f32, lanes)
+        one = hidden_one(b, real) if has_fused_vectors(vector_bits()) else None
+        with self.loop(self.word(0), done, 2 * lanes) as i:
+            kind = self.shape(self.i16, 2 * lanes)
+            places = [
+                b.bitcast(self.pointer(base, b.mul(i, near), kind), words.as_pointer())
+                for base, near in zip(bases, nears)
+            ]
+            pairs = [self.both(b.load(at, align=2), dtype, real) for at, dtype in zip(places, self.stored)]
+            halves = [Instructions(b, quick.trace, lanes, one).run(list(half)) for half in zip(*pairs)]
+            doubt = b.bitcast(b.or_(*(half[quick.doubt] for half in halves)), self.ir.IntType(lanes))
+            with b.if_else(b.icmp_unsigned("!=", doubt, self.ir.Constant(doubt.type, 0)), likely=False) as (slow, fast):
+                with slow:
+                    self.elements(bases, nears, i, b.add(i, width))
+                with fast:
+                    for number, at, dtype in zip(quick.results, places[len(self.stored) :], self.written):
+                        b.store(self.pair_of([half[number] for half in halves], dtype), at, align=2)
+        return done
+
+    def both(self, pair, dtype: torch.dtype, real) -> list:
+        """Return the two neighbours in words as reals: a shift gives an even bfloat16 as float32, a mask an odd one."""
+        b, shift, short = self.b, self.constant(pair.type, 16), self.like(pair, self.i16)
+        if dtype == torch.float16:
+            return [self.reals(b.trunc(x, short), dtype, scalar_of(real)) for x in (pair, b.lshr(pair, shift))]
+        even, odd = b.shl(pair, shift), b.and_(pair, self.constant(pair.type, 0xFFFF0000))
+        return [self.reals(x, torch.float32, scalar_of(real)) for x in (even, odd)]
+
+    def pair_of(self, values: list, dtype: torch.dtype):
+        """Return two neighbours, which are numbers of a dtype, as words."""
+        b, single = self.b, self.like(values[0], self.f32)
+        words, shift = self.like(values[0], self.i32), self.constant(self.like(values[0], self.i32), 16)
+        even, odd = values if values[0].type == single else [b.fptrunc(value, single) for value in values]
+        if dtype == torch.float16:
+            even, odd = (b.zext(float_to_half(self, value), words) for value in (even, odd))
+            return b.or_(even, b.shl(odd, shift))
+        return b.or_(b.lshr(b.bitcast(even, words), shift), b.bitcast(odd, words))
 
     def rest(self, bases: list, nears: list, whole, count) -> None:
         """Process a row's last elements, fewer than a vector, in a padded copy."""
