@@ -196,7 +196,7 @@ def count_cuts(dtype: torch.dtype, product: bool) -> tuple[int, int]:
 
 
 @functools.cache
-def make_block_summing_table(dtype: torch.dtype, product: bool, cuts: int) -> Table:
+def make_block_summing_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> Table:
     """Return the kernel that sums a block into `cuts` + 1 float64 with its exact sum, or NaN where they cannot hold it.
 
     The last number counts the terms that are -0.
@@ -208,7 +208,17 @@ def make_block_summing_table(dtype: torch.dtype, product: bool, cuts: int) -> Ta
     for part in parts:
         element.trace.gather_sum("sum", part)
     element.trace.gather_sum("count", minus_zero)
-    return Table(element.trace, len(element.arrays), block=count_block_elements(dtype, product))
+    return Table(element.trace, len(element.arrays), block=count_block_elements(dtype, product), partial=partial)
+
+
+@functools.cache
+def make_pair_rounding_table(result: torch.dtype) -> Table:
+    """Return the kernel that rounds sums of two float64; columns: both, the count of -0 terms, the sums."""
+    element = Recording(4, 1, "w64")
+    high, low, minus_zeros = (o.real(o.load64(array, element.index)) for array in element.arrays[:3])
+    bits = _round_pair(ELEMENT_FORMATS[result], high, low, o.word(minus_zeros) == element.constants[0])
+    _STORES_BY_BITS[ELEMENT_FORMATS[result].bits](element.arrays[3], element.index, bits)
+    return Table(element.trace, 4, constants=1)
 
 
 def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, words: list) -> list:
@@ -369,6 +379,30 @@ def _round_head(layout: Format, head: Any, exponent: Any) -> Any:
     field = select(exponent > lowest, o.sub(exponent, lowest), _WORD_ZERO)
     infinity = np.uint64(_find_top_field(layout) << layout.mantissa_bits)
     return select(field > _find_top_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits)))
+
+
+def _round_pair(layout: Format, high: Any, low: Any, all_minus_zero: Any) -> Any:
+    """Return the bits of the number nearest to the sum of two float64, as a word of the layout's width; NaN for NaN."""
+    zero, sign = np.float64(0.0), np.uint64(1 << layout.bits - 1)
+    total = high + low
+    # What rounding took away (Knuth's two-sum).
+    back = total - high
+    rest = (high - (total - back)) + (low - back)
+    bits = o.word(total)
+    size = o.bit_and(bits, (1 << 63) - 1)
+    if layout.bits < 64:
+        field = o.shr(size, 52)
+        # Numbers without a leading bit are far below the smallest of the result.
+        head = o.shl(o.bit_or(o.bit_and(size, (1 << 52) - 1), 1 << 52), _HEAD_BITS - 53)
+        grows = ((rest > zero) & (total > zero)) | ((rest < zero) & (total < zero))
+        head = select(rest != zero, select(grows, o.bit_or(head, 1), o.sub(head, 1)), head)
+        size = _round_head(layout, head, o.add(field, _EXPONENT_OFFSET - 1023))
+    size = select(total == zero, _WORD_ZERO, size)
+    negative = (total < zero) | ((total == zero) & all_minus_zero)
+    size = o.bit_or(size, select(negative, sign, _WORD_ZERO))
+    nan = np.uint64((1 << layout.exponent_bits + 1) - 1 << layout.mantissa_bits - 1)
+    size = select(total != total, nan, size)
+    return size if layout.bits == 64 else o.low_word(size)
 
 
 def _mask_low_bits(count: Any) -> Any:

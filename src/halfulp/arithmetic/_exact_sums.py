@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,8 +26,10 @@ from ..kernels import (
 from ..kernels._device_function import Table
 from ..kernels._trace import COPIES
 from ..kernels.triton._launch import TILE, TableKernel, ready
-from ..kernels.vector._table_loop import compile_table
+from ..kernels.vector._machine_function import Kernel
+from ..kernels.vector._table_loop import compile_row, compile_table
 from ._exact_sum_kernels import (
+    BLOCK_LENGTH,
     ELEMENT_FORMATS,
     LIMB_BITS,
     LIMB_COUNT,
@@ -38,6 +41,7 @@ from ._exact_sum_kernels import (
     count_cuts,
     make_accumulator_rounding_table,
     make_block_summing_table,
+    make_pair_rounding_table,
     make_term_adding_table,
 )
 
@@ -56,12 +60,12 @@ Windows = Any  # int64, of NumPy or torch
 
 def sum_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
-    return _accumulate_and_round(a, b, dtype)
+    return _sum_pairs_or_any_rows([a] if b is None else [a, b], dtype)
 
 
 def accumulate_rows(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """Return the unrounded accumulators of the sums that `sum_rows` returns: int64 (rows, WORD_COUNT)."""
-    return _accumulate_and_round(a, b, None)
+    """Return the unrounded accumulators of the sums that `sum_rows` returns: int64 (rows, WORDS)."""
+    return _sum_pairs_or_any_rows([a] if b is None else [a, b], None)
 
 
 def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -69,9 +73,22 @@ def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _round_windows(_choose_engine(words, torch.float64, False), words, LimbRange(), dtype)
 
 
-def _accumulate_and_round(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:
-    product, operands = b is not None, [a] if b is None else [a, b]
-    return _sum_by_engine(_choose_engine(a, a.dtype, product), operands, LimbRange.for_terms(a.dtype, product), dtype)
+def _sum_pairs_or_any_rows(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+    (rows, columns), own, product = operands[0].shape, operands[0].dtype, len(operands) > 1
+    # Products of float64 have three parts.
+    in_pairs = dtype and rows and 0 < columns <= BLOCK_LENGTH and not (product and own == torch.float64)
+    if dtype and in_pairs and select_engine(operands[0].device.type) == "llvm":
+        _check_pairs(own, product, dtype)
+        found = _sum_pairs(operands, dtype)
+        if (lost := found.isnan()).any():
+            found[lost] = _sum_any_rows([x[lost] for x in operands], dtype)
+        return found
+    return _sum_any_rows(operands, dtype)
+
+
+def _sum_any_rows(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+    own, product = operands[0].dtype, len(operands) > 1
+    return _sum_by_engine(_choose_engine(operands[0], own, product), operands, LimbRange.for_terms(own, product), dtype)
 
 
 def _sum_by_engine(engine: str, operands: Operands, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
@@ -218,11 +235,47 @@ def _find_row_addresses(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
     return found
 
 
+# rows of which two float64 hold the sums -----------------------------------------------------------------------
+
+
+def _sum_pairs(operands: Operands, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sums of rows of up to BLOCK terms, NaN for those that two float64 do not hold."""
+    rows, columns = operands[0].shape
+    sums = _sum_row_blocks(operands)
+    out = torch.empty(rows, dtype=WORD_TYPES[ELEMENT_FORMATS[dtype].bits], device="cpu")
+    cut, terms = _cut_line_into_chunks(rows), np.array([columns], np.float64)
+    step, at = sums.itemsize * rows, address_of(sums)
+    given = address_of(cut), address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
+    run_chunks(_compile_row_kernel(make_pair_rounding_table(dtype)), cut[:, 2], *given)
+    return out.view(dtype)
+
+
+def _sum_row_blocks(operands: Operands) -> np.ndarray:
+    """Return the parts of the sums of rows of one block each, and how many terms are -0: (3 and more, rows)."""
+    rows, columns = operands[0].shape
+    table = make_block_summing_table(operands[0].dtype, len(operands) > 1, 1, partial=columns < BLOCK_LENGTH)
+    # Chunks, pointers and sums, one behind the other.
+    begin = [0, 4 * rows, (4 + len(operands)) * rows, (4 + len(operands) + table.sums) * rows]
+    work, number = np.zeros(begin[-1], np.int64), np.arange(rows)
+    cut, pointers, sums = (work[i:j].reshape(rows, -1) for i, j in itertools.pairwise(begin))
+    cut[:, 0], cut[:, 2] = number, columns
+    for k, x in enumerate(operands):
+        pointers[:, k] = _find_row_addresses(x, number)
+    at = address_of(work)
+    run_chunks(_compile_table_kernel("llvm", table), cut[:, 2], at, at + 8 * begin[1], 0, 0, 0, at + 8 * begin[2], 0)
+    return np.ascontiguousarray(sums.T)
+
+
 @functools.lru_cache(64)
 def _cut_line_into_chunks(count: int) -> np.ndarray:
     """Return the chunks of so many elements in a line."""
     begin = np.arange(0, count, CHUNK)
     return np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK), begin], 1)
+
+
+@functools.cache
+def _compile_row_kernel(table: Table) -> Kernel:
+    return compile_row("exact_sums", table)
 
 
 # windows into words or a float -------------------------------------------------------------------------------
@@ -278,6 +331,22 @@ def _check_kernels(dtype: torch.dtype, product: bool) -> None:
     """Compare the kernels' bits on fixed rows with the reference's, once per process, dtype and kind (a canary)."""
     run, reference = _make_canary(dtype, product)
     check_bits(_name_canary(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
+
+
+@functools.cache
+def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype) -> None:
+    """Compare the bits of `_sum_pairs` with the reference's, for fixed rows of which it finds the sum."""
+    a = _make_canary_rows(dtype)[:, :1000]
+    operands = [a, a.flip(1).contiguous()] if product else [a]
+
+    def reference() -> torch.Tensor:
+        return _sum_by_engine("reference", operands, LimbRange.for_terms(dtype, product), result)
+
+    def fast() -> list[torch.Tensor]:
+        found = _sum_pairs(operands, result)
+        return [torch.where(found.isnan(), reference(), found)]
+
+    check_bits(f"{_name_canary(dtype, product)} of rows", fast, lambda: [reference()])
 
 
 def _name_canary(dtype: torch.dtype, product: bool) -> str:
