@@ -142,8 +142,8 @@ def weights_and_averages() -> Launches:
 
 
 def expansions() -> Launches:
-    """Every function once, with dtypes and one to three components in turn, and division by a scale."""
-    from halfulp.arithmetic._pointwise import FUNCTIONS, pointwise, round_under_scale
+    """Every function once, with dtypes and one to three components in turn, and those of scaled operands."""
+    from halfulp.arithmetic._pointwise import FUNCTIONS, pointwise, round_under_scale, run_on_scaled_operands
 
     kinds = itertools.cycle(itertools.product((BF16, FP16, FP32, FP64), (1, 2, 3)))
     for name, (dtype, count) in zip(FUNCTIONS, kinds):
@@ -153,10 +153,14 @@ def expansions() -> Launches:
         run = lambda: pointwise(name, *(parts,) * operands, components=count, dtype=dtype)  # noqa: E731
         yield f"{name} of {count} x {dtype}", (size * operands, size), run
     scale = torch.tensor(2.0)
-    for dtype, count in itertools.product((BF16, FP16, FP32), (1, 2)):
-        wide = tuple(numbers(FP64) for _ in range(count))
+    for name, dtype, count in itertools.product(("add", "mul", "div"), (BF16, FP16, FP32), (1, 2)):
+        parts = tuple(numbers(dtype) for _ in range(count))
+        given = [(parts, scale), (parts, None)]
+        with hu.kernels.engine("reference"):
+            wide, sizes = run_on_scaled_operands(name, given, count)
         size, between = dtype.itemsize * count, sum(part.itemsize for part in wide)
-        told = f"components of {count} x {dtype} under a scale"
+        told = f"{name} of {count} x {dtype} with a scale"
+        yield told, (2 * size, between + sizes.itemsize), lambda: run_on_scaled_operands(name, given, count)
         yield told, (between, size), lambda: round_under_scale(wide, scale, count, dtype)
 
 

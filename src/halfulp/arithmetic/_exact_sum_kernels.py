@@ -6,7 +6,7 @@ A window holds 16 bits of the accumulator as an int64, so that many words are ad
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,12 +203,35 @@ def make_block_summing_table(dtype: torch.dtype, product: bool, cuts: int, parti
     """
     element = Recording(1 + product)
     words = [_LOADS_BY_BITS[ELEMENT_FORMATS[dtype].bits](array, element.index) for array in element.arrays]
-    carries = count_block_elements(dtype, product).bit_length() - 1
-    *parts, minus_zero = _split_term(dtype, product, cuts, carries, words)
+    bits = count_block_elements(dtype, product).bit_length() - 1
+    [(*parts, minus_zero)] = _split_terms(
+        dtype, product, cuts, bits, [words], lambda several: block_largest(several[0])
+    )
     for part in parts:
         element.trace.gather_sum("sum", part)
     element.trace.gather_sum("count", minus_zero)
     return Table(element.trace, len(element.arrays), block=count_block_elements(dtype, product), partial=partial)
+
+
+@functools.cache
+def make_short_row_table(dtype: torch.dtype, product: bool, width: int) -> Table:
+    """Return the kernel that sums rows of so many terms, one row in each lane.
+
+    Columns: the first terms of all rows, the second ones, and so on, for products those of the other factor, then
+    float64: the two parts of the sums, and how many terms are -0.
+    """
+    element = Recording((1 + product) * width + 3)
+    words = [_LOADS_BY_BITS[ELEMENT_FORMATS[dtype].bits](array, element.index) for array in element.arrays[:-3]]
+
+    def find_largest(several: list) -> Any:
+        return functools.reduce(lambda x, y: select(x > y, x, y), several)
+
+    terms = [words[k::width] for k in range(width)]
+    *parts, minus_zero = zip(*_split_terms(dtype, product, 1, (width - 1).bit_length(), terms, find_largest))
+    counted = [select(mask, np.float64(1.0), np.float64(0.0)) for mask in minus_zero]
+    for array, several in zip(element.arrays[-3:], [*parts, counted]):
+        o.store64(array, element.index, o.word(_add_up(several)))
+    return Table(element.trace, len(element.arrays))
 
 
 @functools.cache
@@ -221,8 +244,10 @@ def make_pair_rounding_table(result: torch.dtype) -> Table:
     return Table(element.trace, 4, constants=1)
 
 
-def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, words: list) -> list:
-    """Return the parts of a block's term, or pair of factors, and whether it is -0; a block has up to 2^carries.
+def _split_terms(
+    dtype: torch.dtype, product: bool, cuts: int, carries: int, terms: list, find_largest: Callable
+) -> list:
+    """Return for each of up to 2^carries terms, or pairs of factors, its parts and whether it is -0.
 
     Each term is cut at some place: q = (s + x) - s, r = x - q (Rump, Ogita, Oishi). With s = 1.5 * 2^k the q are
     multiples of 2^(k - 52), whose sum is exact while it is below 2^(k - 1); the rests, at most 2^(k - 53) each, are cut
@@ -233,22 +258,28 @@ def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, word
     layout, wide = ELEMENT_FORMATS[dtype], dtype == torch.float64
     # Of the terms' own words, or of float64, the part with the exponent.
     own = not product and not wide
-    values = [_convert_to_float64(dtype, word) for word in words]
-    rests = values[:1]
-    if product:
-        whole = values[0] * values[1]
-        rests = [whole, product_error(values[0], values[1], whole)] if wide else [whole]
-    bits = words[0] if own else o.word(rests[0])
-    size = o.bit_and(bits if own else o.high_word(bits), (1 << (layout.bits if own else 32) - 1) - 1)
-    least = size
-    if not own:
-        zero = np.float64(0.0)
-        nonzero = (values[0] != zero) & (values[1] != zero) if product else values[0] != zero
-        least = o.bit_or(size, select(nonzero, np.uint32(1), np.uint32(0)))
+    all_bits, all_rests, sizes, leasts = [], [], [], []
+    for words in terms:
+        values = [_convert_to_float64(dtype, word) for word in words]
+        rests = values[:1]
+        if product:
+            whole = values[0] * values[1]
+            rests = [whole, product_error(values[0], values[1], whole)] if wide else [whole]
+        bits = words[0] if own else o.word(rests[0])
+        size = o.bit_and(bits if own else o.high_word(bits), (1 << (layout.bits if own else 32) - 1) - 1)
+        least = size
+        if not own:
+            zero = np.float64(0.0)
+            nonzero = (values[0] != zero) & (values[1] != zero) if product else values[0] != zero
+            least = o.bit_or(size, select(nonzero, np.uint32(1), np.uint32(0)))
+        all_bits.append(bits)
+        all_rests.append(rests)
+        sizes.append(size)
+        # The smallest but 0 is the largest of the negatives.
+        leasts.append(o.sub(0, least))
     fields, bias, shift = (_find_top_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
-    high = o.shr(block_largest(size), shift)
-    # The smallest but 0 is the largest of the negatives.
-    smallest = o.sub(0, block_largest(o.sub(0, least)))
+    high = o.shr(find_largest(sizes), shift)
+    smallest = o.sub(0, find_largest(leasts))
     low = o.shr(smallest, shift)
     high_one, low_one = (select(field == 0, np.uint32(1), field) for field in (high, low))
     # The last bit of a product is at 2^(e - below) or above, its first one at 2^e.
@@ -257,20 +288,25 @@ def _split_term(dtype: torch.dtype, product: bool, cuts: int, carries: int, word
     places = [2 + carries + k * (carries - 52 + doubled) for k in range(cuts)]
     most = 106 - places[-1] - carries - doubled - below
     lost = (high == fields) | (o.add(high_one, places[0] + 1023 - bias) > 2043) | (high_one > o.add(low_one, most))
-    if product:
+    if not own:
         # Below it the error of a product, or the product itself, may not be a number of float64.
-        lost = lost | ((smallest != 0) & (low < (64 if wide else 2)))
-    sums = []
-    for k, place in enumerate(places):
+        lost = lost | ((smallest != 0) & (low < (64 if wide else 2))) if product else lost
+    starts = []
+    for place in places:
         # Where there is nothing left to cut, any number does.
         above = place + 1023 - bias
         exponent = o.add(high_one, above)
         exponent = select(high_one > -above, exponent, np.uint32(1)) if above < 0 else exponent
-        start = o.real(select(lost, np.uint64(0x7FF8 << 48), o.bit_or(o.shl(o.widen(exponent), 52), 1 << 51)))
-        parts = [(start + rest) - start for rest in (rests if k else rests[:1])]
-        sums.append(_add_up(parts))
-        rests = [rest - part for rest, part in zip(rests, parts)] + rests[len(parts) :]
-    return [*sums, _add_up(rests), bits == 1 << (63 if not own else layout.bits - 1)]
+        starts.append(o.real(select(lost, np.uint64(0x7FF8 << 48), o.bit_or(o.shl(o.widen(exponent), 52), 1 << 51))))
+    found = []
+    for bits, rests in zip(all_bits, all_rests):
+        sums = []
+        for k, start in enumerate(starts):
+            parts = [(start + rest) - start for rest in (rests if k else rests[:1])]
+            sums.append(_add_up(parts))
+            rests = [rest - part for rest, part in zip(rests, parts)] + rests[len(parts) :]
+        found.append([*sums, _add_up(rests), bits == 1 << (63 if not own else layout.bits - 1)])
+    return found
 
 
 def _convert_to_float64(dtype: torch.dtype, word: Any) -> Any:

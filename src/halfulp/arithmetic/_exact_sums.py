@@ -42,6 +42,7 @@ from ._exact_sum_kernels import (
     make_accumulator_rounding_table,
     make_block_summing_table,
     make_pair_rounding_table,
+    make_short_row_table,
     make_term_adding_table,
 )
 
@@ -50,6 +51,7 @@ _ELEMENTS_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
 _ROWS_AT_ONCE = 4096  # of which windows are in memory at a time
 _PIECE_LENGTH = 1 << 16  # neighbours that are added up by themselves, for a thread
 _FEWEST_FOR_BLOCKS = 1 << 15  # elements that are not worth blocks
+_LONGEST_IN_LANES = 8  # columns up to which rows are summed up in lanes
 _LONGEST_WITHOUT_COPIES = 128  # elements of a piece up to which there are no copies of counters
 _MOST_COPIED_WORDS = 1 << 20  # words of counters up to which there are copies
 _COUNTERS_PER_ROW = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
@@ -60,26 +62,27 @@ Windows = Any  # int64, of NumPy or torch
 
 def sum_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
-    return _sum_pairs_or_any_rows([a] if b is None else [a, b], dtype)
+    return _sum_short_or_any_rows([a] if b is None else [a, b], dtype)
 
 
 def accumulate_rows(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """Return the unrounded accumulators of the sums that `sum_rows` returns: int64 (rows, WORDS)."""
-    return _sum_pairs_or_any_rows([a] if b is None else [a, b], None)
+    """Return the unrounded accumulators of the sums that `sum_rows` returns: int64 (rows, WORD_COUNT)."""
+    return _sum_short_or_any_rows([a] if b is None else [a, b], None)
 
 
 def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
+    """Return the float nearest to each accumulator, (rows, WORD_COUNT) -> (rows,)."""
     return _round_windows(_choose_engine(words, torch.float64, False), words, LimbRange(), dtype)
 
 
-def _sum_pairs_or_any_rows(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+def _sum_short_or_any_rows(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
     (rows, columns), own, product = operands[0].shape, operands[0].dtype, len(operands) > 1
     # Products of float64 have three parts.
     in_pairs = dtype and rows and 0 < columns <= BLOCK_LENGTH and not (product and own == torch.float64)
     if dtype and in_pairs and select_engine(operands[0].device.type) == "llvm":
-        _check_pairs(own, product, dtype)
-        found = _sum_pairs(operands, dtype)
+        width = max(4, 1 << (columns - 1).bit_length()) if columns <= _LONGEST_IN_LANES <= rows else None
+        _check_pair_sums(own, product, dtype, width)
+        found = _sum_rows_in_pairs(operands, dtype, width)
         if (lost := found.isnan()).any():
             found[lost] = _sum_any_rows([x[lost] for x in operands], dtype)
         return found
@@ -238,16 +241,36 @@ def _find_row_addresses(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
 # rows of which two float64 hold the sums -----------------------------------------------------------------------
 
 
-def _sum_pairs(operands: Operands, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sums of rows of up to BLOCK terms, NaN for those that two float64 do not hold."""
+def _sum_rows_in_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> torch.Tensor:
+    """Return the sums of rows of up to BLOCK_LENGTH terms, NaN for those that two float64 do not hold.
+
+    With a width a row is summed up in a lane, of terms that are filled up to so many by -0.
+    """
     rows, columns = operands[0].shape
-    sums = _sum_row_blocks(operands)
+    sums = _sum_rows_in_lanes(operands, width) if width else _sum_row_blocks(operands)
     out = torch.empty(rows, dtype=WORD_TYPES[ELEMENT_FORMATS[dtype].bits], device="cpu")
-    cut, terms = _cut_line_into_chunks(rows), np.array([columns], np.float64)
+    cut, terms = _cut_line_into_chunks(rows), np.array([width or columns], np.float64)
     step, at = sums.itemsize * rows, address_of(sums)
     given = address_of(cut), address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
     run_chunks(_compile_row_kernel(make_pair_rounding_table(dtype)), cut[:, 2], *given)
     return out.view(dtype)
+
+
+def _sum_rows_in_lanes(operands: Operands, width: int) -> np.ndarray:
+    """Return the parts of the sums of rows, and how many terms are -0: (3, rows)."""
+    rows, columns = operands[0].shape
+    turned = operands[0].new_empty(len(operands), width, rows)
+    turned[:, columns:] = 0.0
+    turned[0, columns:] = -0.0
+    for to, x in zip(turned, operands):
+        to[:columns] = x.t()
+    sums = np.empty((3, rows))
+    kernel = _compile_row_kernel(make_short_row_table(turned.dtype, len(operands) > 1, width))
+    step, at = rows * turned.element_size(), address(turned)
+    cut, pointers = _cut_line_into_chunks(rows), range(at, at + len(operands) * width * step, step)
+    step, at = sums.itemsize * rows, address_of(sums)
+    run_chunks(kernel, cut[:, 2], address_of(cut), 0, 0, 0, *pointers, at, at + step, at + 2 * step)
+    return sums
 
 
 def _sum_row_blocks(operands: Operands) -> np.ndarray:
@@ -282,7 +305,7 @@ def _compile_row_kernel(table: Table) -> Kernel:
 
 
 def _round_windows(engine: str, words: Windows, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORDS)."""
+    """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORD_COUNT)."""
     words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
     rows, table, columns = len(words), make_accumulator_rounding_table(reach, dtype), words.t().contiguous()
     shape, kind = (
@@ -334,16 +357,17 @@ def _check_kernels(dtype: torch.dtype, product: bool) -> None:
 
 
 @functools.cache
-def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype) -> None:
-    """Compare the bits of `_sum_pairs` with the reference's, for fixed rows of which it finds the sum."""
-    a = _make_canary_rows(dtype)[:, :1000]
+def _check_pair_sums(dtype: torch.dtype, product: bool, result: torch.dtype, width: int | None) -> None:
+    """Compare the bits of `_sum_rows_in_pairs` with the reference's, for fixed rows of which it finds the sum."""
+    a = _make_canary_rows(dtype)
+    a = a[:, :960].reshape(-1, width) if width else a[:, :1000]
     operands = [a, a.flip(1).contiguous()] if product else [a]
 
     def reference() -> torch.Tensor:
         return _sum_by_engine("reference", operands, LimbRange.for_terms(dtype, product), result)
 
     def fast() -> list[torch.Tensor]:
-        found = _sum_pairs(operands, result)
+        found = _sum_rows_in_pairs(operands, result, width)
         return [torch.where(found.isnan(), reference(), found)]
 
     check_bits(f"{_name_canary(dtype, product)} of rows", fast, lambda: [reference()])

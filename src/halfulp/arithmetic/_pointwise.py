@@ -1,9 +1,17 @@
-"""Any element-wise function of expansions: which arithmetic it runs in, and the kernel that runs it."""
+"""Any element-wise function of expansions: which arithmetic it runs in, and the kernel that runs it.
+
+Pairs of bfloat16 take float32. x0 + x1 = X + xi exactly, where xi is mostly 0, so that a sum or a product is v + w with
+an error below 2^-46 |v|. That decides both roundings to bfloat16 unless v or what its rounding left lies beside a tie.
+
+All others take float64, which mostly holds an operand's components together. There, and beside the ends of the range,
+the elements are in doubt: a kernel computes them by the network instead.
+"""
 
 from __future__ import annotations
 
 import array
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,21 +22,134 @@ import torch
 from ..kernels import (
     LANES,
     SERIAL_BELOW,
+    Quick,
     address,
     compile_trace,
     define_operator,
+    is_finite,
     note,
     plain,
+    power_below,
+    product_error,
     record,
     run_chunks,
     select,
     select_engine,
 )
+from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
 from ..kernels.triton._expansions import LONGEST, VECTOR, Pointwise
 from ..kernels.triton._launch import ready
-from ._error_free import Terms
+from ._error_free import Terms, fast_two_sum, two_sum
 from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, REMAINDER_STEP_NAME, evaluate_far_angles, find_far_angles
-from ._operators import float16_to_float64, round_to_components, to_float64_terms
+from ._operators import SIXTEEN_BIT_LIMITS, float16_to_float64, round_to_components, to_float64_terms
+
+# Outside of these magnitudes float32 overflows, or loses bits below its normal numbers.
+_LEAST_SAFE_WORD, _GREATEST_SAFE_WORD = (127 - 100) << 24, (127 + 126) << 24
+_BFLOAT16_MASK, _SIGN_MASK = 0xFFFF0000, 0x80000000
+_ARITHMETIC_OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+
+
+def make_quick_function(
+    name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype
+) -> tuple[Callable[..., Terms], torch.dtype] | None:
+    """Return a function of the operands' components to the result's, and whether they are in doubt; and its arithmetic.
+
+    Args:
+        name: of the function of expansions.
+        counts: components of the operands.
+        components: of the result.
+        dtype: of all components.
+    """
+    if name not in _ARITHMETIC_OPERATORS or dtype not in SIXTEEN_BIT_LIMITS:
+        return None
+    if dtype == torch.bfloat16 and components == 2 and max(counts) <= 2:
+        return lambda *values: _PAIR_FUNCTIONS[name](
+            list(values[: counts[0]]), list(values[counts[0] :])
+        ), torch.float32
+
+    def compute_in_float64(*values: Any) -> Terms:
+        (a, doubt_a), (b, doubt_b) = (
+            _add_components(list(x), dtype) for x in (values[: counts[0]], values[counts[0] :])
+        )
+        rest = _ARITHMETIC_OPERATORS[name](a, b)
+        doubt = doubt_a | doubt_b | ~(abs(rest) < SIXTEEN_BIT_LIMITS[dtype][2] / 2)
+        found = []
+        for _ in range(components):
+            found.append(_round_without_overflow(rest, dtype))
+            rest = rest - found[-1]
+        return [*found, doubt]
+
+    return compute_in_float64, torch.float64
+
+
+def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Add components up in float64; a first one of 0, which has a sign, is all. Say where bits were lost."""
+    total, lost = x[0], x[0] != x[0]
+    for part in x[1:]:
+        before, total = total, total + part
+        if dtype != torch.float16:  # all of whose bits fit
+            lost = lost | (total - before != part) | (total - part != before)
+    return select(x[0] == 0.0, x[0], total), lost
+
+
+def _round_without_overflow(x, dtype: torch.dtype):
+    """Round a float64 that no rounding makes infinite: see `round_to_narrow`."""
+    precision, lowest, _ = SIXTEEN_BIT_LIMITS[dtype]
+    magic, least = power_below(x) * (1.5 * 2.0 ** (53 - precision)), 1.5 * 2.0 ** (lowest + 53 - precision)
+    magic = select(magic > least, magic, least)
+    nearest = (x + magic) - magic
+    return select(nearest == 0.0, x * 0.0, nearest)
+
+
+def _add_pairs(x: Terms, y: Terms) -> Terms:
+    (a, left_a), (b, left_b) = _add_up_pair(x), _add_up_pair(y)
+    s, e = two_sum(a, b)
+    v, w = fast_two_sum(s, e + (left_a + left_b))
+    sign = bit_and(bit_and(word(x[0]), word(y[0])), _SIGN_MASK)
+    first, second, doubt = _round_to_bfloat16_pair(v, w, left_a, left_b, v == 0.0)
+    return [real(bit_or(word(first), sign)), second, doubt | (left_a != 0.0) & (left_b != 0.0)]
+
+
+def _multiply_pairs(x: Terms, y: Terms) -> Terms:
+    (a, left_a), (b, left_b) = _add_up_pair(x), _add_up_pair(y)
+    p = a * b
+    v, w = fast_two_sum(p, product_error(a, b, p) + (left_a * b + left_b * a))
+    sign = bit_and(bit_xor(word(x[0]), word(y[0])), _SIGN_MASK)
+    # A product that float32 takes for 0 leaves the sign of a second component to the network.
+    is_zero = (v == 0.0) & ((a == 0.0) | (b == 0.0))
+    first, second, doubt = _round_to_bfloat16_pair(v, w, left_a, left_b, is_zero)
+    return [real(bit_or(bit_and(word(first), _BFLOAT16_MASK ^ _SIGN_MASK), sign)), second, doubt]
+
+
+_PAIR_FUNCTIONS: dict[str, Callable[[Terms, Terms], Terms]] = {
+    "add": _add_pairs,
+    "sub": lambda x, y: _add_pairs(x, [-t for t in y]),
+    "mul": _multiply_pairs,
+}
+
+
+def _add_up_pair(x: Terms) -> tuple[Any, Any]:
+    return fast_two_sum(*x) if len(x) > 1 else (x[0], x[0] * 0.0)
+
+
+def _round_to_bfloat16_pair(v, w, left_a, left_b, is_zero) -> tuple[Any, Any, Any]:
+    """Round v + w to two bfloat16; say where they may be others, as other bits are lost or the range ends."""
+    first = _round_to_bfloat16(v)
+    rest = (v - first) + w
+    lost = bit_or(bit_or(word(w), word(left_a)), word(left_b)) != 0
+    # |v - first| of 4 units or more of v keeps what was lost below a unit or two of the rest.
+    beside_tie = bit_and(add(word(v), 4), 0x7FF8) == 0
+    rest_beside_tie = bit_and(add(word(rest), 0x8004), 0xFFF8) == 0
+    size = shl(word(v), 1)
+    in_range = (sub(size, _LEAST_SAFE_WORD) < _GREATEST_SAFE_WORD - _LEAST_SAFE_WORD) | is_zero
+    return first, _round_to_bfloat16(rest), lost & (beside_tie | rest_beside_tie) | ~in_range
+
+
+def _round_to_bfloat16(x):
+    """Round float32 to bfloat16, ties to even, still as float32."""
+    bits = word(x)
+    return real(bit_and(add(add(bits, 0x7FFF), bit_and(shr(bits, 16), 1)), _BFLOAT16_MASK))
+
 
 Parts = tuple[torch.Tensor, ...]
 Dtypes = tuple[torch.dtype, ...]
@@ -48,6 +169,8 @@ class ElementwiseKernels:
         arithmetic: the type it computes in.
         stored: dtypes of the inputs in memory.
         written: dtypes of the outputs in memory.
+        quick_function: the same function in fewer steps, with a mask of elements in doubt behind its terms, and its
+            arithmetic.
         exact: whether the terms are numbers of `written`.
     """
 
@@ -58,9 +181,11 @@ class ElementwiseKernels:
         arithmetic: torch.dtype,
         stored: Dtypes,
         written: Dtypes,
+        quick_function: tuple[Callable[..., Terms], torch.dtype] | None = None,
         exact: bool = False,
     ) -> None:
         self.name, self.function, self.arithmetic, self.exact = name, function, arithmetic, exact
+        self.quick_function = quick_function
         self.stored, self.written = stored, written
         self.label = f"{name} of {', '.join(map(str, stored))}"
 
@@ -101,7 +226,16 @@ class ElementwiseKernels:
     @functools.cached_property
     def kernel(self) -> Callable[..., Any]:
         """The kernel of the processor."""
-        return compile_trace(self.name, *self.recorded_trace, self.stored, self.written, self.exact)
+        return compile_trace(
+            self.name, *self.recorded_trace, self.stored, self.written, self._record_quick_trace(), self.exact
+        )
+
+    def _record_quick_trace(self) -> Quick | None:
+        if self.quick_function is None:
+            return None
+        trace, found = record(*self.quick_function, len(self.stored))
+        *results, doubt = (value.number for value in found)
+        return Quick(trace, tuple(results), doubt)
 
     @functools.cached_property
     def triton_kernel(self) -> Pointwise:
@@ -191,7 +325,11 @@ class PointwiseCall:
         """The function as kernels of elements."""
         stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
         written = (self.dtype,) * self.components
-        return ElementwiseKernels(f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, exact=True)
+        counts, is_one = tuple(count for _, count in self.operands), len({*stored, self.dtype}) == 1
+        short = make_quick_function(self.name, counts, self.components, self.dtype) if is_one else None
+        return ElementwiseKernels(
+            f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, short, exact=True
+        )
 
 
 def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:
@@ -515,6 +653,37 @@ def compare(a: Parts, b: Parts) -> torch.Tensor:
     return pointwise("compare", a, b, components=1, dtype=torch.float32)[0].to(torch.int8)
 
 
+ScaledOperand = tuple[Parts, torch.Tensor | None]
+_OperandKind = tuple[torch.dtype, int, bool]
+
+
+def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> bool:
+    """Return whether `run_on_scaled_operands` computes a function of these operands, which no compiler follows."""
+    if name in ANGLE_FUNCTION_NAMES or name in DIVISIONS or torch.compiler.is_compiling():
+        return False
+    return all(type(part) is torch.Tensor for parts, scale in operands for part in (*parts, *_list_scale(scale)))
+
+
+def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], components: int) -> tuple[Parts, torch.Tensor]:
+    """Return a function as float64 components, and the magnitude of each element, 0 where it is not finite.
+
+    Args:
+        name: see `pointwise`.
+        operands: components, and their 0-d scale, or None.
+        components: of the result.
+    """
+    kinds = tuple((parts[0].dtype, len(parts), scale is not None) for parts, scale in operands)
+    first = operands[0][0][0]
+    shapes = {part.shape for parts, _ in operands for part in parts}
+    shape = first.shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+    device = next((parts[0] for parts, _ in operands if parts[0].dim()), first)
+    *made, size = _make_outputs_like(device, shape, torch.float64, components + 1)
+    _make_scaled_kernels(name, kinds, components)(
+        [x for parts, scale in operands for x in (*parts, *_list_scale(scale))], (*made, size)
+    )
+    return tuple(made), size
+
+
 def round_under_scale(
     wide: Parts, scale: torch.Tensor, components: int, dtype: torch.dtype, keeps: bool = False
 ) -> Parts:
@@ -531,6 +700,29 @@ def round_under_scale(
     # A product with the reciprocal has the quotient's bits, as scales are powers of two.
     _make_rounding_kernels(len(wide), components, dtype, keeps)([*wide, scale.double().reciprocal()], made)
     return made
+
+
+def _list_scale(scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return () if scale is None else (scale,)
+
+
+@functools.cache
+def _make_scaled_kernels(name: str, kinds: tuple[_OperandKind, ...], components: int) -> ElementwiseKernels:
+    def function(*values: Any) -> Terms:
+        rest, operands = list(values), []
+        for dtype, count, scaled in kinds:
+            parts, rest = rest[:count], rest[count:]
+            if scaled:
+                scale, *rest = rest
+                terms = [t * scale for t in (float16_to_float64(parts) if dtype == torch.float16 else parts)]
+            else:
+                terms = parts if dtype == torch.float64 else to_float64_terms(parts)
+            operands.append(terms)
+        made = NETWORKS[name].network(operands, components)[:components]
+        return [*made, select(is_finite(made[0]), abs(made[0]), 0.0)]
+
+    stored = tuple(one for dtype, count, scaled in kinds for one in [*[dtype] * count, *[torch.float32] * scaled])
+    return ElementwiseKernels(f"scaled_{name}", function, torch.float64, stored, (torch.float64,) * (components + 1))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
-from ..arithmetic._pointwise import evaluate_alike
+from ..arithmetic._pointwise import can_run_on_scaled_operands, evaluate_alike, run_on_scaled_operands
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
@@ -126,6 +126,15 @@ def run_function(name: str, *operands: Any, form: ResultType | None = None) -> T
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
         return wrap_parts(parts, None, x._gradients)
     form = form or result_type(operands)
+    if form.scaled and not gives_plain_gradient(form.gradients, form.has_gradient):
+        given = [
+            (x._parts, x._scale) if isinstance(x, MCTensor) else (to_components(x, form.device), None) for x in operands
+        ]
+        if can_run_on_scaled_operands(name, given):
+            wide, sizes = run_on_scaled_operands(name, given, count_float64_components(form))
+            return _scale_result(
+                wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUM_FUNCTION_NAMES
+            )
     return run_pointwise(name, convert_operands(name, operands, form.dtype, form.components, form.device), form)
 
 

@@ -16,7 +16,9 @@ from halfulp.arithmetic._pointwise import (
     FUNCTIONS,
     _make_call,
     _make_rounding_kernels,
+    _make_scaled_kernels,
     round_under_scale,
+    run_on_scaled_operands,
 )
 from halfulp.arithmetic._reductions import _Reduction, average, product, total
 from halfulp.kernels import same_bits
@@ -88,8 +90,12 @@ def compare(seed, device, share=0, shares=1):
 
             def scaled(*operands, name=name, dtype=dtype, n=components):
                 *operands, (here, *_) = operands
-                made = pointwise(name, *map(tuple, operands), components=n, dtype=torch.float64)
-                return *made, *(x for keeps in (False, True) for x in round_under_scale(made, here, n, dtype, keeps))
+                made, size = run_on_scaled_operands(name, list(zip(operands, (here, None))), n)
+                return (
+                    *made,
+                    size,
+                    *(x for keeps in (False, True) for x in round_under_scale(made, here, n, dtype, keeps)),
+                )
 
             if differ(scaled, [*parts, (scales[0],)]) or differ(scaled, [*parts, (scales[1],)]):
                 found.append(f"{name} of {components} x {dtype} with a scale")
@@ -182,6 +188,8 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
     kinds = {
         name: _make_call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).kernels for name, dtype in cases
     }
+    half = ((torch.float16, 2, True),) * 2
+    kinds |= {"mul of scaled": _make_scaled_kernels("mul", half, 1)}
     kinds |= {"add under scale": _make_rounding_kernels(1, 2, torch.float16, True)}
     for name, elements in kinds.items():
         trace, numbers = elements.recorded_trace
