@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._encode import exact_values
+from halfulp.mctensor._encode import compute_exact_values
 
 from ._results import Table
 
@@ -50,7 +50,7 @@ class Bound(NamedTuple):
 
 def exact(x: MCTensor) -> list[Fraction | float]:
     """Every element's exact value, flattened."""
-    return exact_values(x.components, x.scale)
+    return compute_exact_values(x.components, x.scale)
 
 
 def _sigmoid(x):

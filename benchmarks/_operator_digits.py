@@ -297,7 +297,7 @@ def long_constants(op, most: int, seed: int) -> dict[float, str]:
     Such a number cuts a result to a float64's digits in the reference too, so that no comparison shows it.
     """
     seen: dict[float, str] = {}
-    before = tensor_file.rule_of
+    before = tensor_file.find_rule
 
     def watched(operator):
         rule = before(operator)
@@ -316,7 +316,7 @@ def long_constants(op, most: int, seed: int) -> dict[float, str]:
         given = _given(sample)
         allowed = {math.frexp(value)[0] for x in tree_leaves(given) if (value := _number(x)) is not None}
         operands = _Operands(given, "2 x f64", "components", seed)
-        tensor_file.rule_of = watched
+        tensor_file.find_rule = watched
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -324,7 +324,7 @@ def long_constants(op, most: int, seed: int) -> dict[float, str]:
         except Exception:
             continue
         finally:
-            tensor_file.rule_of = before
+            tensor_file.find_rule = before
     return seen
 
 

@@ -61,7 +61,7 @@ def digits(seed: int) -> Table:
     """The distances over all shapes, forward and backward."""
     import torch
 
-    from halfulp.arithmetic._float32_products import product
+    from halfulp.arithmetic._float32_products import multiply_in_float32
     from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, float32_products_of
 
     columns = {"operator": "", "dtype": "", "shapes": "", "from float64": ".3f", "gradients from float64": ".3f"}
@@ -84,7 +84,7 @@ def digits(seed: int) -> Table:
             exact = run(function, [y.double() for y in x], options, cotangent)
             sums = run(function, [y.double().abs() for y in x], options, cotangent.abs())
             with float32_products_of(dtype):
-                mine = run(lambda *y, f=function, **o: product(f, y, o), x, options, cotangent)
+                mine = run(lambda *y, f=function, **o: multiply_in_float32(f, y, o), x, options, cotangent)
             row = [_distance(mine[0], exact[0], sums[0], dtype)]
             row.append(max(_distance(a, b, s, dtype) for a, b, s in zip(mine[1:], exact[1:], sums[1:])))
             if dtype in find_native_dtypes():
@@ -142,7 +142,7 @@ def speed() -> Table:
     """Multiples of the time of float32."""
     import torch
 
-    from halfulp.arithmetic._float32_products import product
+    from halfulp.arithmetic._float32_products import multiply_in_float32
     from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, find_native_dtypes, float32_products_of
 
     set_threads(1)
@@ -158,7 +158,7 @@ def speed() -> Table:
         ones = torch.ones_like(function(*x, **options))
 
         def run() -> None:
-            out = product(function, tuple(x), options) if mine else function(*x, **options)
+            out = multiply_in_float32(function, tuple(x), options) if mine else function(*x, **options)
             if backward:
                 torch.autograd.grad(out, x, ones)
 

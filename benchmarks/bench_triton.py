@@ -143,7 +143,7 @@ def weights_and_averages() -> Launches:
 
 def expansions() -> Launches:
     """Every function once, with dtypes and one to three components in turn, and those of scaled operands."""
-    from halfulp.arithmetic._pointwise import FUNCTIONS, function_of_scaled, pointwise, under_scale
+    from halfulp.arithmetic._pointwise import FUNCTIONS, pointwise, round_under_scale, run_on_scaled_operands
 
     kinds = itertools.cycle(itertools.product((BF16, FP16, FP32, FP64), (1, 2, 3)))
     for name, (dtype, count) in zip(FUNCTIONS, kinds):
@@ -157,11 +157,11 @@ def expansions() -> Launches:
         parts = tuple(numbers(dtype) for _ in range(count))
         given = [(parts, scale), (parts, None)]
         with hu.kernels.engine("reference"):
-            wide, sizes = function_of_scaled(name, given, count)
+            wide, sizes = run_on_scaled_operands(name, given, count)
         size, between = dtype.itemsize * count, sum(part.itemsize for part in wide)
         told = f"{name} of {count} x {dtype} with a scale"
-        yield told, (2 * size, between + sizes.itemsize), lambda: function_of_scaled(name, given, count)
-        yield told, (between, size), lambda: under_scale(wide, scale, count, dtype)
+        yield told, (2 * size, between + sizes.itemsize), lambda: run_on_scaled_operands(name, given, count)
+        yield told, (between, size), lambda: round_under_scale(wide, scale, count, dtype)
 
 
 def divisions() -> Launches:

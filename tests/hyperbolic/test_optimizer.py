@@ -131,14 +131,6 @@ def test_groups_may_live_in_several_spaces(seed):
     assert torch.allclose(ball, wanted)
 
 
-def test_retraction_is_asked_for(seed):
-    weight = torch.nn.Parameter(torch.tensor([[0.0, 1.0]]))
-    optimizer = RiemannianSGD([weight], lr=0.25, retraction=True)
-    weight.grad = torch.tensor([[0.0, 1.0]])
-    optimizer.step()
-    assert weight[0, 1] == 0.75
-
-
 def test_a_closure(seed):
     weight = torch.nn.Parameter(torch.tensor([[0.0, 1.0], [1.0, 1.0], [2.0, 3.0]]))
     optimizer = RiemannianSGD([weight], lr=0.1)

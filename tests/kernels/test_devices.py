@@ -234,4 +234,4 @@ def test_exact_sums_are_refused_on_devices_without(monkeypatch: pytest.MonkeyPat
         device, dtype, shape = torch.device("mps"), torch.float32, torch.Size((2, 3))
 
     with pytest.raises(NotImplementedError, match=f"exact sums on mps: the device has no float64.*{ENVIRONMENT}"):
-        sums.summed(Elsewhere(), None, torch.float32)
+        sums.sum_rows(Elsewhere(), None, torch.float32)

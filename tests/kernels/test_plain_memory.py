@@ -242,7 +242,7 @@ LOOKED_AT = {
     "subclass/models/_parameter_holders.py": {"check_overlaps", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
-    "arithmetic/_pointwise.py": {"combine", "fill", "_overlaps"},
+    "arithmetic/_pointwise.py": {"evaluate_alike", "run_on_broadcast_operands", "_is_written_before_read"},
     "optim/parameters/_narrowing.py": {"narrow", "take_float32"},
     "optim/_checkpoint.py": {"load_float32_state_dict"},
     "optim/parameters/_parameter_plan.py": {"is_valid"},

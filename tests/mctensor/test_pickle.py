@@ -10,7 +10,7 @@ from torch import nn
 
 from halfulp.kernels import same_bits
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._mctensor import SAVED_LAYOUT, rebuild_mctensor
+from halfulp.mctensor._mctensor import PICKLED_LAYOUT_VERSION, rebuild_mctensor
 
 
 def _same(a, b):
@@ -96,7 +96,7 @@ def test_shared_memory():
 def test_another_versions_file_is_refused():
     x = MCTensor.encode([1.0])
     with pytest.raises(ValueError, match="version"):
-        rebuild_mctensor(SAVED_LAYOUT + 1, x.components, None, "first", False, False)
+        rebuild_mctensor(PICKLED_LAYOUT_VERSION + 1, x.components, None, "first", False, False)
 
 
 def test_a_result_with_history_is_not_pickled():

@@ -191,7 +191,7 @@ def test_assigned_components_get_memory_of_their_own(seed):
     other = block[2].clone()
     entries = {"weight": block[0].view(2, 2), "weight.component_1": block[1].view(2, 2)}
     model = multicomponent(torch.nn.Linear(2, 2, bias=False), components=2, dtype=torch.float16)
-    model.load_state_dict({**entries, "weight.scale": torch.tensor(1.0)}, assign=True)
+    model.load_state_dict({**entries, "weight.component_scale": torch.tensor(1.0)}, assign=True)
     before = model.weight.detach().decode().clone()
     with torch.no_grad():
         model.weight[0].mul_(2.0**20)
@@ -218,13 +218,3 @@ def test_what_stands_under_the_name_is_a_good_value(kind, seed):
     assert same(model, other)
     with pytest.raises(ValueError, match="written without the entries beside it"):
         other.load_state_dict(state | {"0.weight": torch.full((3, 4), 1 + 2**-20)})
-
-
-def test_files_of_the_first_layout_load(seed):
-    model, other = fresh((torch.float16, 2)), fresh((torch.float16, 2))
-    old = {}
-    for name, value in model.state_dict().items():
-        scale = model.state_dict().get(f"{name}.component_scale")
-        old[name.replace("component_scale", "scale")] = value if scale is None else (value / scale).half()
-    other.load_state_dict(old)
-    assert same(model, other)

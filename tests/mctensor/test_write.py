@@ -143,3 +143,27 @@ def test_lists_of_tensors():
     assert abs(xs[0].decode()[0].item() - 3.2) < 1e-9
     assert abs(xs[1].decode()[0].item() - 5.9) < 1e-7
     assert all(isinstance(x, MCTensor) for x in sums)
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda x, mask: x.add_(mask),
+        lambda x, mask: x.addcmul_(mask, torch.ones(3, 3)),
+        lambda x, mask: x.masked_fill_(mask != 0, -1e9),
+        lambda x, mask: x.copy_(torch.where(mask != 0, -1e9, x)),
+    ],
+)
+def test_a_constant_that_stands_for_infinity_takes_no_digits_of_the_others(put, seed):
+    x, mask = MCTensor.encode(torch.randn(3, 3), 2, torch.float16), torch.zeros(3, 3)
+    mask[0, 1] = -1e9
+    before, kept = x.decode(), mask == 0
+    put(x, mask)
+    assert (x.decode() - before)[kept].abs().max() <= 2.0**-20
+    assert x.decode()[0, 1] < -100
+
+
+def test_large_elements_of_ones_own_stay_beside_a_constant():
+    x, mask = MCTensor.encode([2.0**25, 1.0, 3.0], 2, torch.float16), torch.tensor([0.0, -1e9, 0.0])
+    x.add_(mask)
+    assert x.decode()[0] == 2.0**25

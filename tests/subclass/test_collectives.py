@@ -10,7 +10,7 @@ from halfulp.scaled import ScaledTensor
 from halfulp.scaled._registry import RULES as SCALED, rule_of as rule_of_scaled
 from halfulp.mctensor import MCTensor
 from halfulp.subclass._collectives import NAMESPACES
-from halfulp.mctensor._mctensor import RULES as COMPONENTS, rule_of as rule_of_components
+from halfulp.mctensor._mctensor import RULES as COMPONENTS, find_rule as rule_of_components
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)

@@ -118,13 +118,8 @@ def linear_algebra() -> None:
     assert_type(hu.arithmetic.qr(a, 2, torch.float32), tuple[Parts, Parts])
     assert_type(hu.arithmetic.solve(a, a, 2, torch.float32), Parts)
     assert_type(hu.arithmetic.matmul(a, a, 2, torch.float32), Parts)
-    assert_type(hu.arithmetic.matmul(a, a, 2, torch.float32, error=True), tuple[Parts, Tensor])
     one = torch.tensor([3], dtype=torch.int32)
     assert_type(hu.arithmetic.grouped_matmul(a, tuple(x[None] for x in a), one, 2, torch.float32), Parts)
-    assert_type(hu.arithmetic.half_components(a[0], 1.0, 2), Parts)
-    assert_type(hu.arithmetic.largest_magnitude(a[0]), float)
-    with hu.arithmetic.single_product((a[0],), (a[0],)) as product:
-        assert_type(product, Tensor)
 
 
 def optimizers() -> None:

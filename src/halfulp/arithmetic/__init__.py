@@ -1,9 +1,6 @@
 """Exact tools on plain tensors: error-free transforms, expansions, matmul by a wider type or by slicing."""
 
 from .. import _needs_torch as _needs_torch
-from ._exact_products import half_components as half_components
-from ._exact_products import largest_magnitude as largest_magnitude
-from ._exact_products import single_product as single_product
 from ._exact_sums import exact_dot as exact_dot
 from ._exact_sums import exact_partial as exact_partial
 from ._exact_sums import exact_round as exact_round

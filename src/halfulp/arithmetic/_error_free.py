@@ -28,7 +28,7 @@ def two_product(a: Any, b: Any) -> tuple[Any, Any]:
     return p, product_error(a, b, p)
 
 
-def sweep(terms: Terms, first: int = 0) -> Terms:
+def sweep_terms(terms: Terms, first: int = 0) -> Terms:
     """Add error-free from the last term up to `first`: the sum stays, its head gathers there (VecSum)."""
     out = list(terms)
     for i in range(len(out) - 2, first - 1, -1):
@@ -37,7 +37,7 @@ def sweep(terms: Terms, first: int = 0) -> Terms:
 
 
 @shared
-def distill(terms: Terms, keep: int) -> Terms:
+def distill_terms(terms: Terms, keep: int) -> Terms:
     """Return the `keep` leading components of a sum of any terms: pass after pass, each fixing one more of them.
 
     The order of the terms does not matter, nor how much of them cancels (Priest 1992; Ogita, Rump, Oishi 2005: each
@@ -45,7 +45,7 @@ def distill(terms: Terms, keep: int) -> Terms:
     """
     out = list(terms)
     for _ in range(2):
-        out = sweep(out)
+        out = sweep_terms(out)
     for first in range(1, min(keep, len(out) - 1) + 1):
-        out = sweep(sweep(out, first), first - 1)
+        out = sweep_terms(sweep_terms(out, first), first - 1)
     return out[:keep] + [out[0] * 0.0] * (keep - len(out))

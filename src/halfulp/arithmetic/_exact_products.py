@@ -21,28 +21,20 @@ import torch
 
 from .._torch_versions import has_whole_products
 from ..kernels import exponent, floor, is_finite, power, select, times_power
-from ._error_free import Terms, distill, sweep, two_product, two_sum
-from ._operators import finished, round_to_components, to_float64_terms
-from ._pointwise import MOST, PRECISION, Elements, Parts, pointwise
-from ._workspace import Layout, workspace
+from ._error_free import Terms, distill_terms, sweep_terms, two_product, two_sum
+from ._operators import finish_special_values, round_to_components, to_float64_terms
+from ._pointwise import MOST, PRECISION, ElementwiseKernels, Parts, pointwise
+from ._workspace import WorkspaceLayout, borrow_workspace
 
 _PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time
-_AT_ONCE = 8  # products that one pass sums
+_TERMS_PER_PASS = 8  # products that one pass sums
 
 
-def multiply_direct(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
+def multiply_small_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     """a @ b for small matrices, or stacks of them."""
     left = tuple(part.movedim(-1, 0).unsqueeze(-1) for part in a)
     right = tuple(part.movedim(-2, 0).unsqueeze(-2) for part in b)
-    return sum_of_products(left, right, components, dtype)
-
-
-def error_direct(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a bound of the error of `multiply_direct`: the last rounding, and much less from the sum."""
-    bits = components * PRECISION[dtype]
-    sums = torch.matmul(a[0].double().abs(), b[0].double().abs())
-    # Four float64 components are summed with no component more.
-    return sums * 2.0 ** ((2 if bits <= 160 else 10) - bits) + 16 * torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    return sum_products(left, right, components, dtype)
 
 
 def multiply_entries(
@@ -58,31 +50,33 @@ def multiply_entries(
         stack = tuple(index[part] for index in batch)
         left = tuple(x[(*stack, row[part])].t() for x in a)
         right = tuple(x.mT[(*stack, column[part])].t() for x in b)
-        pieces.append(sum_of_products(left, right, components, dtype))
+        pieces.append(sum_products(left, right, components, dtype))
     return tuple(torch.cat(parts) for parts in zip(*pieces, strict=True))
 
 
-def sum_of_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
+def sum_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the sum over the first dimension of left times right, which broadcast in the others."""
     shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
     few = components * PRECISION[dtype] <= 106 and max(len(left), len(right)) <= 2
-    one_piece, add, result = (_cascaded, _add_cascades, _cascade_result) if few else (_multiply_expanded, _add, _same)
-    step = max(_AT_ONCE, _PRODUCTS_AT_ONCE // max(1, shape.numel()) // _AT_ONCE * _AT_ONCE)
+    one_piece, add, result = (
+        (_sum_by_cascades, _add_cascades, _close_cascade) if few else (_multiply_expanded, _add_expansions, _keep_sums)
+    )
+    step = max(_TERMS_PER_PASS, _PRODUCTS_AT_ONCE // max(1, shape.numel()) // _TERMS_PER_PASS * _TERMS_PER_PASS)
     pieces = []
     for first in range(0, left[0].shape[0], step):
-        x, y = (_dense(parts, slice(first, first + step), shape) for parts in (left, right))
+        x, y = (_pad_to_whole_passes(parts, slice(first, first + step), shape) for parts in (left, right))
         pieces.append(one_piece(x, y, components, dtype))
     stacked = tuple(torch.stack(parts) for parts in zip(*pieces, strict=True))
     known = result(_sum_by_halves(add, stacked))
     return pointwise("renormalize", tuple(x.reshape(shape) for x in known), components=components, dtype=dtype)
 
 
-def _dense(parts: Parts, piece: slice, shape: torch.Size) -> Parts:
+def _pad_to_whole_passes(parts: Parts, piece: slice, shape: torch.Size) -> Parts:
     """Return the piece as (products, results), with zeros up to a whole number of passes."""
     out = []
     for part in parts:
         values = part[piece]
-        rows = -(-values.shape[0] // _AT_ONCE) * _AT_ONCE
+        rows = -(-values.shape[0] // _TERMS_PER_PASS) * _TERMS_PER_PASS
         dense = part.new_empty((rows, *shape))
         dense[: values.shape[0]] = values
         dense[values.shape[0] :] = 0
@@ -90,11 +84,11 @@ def _dense(parts: Parts, piece: slice, shape: torch.Size) -> Parts:
     return tuple(out)
 
 
-def _cascaded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
-    rows = x[0].shape[0] // _AT_ONCE
-    chunks = [part[k * rows : (k + 1) * rows] for k in range(_AT_ONCE) for part in (*x, *y)]
+def _sum_by_cascades(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
+    rows = x[0].shape[0] // _TERMS_PER_PASS
+    chunks = [part[k * rows : (k + 1) * rows] for k in range(_TERMS_PER_PASS) for part in (*x, *y)]
     out = tuple(torch.empty_like(chunks[0], dtype=torch.float64) for _ in range(4))
-    _cascade(x[0].dtype, len(x), y[0].dtype, len(y))(chunks, out)
+    _cascade_kernel(x[0].dtype, len(x), y[0].dtype, len(y))(chunks, out)
     return _sum_by_halves(_add_cascades, out)
 
 
@@ -111,42 +105,44 @@ def _sum_by_halves(join: Callable[[Parts, Parts], Parts], parts: Parts) -> Parts
 
 def _add_cascades(x: Parts, y: Parts) -> Parts:
     out = tuple(torch.empty_like(part) for part in x)
-    _join()([*x, *y], out)
+    _cascade_join_kernel()([*x, *y], out)
     return out
 
 
-def _cascade_result(sums: Parts) -> Parts:
+def _close_cascade(sums: Parts) -> Parts:
     out = tuple(torch.empty_like(sums[0]) for _ in range(2))
-    _close()(sums, out)
+    _cascade_close_kernel()(sums, out)
     return out
 
 
 @functools.cache
-def _cascade(left: torch.dtype, a: int, right: torch.dtype, b: int) -> Elements:
+def _cascade_kernel(left: torch.dtype, a: int, right: torch.dtype, b: int) -> ElementwiseKernels:
     def add_products(*values: Any) -> Terms:
-        sums = _product(values[:a], values[a : a + b])
+        sums = _multiply_to_cascade(values[:a], values[a : a + b])
         for k in range(a + b, len(values), a + b):
-            sums = _add_terms(sums, _product(values[k : k + a], values[k + a : k + a + b]))
+            sums = _add_to_cascade(sums, _multiply_to_cascade(values[k : k + a], values[k + a : k + a + b]))
         return sums
 
-    inputs = ((left,) * a + (right,) * b) * _AT_ONCE
-    return Elements("matmul_products", add_products, torch.float64, inputs, (torch.float64,) * 4)
+    inputs = ((left,) * a + (right,) * b) * _TERMS_PER_PASS
+    return ElementwiseKernels("matmul_products", add_products, torch.float64, inputs, (torch.float64,) * 4)
 
 
 @functools.cache
-def _join() -> Elements:
+def _cascade_join_kernel() -> ElementwiseKernels:
     double = torch.float64
-    return Elements("matmul_join", lambda *x: _add_terms(x[:4], x[4:]), double, (double,) * 8, (double,) * 4)
+    return ElementwiseKernels(
+        "matmul_join", lambda *x: _add_to_cascade(x[:4], x[4:]), double, (double,) * 8, (double,) * 4
+    )
 
 
 @functools.cache
-def _close() -> Elements:
+def _cascade_close_kernel() -> ElementwiseKernels:
     double = torch.float64
-    close = lambda *x: finished(x[3], distill(list(x[:3]), 2))  # noqa: E731
-    return Elements("matmul_close", close, double, (double,) * 4, (double,) * 2)
+    close = lambda *x: finish_special_values(x[3], distill_terms(list(x[:3]), 2))  # noqa: E731
+    return ElementwiseKernels("matmul_close", close, double, (double,) * 4, (double,) * 2)
 
 
-def _product(x: Sequence[Any], y: Sequence[Any]) -> Terms:
+def _multiply_to_cascade(x: Sequence[Any], y: Sequence[Any]) -> Terms:
     """x y by order of magnitude, and the plain product."""
     first, second = two_product(x[0], y[0])
     plain, third = first, x[0] * 0.0
@@ -160,7 +156,7 @@ def _product(x: Sequence[Any], y: Sequence[Any]) -> Terms:
     return [first, second, third, plain]
 
 
-def _add_terms(x: Sequence[Any], y: Sequence[Any]) -> Terms:
+def _add_to_cascade(x: Sequence[Any], y: Sequence[Any]) -> Terms:
     first, second = two_sum(x[0], y[0])
     middle, third = two_sum(x[1], y[1])
     second, rest = two_sum(second, middle)
@@ -170,34 +166,34 @@ def _add_terms(x: Sequence[Any], y: Sequence[Any]) -> Terms:
 def _multiply_expanded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
     working = min(MOST, -(-(components * PRECISION[dtype] + 4) // 53) + (dtype == torch.float64))
     products = pointwise("mul", x, y, components=working, dtype=torch.float64)
-    return _sum_by_halves(_add, products)
+    return _sum_by_halves(_add_expansions, products)
 
 
-def _add(x: Parts, y: Parts) -> Parts:
+def _add_expansions(x: Parts, y: Parts) -> Parts:
     return pointwise("add", x, y, components=len(x), dtype=torch.float64)
 
 
-def _same(sums: Parts) -> Parts:
+def _keep_sums(sums: Parts) -> Parts:
     return sums
 
 
-_PIECE = 512  # inner length from which on a product is taken in pieces
+_PIECE_LENGTH = 512  # inner length from which on a product is taken in pieces
 _MOST_PIECES = 4
-_NARROW = (torch.float16, torch.bfloat16)
+_SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
 # Bits of a float32 that go in rounding to the type, and the type's smallest subnormal.
-_CUT = {torch.float16: (13, 2.0**-24), torch.bfloat16: (16, 2.0**-133)}
-_LARGEST = {torch.float16: 65504.0}
+_CUT_BITS_AND_SUBNORMALS = {torch.float16: (13, 2.0**-24), torch.bfloat16: (16, 2.0**-133)}
+_LARGEST_NUMBERS = {torch.float16: 65504.0}
 
 
-def wide_type(operands: tuple[Parts, Parts], components: int, dtype: torch.dtype) -> torch.dtype | None:
+def choose_wide_type(operands: tuple[Parts, Parts], components: int, dtype: torch.dtype) -> torch.dtype | None:
     """Return the native type in which a product has the result's digits and a few more; None where there is none."""
     bits = components * PRECISION[dtype]
-    if dtype in _NARROW and bits <= 24 and all(parts[0].dtype != torch.float64 for parts in operands):
+    if dtype in _SIXTEEN_BIT_DTYPES and bits <= 24 and all(parts[0].dtype != torch.float64 for parts in operands):
         return torch.float32
     return torch.float64 if bits <= 48 else None
 
 
-def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work: torch.dtype) -> Parts:
+def multiply_in_wide_type(a: Parts, b: Parts, components: int, dtype: torch.dtype, work: torch.dtype) -> Parts:
     """a @ b for matrices or stacks of them, in `work` and rounded to components."""
     shape = (*a[0].shape[:-1], b[0].shape[-1])
     written = tuple([torch.empty(shape, dtype=dtype, device=a[0].device) for _ in range(components)])
@@ -205,21 +201,23 @@ def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work:
     merged = [parts for parts in (a, b) if len(parts) > 1 or parts[0].dtype != work]
     # Where the result has nearly the digits of the product, long sums lose some of them: several are added exactly.
     long = work == torch.float64 and components * PRECISION[dtype] > 40
-    pieces = max(1, min(_MOST_PIECES, a[0].shape[-1] // _PIECE)) if long else 1
+    pieces = max(1, min(_MOST_PIECES, a[0].shape[-1] // _PIECE_LENGTH)) if long else 1
     layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
-    with workspace((layout,), a[0].device) as ((*scratch,),):
+    with borrow_workspace((layout,), a[0].device) as ((*scratch,),):
         rest = iter(scratch)
-        x, y = (_merge(parts, next(rest)) if any(parts is z for z in merged) else parts[0] for parts in (a, b))
+        x, y = (
+            _merge_components(parts, next(rest)) if any(parts is z for z in merged) else parts[0] for parts in (a, b)
+        )
         scratch = list(rest)
         _multiply_pieces(x, y, written[:1] if direct else scratch)
         if not direct:
-            _splitter(work, dtype, components, pieces)(scratch, written)
+            _split_kernel(work, dtype, components, pieces)(scratch, written)
     return written
 
 
-def _merge(parts: Parts, out: torch.Tensor) -> torch.Tensor:
+def _merge_components(parts: Parts, out: torch.Tensor) -> torch.Tensor:
     """Return the sum of all components, in the scratch memory's type."""
-    _merger(out.dtype, parts[0].dtype, len(parts))(parts, (out,))
+    _merge_kernel(out.dtype, parts[0].dtype, len(parts))(parts, (out,))
     return out
 
 
@@ -229,112 +227,83 @@ def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.
     for k, out in enumerate(products):
         part = slice(inner * k // count, inner * (k + 1) // count)
         left, right = (x, y) if count == 1 else (x[..., part], y[..., part, :])
-        multiply(left, right, out)
-
-
-def error_wide(a: Parts, b: Parts, product: Parts, work: torch.dtype) -> torch.Tensor:
-    """Return a bound of the error of `multiply_wide`: any order of additions, merging, and the last rounding."""
-    count, components, dtype = a[0].shape[-1], len(product), product[0].dtype
-    merged = [functools.reduce(torch.add, (part.double().abs() for part in parts)) for parts in (a, b)]
-    sums = torch.matmul(*merged)
-    unit = 2.0 ** -PRECISION[work]
-    lost = (2 * count + 4) * unit / (1 - 2 * (count + 4) * unit)
-    size = product[0].double().abs()
-    tiny = components * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    return sums * (lost * (1 + 2.0**-20)) + size * 2.0 ** (1 - components * PRECISION[dtype]) + tiny
+        multiply_plain_matrices(left, right, out)
 
 
 @contextlib.contextmanager
-def single_product(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
-    """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block.
-
-    Args:
-        a: (M, K) or (B, M, K).
-        b: (K, N) or (B, K, N).
-
-    >>> half = torch.ones(2, 2, dtype=torch.float16)
-    >>> with single_product((half * 60000,), (half * 2,)) as product:
-    ...     product[0].tolist()
-    [240000.0, 240000.0]
-    """
+def multiply_float16_in_float32(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
+    """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block."""
     shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
-    with workspace((tuple((tuple(shape), torch.float32) for shape in shapes),), a[0].device) as ((left, right, out),):
-        multiply(_merge(a, left), _merge(b, right), out)
+    layout = tuple((tuple(shape), torch.float32) for shape in shapes)
+    with borrow_workspace((layout,), a[0].device) as ((left, right, out),):
+        multiply_plain_matrices(_merge_components(a, left), _merge_components(b, right), out)
         yield out
 
 
-def largest_magnitude(x: torch.Tensor) -> float:
-    """Return the largest magnitude of a tensor with elements; NaN if any is NaN.
-
-    >>> largest_magnitude(torch.tensor([1.0, -3.0]))
-    3.0
-    """
+def find_largest_magnitude(x: torch.Tensor) -> float:
+    """Return the largest magnitude of a tensor with elements; NaN if any is NaN."""
     # Two reductions that torch vectorizes: aminmax is slower than both, the norm by infinity twenty times slower.
     return max(-float(x.amin()), float(x.amax()))
 
 
-def half_components(x: torch.Tensor, factor: float, components: int) -> Parts:
-    """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15.
-
-    >>> [part.item() for part in half_components(torch.tensor(3.0), 0.5, 2)]
-    [1.5, 0.0]
-    """
+def split_into_float16(x: torch.Tensor, factor: float, components: int) -> Parts:
+    """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15."""
     written = tuple([torch.empty((*x.shape,), dtype=torch.float16, device=x.device) for _ in range(components)])
-    _half_cutter(components)((x, _kept(factor)), written)
+    _half_components_kernel(components)((x, _make_float32_scalar(factor)), written)
     return written
 
 
 @functools.lru_cache(512)
-def _kept(factor: float) -> torch.Tensor:
+def _make_float32_scalar(factor: float) -> torch.Tensor:
     return torch.tensor(factor, dtype=torch.float32, device="cpu")
 
 
 @functools.cache
-def _half_cutter(components: int) -> Elements:
+def _half_components_kernel(components: int) -> ElementwiseKernels:
     def scale_and_cut(x: Any, factor: Any) -> Terms:
         rest, out = x * factor, []
         for _ in range(components - 1):
-            out.append(_nearest(rest, torch.float16))
+            out.append(_round_to_sixteen_bits(rest, torch.float16))
             rest = rest - out[-1]
         # Storing rounds the last one.
         return [*out, rest]
 
     inputs = (torch.float32, torch.float32)
-    return Elements("matmul_half", scale_and_cut, torch.float32, inputs, (torch.float16,) * components)
+    return ElementwiseKernels("matmul_half", scale_and_cut, torch.float32, inputs, (torch.float16,) * components)
 
 
 @functools.cache
-def _merger(work: torch.dtype, dtype: torch.dtype, count: int) -> Elements:
+def _merge_kernel(work: torch.dtype, dtype: torch.dtype, count: int) -> ElementwiseKernels:
     def add_up(*parts: Any) -> Terms:
         total = parts[-1]
         for part in parts[-2::-1]:
             total = part + total
         return [total + 0.0 if len(parts) == 1 else total]
 
-    return Elements("matmul_merge", add_up, work, (dtype,) * count, (work,))
+    return ElementwiseKernels("matmul_merge", add_up, work, (dtype,) * count, (work,))
 
 
 @functools.cache
-def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> Elements:
-    def cut(*products: Any) -> Terms:
+def _split_kernel(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> ElementwiseKernels:
+    def cut(*count_slice_products: Any) -> Terms:
         if work == torch.float32:
-            return _cut_components(products[0], dtype, components)
-        terms = list(products)
+            return _cut_components(count_slice_products[0], dtype, components)
+        terms = list(count_slice_products)
         if pieces > 1:
-            terms = finished(functools.reduce(operator.add, terms), distill(terms, 2))
+            terms = finish_special_values(functools.reduce(operator.add, terms), distill_terms(terms, 2))
         return round_to_components(terms, dtype, components) if dtype != work else terms[:1]
 
-    return Elements("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
+    return ElementwiseKernels("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
 
 
 def _cut_components(x: Any, dtype: torch.dtype, components: int) -> Terms:
     """Return a float32 as 16-bit components, each the nearest."""
-    largest = _LARGEST.get(dtype)
+    largest = _LARGEST_NUMBERS.get(dtype)
     huge = abs(x) > 2.0**100
     rest, grow = x * select(huge, 2.0**-40, 1.0), select(huge, 2.0**40, 1.0)
     out = []
     for _ in range(components):
-        head = _nearest(rest, dtype)
+        head = _round_to_sixteen_bits(rest, dtype)
         rest = rest - head
         out.append(head * grow)
     head = select(is_finite(x), out[0], x)
@@ -343,14 +312,14 @@ def _cut_components(x: Any, dtype: torch.dtype, components: int) -> Terms:
     return [head, *(select(is_finite(head), part, 0.0) for part in out[1:])]
 
 
-def _nearest(x: Any, dtype: torch.dtype) -> Any:
+def _round_to_sixteen_bits(x: Any, dtype: torch.dtype) -> Any:
     """Return a float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
-    bits, smallest = _CUT[dtype]
+    bits, smallest = _CUT_BITS_AND_SUBNORMALS[dtype]
     magic, far = 1.5 * 2.0**23 * smallest, x * (2.0**bits + 1.0)
     return select(abs(x) < smallest * 2.0 ** (24 - bits), (x + magic) - magic, far - (far - x))
 
 
-def multiply(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+def multiply_plain_matrices(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
     """x @ y into `out`: matrices or stacks of as many, float32 or float64.
 
     `torch.set_float32_matmul_precision` and `torch.backends` may let torch multiply float32 matrices in TensorFloat32
@@ -363,23 +332,23 @@ def multiply(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
         function(x, y, out=out)
 
 
-BITS = 22  # of the first slice; the later ones have one more, for their sign
-BLOCK = 512  # 2 BITS + log2(BLOCK) = 53: inner products of slices are exact up to this length
+SLICE_BITS = 22  # of the first slice; the later ones have one more, for their sign
+SLICED_BLOCK_LENGTH = 512  # 2 BITS + log2(BLOCK) = 53: inner products of slices are exact up to this length
 MOST_SLICES = 12
-FLUSHED = 2.0**-60  # magnitudes below it do not count in the sums that judge the slices
+FLUSHED_BELOW = 2.0**-60  # magnitudes below it do not count in the sums that judge the slices
 
 
-def covered(slices: int) -> int:
+def count_covered_bits(slices: int) -> int:
     """Return how many bits below a row's largest magnitude the slices cover."""
-    return BITS + (slices - 1) * (BITS + 1)
+    return SLICE_BITS + (slices - 1) * (SLICE_BITS + 1)
 
 
-def products(slices: int) -> int:
+def count_slice_products(slices: int) -> int:
     """Return how many plain matrix products there are: exact ones of slices i + j <= slices + 1, and one a tail."""
     return slices * (slices + 1) // 2 + slices + 1
 
 
-def least_sum(slices: int, inner: int, bits: int) -> float:
+def find_least_covered_sum(slices: int, inner: int, bits: int) -> float:
     """Return the |A||B| (scaled) from which on the tails' error stays under half of 2^-bits of it.
 
     Every tail product is at most inner 2^-(covered + 1). Their sum, of `length` products in one accumulator, is off by
@@ -389,24 +358,19 @@ def least_sum(slices: int, inner: int, bits: int) -> float:
     length = (slices + 1) * inner
     growth = min(length, 4 * math.sqrt(length)) + 4
     # Sums are float32: a smaller limit would be taken for zero, and zero for enough.
-    return max(growth * length * 2.0 ** (bits + 1 - covered(slices) - 1 - 53), 2.0**-126)
+    return max(growth * length * 2.0 ** (bits + 1 - count_covered_bits(slices) - 1 - 53), 2.0**-126)
 
 
-def tails_error(slices: int, inner: int) -> float:
-    """Return a bound of the tails' rounding error in any order of additions, in scaled units."""
-    return 1.01 * ((slices + 1) * inner + 8) * inner * (slices + 1) * 2.0 ** (-covered(slices) - 1 - 53)
-
-
-def initial_slice_count(inner: int, bits: int) -> int:
+def choose_initial_slice_count(inner: int, bits: int) -> int:
     """Return the slices that suffice where |A||B| is not much below its largest possible."""
     for slices in range(1, MOST_SLICES):
-        if least_sum(slices, inner, bits) <= inner / 64:
+        if find_least_covered_sum(slices, inner, bits) <= inner / 64:
             return slices
     return MOST_SLICES
 
 
 @functools.cache
-def slicer(dtype: torch.dtype, count: int, slices: int) -> Elements:
+def make_slice_kernel(dtype: torch.dtype, count: int, slices: int) -> ElementwiseKernels:
     """Return the kernel (components, two factors) -> (slices, the tail, the magnitude as float32)."""
 
     def cut(*values) -> Terms:
@@ -416,23 +380,23 @@ def slicer(dtype: torch.dtype, count: int, slices: int) -> Elements:
         out, size = [], abs(rest[0])
         for k in range(slices):
             if k and len(rest) > 1:
-                rest = sweep(rest)
+                rest = sweep_terms(rest)
             # Adding 1.5 * 2^52 units of the slice leaves no bit below one unit.
-            magic = 1.5 * 2.0 ** (52 - covered(k + 1))
+            magic = 1.5 * 2.0 ** (52 - count_covered_bits(k + 1))
             out.append((rest[0] + magic) - magic)
             rest = [rest[0] - out[-1], *rest[1:]]
         tail = rest[-1]
         for part in rest[-2::-1]:
             tail = part + tail
-        return [*out, tail, select(size < FLUSHED, 0.0, size)]
+        return [*out, tail, select(size < FLUSHED_BELOW, 0.0, size)]
 
     inputs = (dtype,) * count + (torch.float64, torch.float64)
     outputs = (torch.float64,) * (slices + 1) + (torch.float32,)
-    return Elements("matmul_slice", cut, torch.float64, inputs, outputs)
+    return ElementwiseKernels("matmul_slice", cut, torch.float64, inputs, outputs)
 
 
 @functools.cache
-def summer(results: int, carried: int, components: int, dtype: torch.dtype) -> Elements:
+def make_sum_kernel(results: int, carried: int, components: int, dtype: torch.dtype) -> ElementwiseKernels:
     """Return the kernel (products, largest first, exponents of row and column, carry) -> components."""
     working = components if dtype == torch.float64 else -(-(components * PRECISION[dtype] + 4) // 53)
 
@@ -443,59 +407,61 @@ def summer(results: int, carried: int, components: int, dtype: torch.dtype) -> E
         terms = _sum_terms(terms, working)
         terms = [times_power(term, scale) for term in terms]
         if known:
-            terms = distill([*known, *terms], working)
+            terms = distill_terms([*known, *terms], working)
         head = terms[0]
         terms = [head, *(select(is_finite(head), term, 0.0) for term in terms[1:])]
         return terms if dtype == torch.float64 else round_to_components(terms, dtype, components)
 
     inputs = (torch.float64,) * (results + 2 + carried)
-    return Elements("matmul_sum", add_up, torch.float64, inputs, (dtype,) * components)
+    return ElementwiseKernels("matmul_sum", add_up, torch.float64, inputs, (dtype,) * components)
 
 
 def _sum_terms(terms: Terms, keep: int) -> Terms:
     """Return the sum to `keep` components, with an error of order u^(keep + 1) of the largest term."""
     if keep == 1:
-        terms = sweep(terms)
-        return [terms[0] + _plain_sum(terms[1:])] if len(terms) > 1 else terms
+        terms = sweep_terms(terms)
+        return [terms[0] + _sum_plainly(terms[1:])] if len(terms) > 1 else terms
     if keep > 2 or len(terms) < 3:
-        return distill(terms, keep)
+        return distill_terms(terms, keep)
     # n passes of VecSum and a plain sum are as good as n + 1 times the precision (Ogita, Rump, Oishi 2005).
-    terms = sweep(sweep(terms))
-    return list(two_sum(terms[0], _plain_sum(terms[1:])))
+    terms = sweep_terms(sweep_terms(terms))
+    return list(two_sum(terms[0], _sum_plainly(terms[1:])))
 
 
-def _plain_sum(terms: Terms):
+def _sum_plainly(terms: Terms):
     total = terms[-1]
     for term in terms[-2::-1]:
         total = term + total
     return total
 
 
-def exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def find_row_exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return, per row or column, k with magnitudes at most 2^k (NaN if not finite), and two factors of 2^-k."""
     largest = head.abs().amax(dim, keepdim=True)
     out = torch.empty_like(largest), torch.empty_like(largest), torch.empty_like(largest)
-    _scaler()([largest], out)
+    _row_exponent_kernel()([largest], out)
     return out
 
 
 @functools.cache
-def _scaler() -> Elements:
+def _row_exponent_kernel() -> ElementwiseKernels:
     def scales(largest) -> Terms:
         k = exponent(largest) + 1.0
         # Neither factor leaves the range, where 2^-k would.
         half = floor(k * 0.5)
         return [select(is_finite(largest), k, float("nan")), power(-half), power(half - k)]
 
-    return Elements("matmul_scale", scales, torch.float64, (torch.float64,), (torch.float64,) * 3)
+    return ElementwiseKernels("matmul_scale", scales, torch.float64, (torch.float64,), (torch.float64,) * 3)
 
 
-_RESULTS = 7  # products that wait for being summed
-_ENTRY = 250  # what a product of two numbers costs in an entry computed alone, compared with one in a matrix product
+_MOST_WAITING_PRODUCTS = 7  # products that wait for being summed
+_COST_OF_SINGLE_ENTRY = (
+    250  # what a product of two numbers costs in an entry computed alone, compared with one in a matrix product
+)
 
 
 @dataclass(frozen=True)
-class _Task:
+class _InnerBlock:
     """One block of the inner dimension: its operands, the scales of rows and columns, and the result's type."""
 
     a: Parts
@@ -521,83 +487,67 @@ class _Task:
         return self.components * PRECISION[self.dtype] - 4
 
 
-def multiply_sliced(
-    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool
-) -> tuple[Parts, torch.Tensor | None]:
-    """a @ b for matrices or stacks of them, and on request a bound of the error.
+def multiply_by_slices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
+    """a @ b for matrices or stacks of them.
 
     The error is at most 2^-104 (|A||B|)_ij for two float64, 2^-(n p - 6) for more and for float32. Where an operand
     holds infinities or NaNs, entries whose plain float64 product is not finite take that.
     """
-    tasks = _tasks(a, b, components, dtype)
-    if not _all_finite(tasks):
-        return _add_special_values(a, b, components, dtype, error)
+    tasks = _cut_into_inner_blocks(a, b, components, dtype)
+    if not _are_all_finite(tasks):
+        return _add_special_values(a, b, components, dtype)
     known: Parts = ()
-    bound, alone = None, None
+    alone = None
     for k, task in enumerate(tasks):
-        known, missed, more = _multiply_block(task, known, k == len(tasks) - 1, error)
+        known, missed = _multiply_block(task, known, k == len(tasks) - 1)
         alone = missed if alone is None else alone if missed is None else alone | missed
-        bound = more if bound is None or more is None else bound + more
     if alone is not None:
-        _compute_alone(a, b, alone.nonzero(as_tuple=True), known, bound)
-    return known, bound
+        entries = alone.nonzero(as_tuple=True)
+        for target, value in zip(known, multiply_entries(a, b, entries, components, dtype), strict=True):
+            target[entries] = value
+    return known
 
 
-def _tasks(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> list[_Task]:
+def _cut_into_inner_blocks(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> list[_InnerBlock]:
     inner = a[0].shape[-1]
-    count = -(-inner // BLOCK)
+    count = -(-inner // SLICED_BLOCK_LENGTH)
     edges = [inner * k // count for k in range(count + 1)]
     out = []
     for first, last in itertools.pairwise(edges):
         x = a if count == 1 else tuple(part[..., first:last] for part in a)
         y = b if count == 1 else tuple(part[..., first:last, :] for part in b)
-        scales = exponents(x[0], -1), exponents(y[0], -2)
-        out.append(_Task(x, y, *scales, components, dtype))
+        scales = find_row_exponents(x[0], -1), find_row_exponents(y[0], -2)
+        out.append(_InnerBlock(x, y, *scales, components, dtype))
     return out
 
 
-def _all_finite(tasks: list[_Task]) -> bool:
+def _are_all_finite(tasks: list[_InnerBlock]) -> bool:
     return all(math.isfinite(float(task.row_scales[0].sum() + task.column_scales[0].sum())) for task in tasks)
 
 
-def _add_special_values(
-    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool
-) -> tuple[Parts, torch.Tensor | None]:
+def _add_special_values(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     plain = torch.matmul(a[0].double(), b[0].double())
     x, y = (tuple(torch.where(parts[0].isfinite(), part, 0.0) for part in parts) for parts in (a, b))
-    product, bound = multiply_sliced(x, y, components, dtype, error)
+    product = multiply_by_slices(x, y, components, dtype)
     special = ~plain.isfinite()
     head = torch.where(special, plain.to(dtype), product[0])
-    rest = tuple(torch.where(special, 0.0, part) for part in product[1:])
-    return (head, *rest), None if bound is None else torch.where(special, 0.0, bound)
+    return head, *(torch.where(special, 0.0, part) for part in product[1:])
 
 
-def _compute_alone(a: Parts, b: Parts, entries: tuple[Any, ...], known: Parts, bound: torch.Tensor | None) -> None:
-    """Compute the entries that slices do not cover one by one, and store them."""
-    components, dtype = len(known), known[0].dtype
-    for target, value in zip(known, multiply_entries(a, b, entries, components, dtype), strict=True):
-        target[entries] = value
-    if bound is not None:
-        sums = multiply_entries((a[0].abs(),), (b[0].abs(),), entries, 1, torch.float64)[0]
-        bound[entries] = sums * 2.0 ** (4 - components * PRECISION[dtype]) + _tiny(dtype)
-
-
-def _multiply_block(
-    task: _Task, known: Parts, last: bool, error: bool
-) -> tuple[Parts, torch.Tensor | None, torch.Tensor | None]:
-    """`known` plus a block's product, the entries that must be computed alone, the bound."""
-    slices = initial_slice_count(task.inner, task.bits)
-    with workspace(_layout(task, slices), task.a[0].device) as (cut, sizes, results):
+def _multiply_block(task: _InnerBlock, known: Parts, last: bool) -> tuple[Parts, torch.Tensor | None]:
+    """`known` plus a block's product, and the entries that must be computed alone."""
+    slices = choose_initial_slice_count(task.inner, task.bits)
+    with borrow_workspace(_plan_workspace(task, slices), task.a[0].device) as (cut, sizes, results):
         left, right = _cut_slices(task, slices, cut, sizes)
-        wanted, missed, bound = _choose_slices(task, slices, sizes, error)
+        wanted, missed = _choose_slices(task, slices, sizes)
         if wanted == slices:
-            return _add_products(task, left, right, known, last, results), missed, bound
-    with workspace(_layout(task, wanted), task.a[0].device) as (cut, sizes, results):
+            return _add_products(task, left, right, known, last, results), missed
+    with borrow_workspace(_plan_workspace(task, wanted), task.a[0].device) as (cut, sizes, results):
         left, right = _cut_slices(task, wanted, cut, sizes)
-        return _add_products(task, left, right, known, last, results), missed, bound
+        return _add_products(task, left, right, known, last, results), missed
 
 
-def _layout(task: _Task, slices: int) -> Layout:
+def _plan_workspace(task: _InnerBlock, slices: int) -> WorkspaceLayout:
     """Return the workspace's layout: slices and tails of both operands, magnitudes with their product, results."""
     left, right = tuple(task.a[0].shape), tuple(task.b[0].shape)
     wide, narrow = torch.float64, torch.float32
@@ -605,43 +555,40 @@ def _layout(task: _Task, slices: int) -> Layout:
     return (
         ((left, wide),) * (slices + 1) + ((right, wide),) * (slices + 1),
         ((left, narrow), (right, narrow), (task.shape, narrow)),
-        ((task.shape, wide),) * (_RESULTS - spare),
+        ((task.shape, wide),) * (_MOST_WAITING_PRODUCTS - spare),
     )
 
 
 def _cut_slices(
-    task: _Task, slices: int, cut: list[Any], sizes: list[Any]
+    task: _InnerBlock, slices: int, cut: list[Any], sizes: list[Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the slices of either operand, the tail behind them; the magnitudes go to the first two of `sizes`."""
     pieces = cut[: slices + 1], cut[slices + 1 :]
     scales = task.row_scales, task.column_scales
     for parts, out, size, (_, *factors) in zip((task.a, task.b), pieces, sizes, scales, strict=False):
-        inputs = [*parts, *(_read_as_row(factor) for factor in factors)]
-        slicer(parts[0].dtype, len(parts), slices)(inputs, [*out, size])
+        inputs = [*parts, *(_view_as_row(factor) for factor in factors)]
+        make_slice_kernel(parts[0].dtype, len(parts), slices)(inputs, [*out, size])
     return pieces
 
 
-def _read_as_row(x: torch.Tensor) -> torch.Tensor:
+def _view_as_row(x: torch.Tensor) -> torch.Tensor:
     """Return one value per column of a matrix as a vector, which a kernel reads in place."""
     return x.reshape(-1) if x.dim() == 2 and x.shape[0] == 1 else x
 
 
-def _choose_slices(
-    task: _Task, slices: int, sizes: list[Any], error: bool
-) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """Choose the number of slices; return it, the entries that it does not cover, and the error bound."""
+def _choose_slices(task: _InnerBlock, slices: int, sizes: list[Any]) -> tuple[int, torch.Tensor | None]:
+    """Choose the number of slices; return it, and the entries that it does not cover."""
     left, right, sums = sizes
-    multiply(left, right, sums)
-    missed = None
-    if not float(sums.amin()) >= least_sum(slices, task.inner, task.bits):
-        nonzero = (sums > 0) | _hidden(task, left, right)
-        slices = _cheapest(task, slices, sums[nonzero])
-        missed = nonzero & (sums < least_sum(slices, task.inner, task.bits))
-        missed = missed if bool(missed.any()) else None
-    return slices, missed, _error_bound(task, slices, sums) if error else None
+    multiply_plain_matrices(left, right, sums)
+    if float(sums.amin()) >= find_least_covered_sum(slices, task.inner, task.bits):
+        return slices, None
+    nonzero = (sums > 0) | _find_flushed_products(task, left, right)
+    slices = _choose_cheapest_slice_count(task, slices, sums[nonzero])
+    missed = nonzero & (sums < find_least_covered_sum(slices, task.inner, task.bits))
+    return slices, missed if bool(missed.any()) else None
 
 
-def _hidden(task: _Task, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _find_flushed_products(task: _InnerBlock, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return where a product may be nonzero though factors of it were flushed."""
     flushed = [bool(((size == 0) & (parts[0] != 0)).any()) for size, parts in ((left, task.a), (right, task.b))]
     if not any(flushed):
@@ -649,63 +596,49 @@ def _hidden(task: _Task, left: torch.Tensor, right: torch.Tensor) -> torch.Tenso
     return torch.matmul((task.a[0] != 0).float(), (task.b[0] != 0).float()) > 0
 
 
-def _cheapest(task: _Task, slices: int, sums: torch.Tensor) -> int:
+def _choose_cheapest_slice_count(task: _InnerBlock, slices: int, sums: torch.Tensor) -> int:
     """Choose between more slices for all entries and single entries computed alone, by time."""
     outputs = task.shape[-1] * task.a[0].shape[:-1].numel()
 
     def cost(count: int) -> float:
-        missed = int((sums < least_sum(count, task.inner, task.bits)).sum())
+        missed = int((sums < find_least_covered_sum(count, task.inner, task.bits)).sum())
         again = 2 if count > slices else 0
-        return (products(count) + again) * outputs + _ENTRY * missed
+        return (count_slice_products(count) + again) * outputs + _COST_OF_SINGLE_ENTRY * missed
 
     return min(range(slices, MOST_SLICES + 1), key=cost)
 
 
 def _add_products(
-    task: _Task, left: list[Any], right: list[Any], known: Parts, last: bool, results: list[Any]
+    task: _InnerBlock, left: list[Any], right: list[Any], known: Parts, last: bool, results: list[Any]
 ) -> Parts:
     """Add all products of slices and tails to the sum of earlier blocks."""
     slices, device = len(left) - 1, left[0].device
     final, dtype = (task.components, task.dtype) if last else (task.components + 1, torch.float64)
     written = tuple(torch.empty(task.shape, dtype=dtype, device=device) for _ in range(final))
-    buffers = [*(part for part in written if part.dtype == torch.float64), *results][:_RESULTS]
+    buffers = [*(part for part in written if part.dtype == torch.float64), *results][:_MOST_WAITING_PRODUCTS]
     waiting: list[torch.Tensor] = []
     for level in range(slices):
         for i in range(level + 1):
-            if len(waiting) == _RESULTS - 1:
+            if len(waiting) == _MOST_WAITING_PRODUCTS - 1:
                 known, waiting = _add_scaled_sums(task, waiting, known, None), []
-            multiply(left[i], right[level - i], buffers[len(waiting)])
+            multiply_plain_matrices(left[i], right[level - i], buffers[len(waiting)])
             waiting.append(buffers[len(waiting)])
     tails = buffers[len(waiting)]
     rest = right[slices]
-    multiply(left[0], rest, tails)
+    multiply_plain_matrices(left[0], rest, tails)
     for i in range(1, slices + 1):
         rest += right[slices - i]
-        _accumulate(left[i], rest, tails)
+        _accumulate_product(left[i], rest, tails)
     return _add_scaled_sums(task, [*waiting, tails], known, written)
 
 
-def _add_scaled_sums(task: _Task, waiting: list[Any], known: Parts, written: Parts | None) -> Parts:
+def _add_scaled_sums(task: _InnerBlock, waiting: list[Any], known: Parts, written: Parts | None) -> Parts:
     if written is None:
         written = tuple(torch.empty_like(waiting[0]) for _ in range(task.components + 1))
-    kernel = summer(len(waiting), len(known), len(written), written[0].dtype)
-    kernel([*waiting, task.row_scales[0], _read_as_row(task.column_scales[0]), *known], written)
+    kernel = make_sum_kernel(len(waiting), len(known), len(written), written[0].dtype)
+    kernel([*waiting, task.row_scales[0], _view_as_row(task.column_scales[0]), *known], written)
     return written
 
 
-def _accumulate(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+def _accumulate_product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
     out.addmm_(x, y) if x.dim() == 2 else out.baddbmm_(x, y)
-
-
-def _error_bound(task: _Task, slices: int, sums: torch.Tensor) -> torch.Tensor:
-    """Return a rigorous error bound: rounding of the tails in any order of additions, and of the sum."""
-    inner = task.inner
-    most = sums.double() * (1 + inner * 2.0**-22) + inner * 2 * FLUSHED
-    scaled = tails_error(slices, inner) + most * 2.0 ** (2 - task.components * PRECISION[task.dtype])
-    bound: torch.Tensor = times_power(scaled, task.row_scales[0] + task.column_scales[0]) + _tiny(task.dtype)
-    return bound
-
-
-def _tiny(dtype: torch.dtype) -> float:
-    """Return a few times the smallest subnormal."""
-    return 16 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps

@@ -21,38 +21,44 @@ from ..kernels._device_function import Recording, Table
 from ..kernels._trace import block_largest
 from ..rounding._device_functions import float16_word
 
-LIMB = 32  # bits of a limb; an int64 holds 2^31 of them added up before it could overflow
-LOW = (1 << LIMB) - 1
-UNIT = -68 * LIMB  # exponent of limb 0: below 2^-2148, the smallest product of two float64
-LIMBS = 134  # up to 2^2112: 2^63 products of the two largest float64
+LIMB_BITS = 32  # bits of a limb; an int64 holds 2^31 of them added up before it could overflow
+LIMB_MASK = (1 << LIMB_BITS) - 1
+LOWEST_EXPONENT = -68 * LIMB_BITS  # exponent of limb 0: below 2^-2148, the smallest product of two float64
+LIMB_COUNT = 134  # up to 2^2112: 2^63 products of the two largest float64
 # Behind the limbs: how many terms are plus infinity, minus infinity (a NaN counts as both), -0, and how many there are.
-PLUS, MINUS, NEGATIVE_ZEROS, TERMS, WORDS = LIMBS, LIMBS + 1, LIMBS + 2, LIMBS + 3, LIMBS + 4
+PLUS, MINUS, NEGATIVE_ZEROS, TERMS, WORD_COUNT = (
+    LIMB_COUNT,
+    LIMB_COUNT + 1,
+    LIMB_COUNT + 2,
+    LIMB_COUNT + 3,
+    LIMB_COUNT + 4,
+)
 
 
 # The formats of elements, and the integer types of their widths.
-LAYOUTS = {dtype: formats.get(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+ELEMENT_FORMATS = {dtype: formats.get(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 WORD_TYPES = {16: torch.int16, 32: torch.int32, 64: torch.int64}
-WINDOW = 16
-BLOCK = 2048  # neighbours that become float64 parts together
-_HEAD = 62  # bits of the leading part that is rounded
-_FAR = 4096  # added to exponents, so that they are words
-_LOAD: dict[int, Any] = {16: o.load16, 32: o.load32, 64: o.load64}
-_STORE: dict[int, Any] = {16: o.store16, 32: o.store32, 64: o.store64}
-_ONE, _NONE = np.uint64(1), np.uint64(0)
+WINDOW_BITS = 16
+BLOCK_LENGTH = 2048  # neighbours that become float64 parts together
+_HEAD_BITS = 62  # bits of the leading part that is rounded
+_EXPONENT_OFFSET = 4096  # added to exponents, so that they are words
+_LOADS_BY_BITS: dict[int, Any] = {16: o.load16, 32: o.load32, 64: o.load64}
+_STORES_BY_BITS: dict[int, Any] = {16: o.store16, 32: o.store32, 64: o.store64}
+_WORD_ONE, _WORD_ZERO = np.uint64(1), np.uint64(0)
 
 
-def _top_field(layout: Format) -> int:
+def _find_top_field(layout: Format) -> int:
     """Return the largest exponent field, that of infinities and NaNs."""
     return 2 * layout.bias + 1
 
 
-def _least_exponent(layout: Format) -> int:
+def _find_least_exponent(layout: Format) -> int:
     """Return the exponent of the smallest subnormal number."""
     return layout.emin - layout.mantissa_bits
 
 
 @dataclass(frozen=True)
-class Reach:
+class LimbRange:
     """The limbs that sums of some terms need.
 
     Attributes:
@@ -62,115 +68,115 @@ class Reach:
     """
 
     first: int = 0
-    limbs: int = LIMBS
+    limbs: int = LIMB_COUNT
     windows: bool = False
 
     @property
-    def counters(self) -> int:
+    def counter_count(self) -> int:
         """The number of words: limbs or windows, then those of infinite terms and of terms that are -0."""
         return 2 * self.limbs + 2 if self.windows else self.limbs + 3
 
     @property
-    def unit(self) -> int:
+    def lowest_exponent(self) -> int:
         """Exponent of the lowest bit."""
-        return UNIT + LIMB * self.first
+        return LOWEST_EXPONENT + LIMB_BITS * self.first
 
     @classmethod
     @functools.cache
-    def of(cls, dtype: torch.dtype, product: bool) -> Reach:
-        """Return the reach of terms of a dtype, or of their products, and the float64 parts of blocks of them."""
-        layout, factors = LAYOUTS[dtype], 1 + product
-        least = factors * _least_exponent(layout)
-        first = (min(least, max(least, -1074) - 53) - UNIT) // LIMB
-        top = (factors * (layout.bias + 1) + 64 - UNIT) // LIMB
-        return cls(first, min(LIMBS, top + 1) - first, windows=True)
+    def for_terms(cls, dtype: torch.dtype, product: bool) -> LimbRange:
+        """Return the limbs of terms of a dtype, or of their products, and the float64 parts of blocks of them."""
+        layout, factors = ELEMENT_FORMATS[dtype], 1 + product
+        least = factors * _find_least_exponent(layout)
+        first = (min(least, max(least, -1074) - 53) - LOWEST_EXPONENT) // LIMB_BITS
+        top = (factors * (layout.bias + 1) + 64 - LOWEST_EXPONENT) // LIMB_BITS
+        return cls(first, min(LIMB_COUNT, top + 1) - first, windows=True)
 
 
 @dataclass(frozen=True)
-class _Term:
-    """A term as +-whole * 2^(place + least exponent), whole a 64-bit word and place one of 32 bits, or no number."""
+class _IntegerTerm:
+    """A term as +-integer * 2^(shift + least exponent), of a 64-bit word and one of 32 bits, or no number."""
 
     negative: Any
-    whole: Any
-    place: Any
+    integer: Any
+    shift: Any
     infinite: Any
     nan: Any
 
 
-def _read(layout: Format, array: Any, index: Any) -> _Term:
-    word = _LOAD[layout.bits](array, index)
+def _read_term(layout: Format, array: Any, index: Any) -> _IntegerTerm:
+    word = _LOADS_BY_BITS[layout.bits](array, index)
     top = o.high_word(word) if layout.bits == 64 else word
     width = min(layout.bits, 32)
-    field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), _top_field(layout))
+    field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), _find_top_field(layout))
     normal = field != 0
     wide = word if layout.bits == 64 else o.widen(word)
     fraction = o.bit_and(wide, (1 << layout.mantissa_bits) - 1)
-    return _Term(
+    return _IntegerTerm(
         negative=top >= 1 << (width - 1),
-        whole=o.bit_or(fraction, select(normal, np.uint64(1 << layout.mantissa_bits), _NONE)),
-        place=o.sub(field, select(normal, np.uint32(1), np.uint32(0))),
-        infinite=(field == _top_field(layout)) & (fraction == 0),
-        nan=(field == _top_field(layout)) & (fraction != 0),
+        integer=o.bit_or(fraction, select(normal, np.uint64(1 << layout.mantissa_bits), _WORD_ZERO)),
+        shift=o.sub(field, select(normal, np.uint32(1), np.uint32(0))),
+        infinite=(field == _find_top_field(layout)) & (fraction == 0),
+        nan=(field == _find_top_field(layout)) & (fraction != 0),
     )
 
 
-def _multiply(layout: Format, a: _Term, b: _Term) -> tuple[_Term, list[tuple[Any, int]]]:
+def _multiply_terms(layout: Format, a: _IntegerTerm, b: _IntegerTerm) -> tuple[_IntegerTerm, list[tuple[Any, int]]]:
     """Return the product, and parts of its integer of at most 29 bits with their places above its own."""
-    zero = (a.whole == 0) | (b.whole == 0)
+    zero = (a.integer == 0) | (b.integer == 0)
     nan = a.nan | b.nan | ((a.infinite | b.infinite) & zero)
-    product = _Term(
+    product = _IntegerTerm(
         negative=(a.negative & ~b.negative) | (b.negative & ~a.negative),
-        whole=select(zero, _NONE, _ONE),
-        place=o.add(a.place, b.place),
+        integer=select(zero, _WORD_ZERO, _WORD_ONE),
+        shift=o.add(a.shift, b.shift),
         infinite=(a.infinite | b.infinite) & ~nan,
         nan=nan,
     )
     if layout.bits < 64:
-        return product, _parts(o.mul(a.whole, b.whole), 24, 1 if layout.bits == 16 else 2)
+        return product, _cut_integer(o.mul(a.integer, b.integer), 24, 1 if layout.bits == 16 else 2)
     low = (1 << 26) - 1
-    (high_a, low_a), (high_b, low_b) = ((o.shr(x.whole, 26), o.bit_and(x.whole, low)) for x in (a, b))
+    (high_a, low_a), (high_b, low_b) = ((o.shr(x.integer, 26), o.bit_and(x.integer, low)) for x in (a, b))
     lowest = o.mul(low_a, low_b)
     middle = o.add(o.add(o.mul(high_a, low_b), o.mul(low_a, high_b)), o.shr(lowest, 26))
     highest = o.add(o.mul(high_a, high_b), o.shr(middle, 26))
-    top = [(part, place + 52) for part, place in _parts(highest, 26, 2)]
+    top = [(part, place + 52) for part, place in _cut_integer(highest, 26, 2)]
     return product, [(o.bit_and(lowest, low), 0), (o.bit_and(middle, low), 26), *top]
 
 
-def _parts(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
+def _cut_integer(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
     """Split an integer after every so many bits."""
     found = [(o.shr(whole, bits * k) if k else whole, bits * k) for k in range(count)]
     return [(o.bit_and(part, (1 << bits) - 1), place) for part, place in found[:-1]] + found[-1:]
 
 
 @functools.cache
-def terms_table(dtype: torch.dtype, product: bool, reach: Reach, apart: int = 0) -> Table:
+def make_term_adding_table(dtype: torch.dtype, product: bool, reach: LimbRange, apart: int = 0) -> Table:
     """Return the kernel that adds terms to the counters of a row.
 
     Columns: the elements, for products those of the other factor, then int64 (copies, counters) `apart` words apart.
     The last two count +infinity (and, times 2^32, -infinity; NaN as both) and terms that are -0.
     """
-    layout, element = LAYOUTS[dtype], Recording(3 if product else 2)
+    layout, element = ELEMENT_FORMATS[dtype], Recording(3 if product else 2)
     *arrays, counters = element.arrays
-    term, *other = (_read(layout, array, element.index) for array in arrays)
-    parts = _parts(term.whole, 26, 2 if layout.bits == 64 else 1)
+    term, *other = (_read_term(layout, array, element.index) for array in arrays)
+    parts = _cut_integer(term.integer, 26, 2 if layout.bits == 64 else 1)
     if other:
-        term, parts = _multiply(layout, term, other[0])
-    special, minus_zero = term.infinite | term.nan, (term.whole == 0) & term.negative
-    least = (1 + product) * _least_exponent(layout) - reach.unit
+        term, parts = _multiply_terms(layout, term, other[0])
+    special, minus_zero = term.infinite | term.nan, (term.integer == 0) & term.negative
+    least = (1 + product) * _find_least_exponent(layout) - reach.lowest_exponent
     coded = o.bit_or(
-        select(term.nan | (term.infinite & ~term.negative), _ONE, _NONE),
-        select(term.nan | (term.infinite & term.negative), np.uint64(1 << 32), _NONE),
+        select(term.nan | (term.infinite & ~term.negative), _WORD_ONE, _WORD_ZERO),
+        select(term.nan | (term.infinite & term.negative), np.uint64(1 << 32), _WORD_ZERO),
     )
     for k, (part, above) in enumerate(parts):
-        place = o.add(term.place, least + above)
+        place = o.add(term.shift, least + above)
         if least < 0:  # parts of narrower terms, of which only zeros lie below the windows
-            place = select(term.whole == 0, np.uint32(0), place)
-        shifted = o.shl(part, o.widen(o.bit_and(place, WINDOW - 1)))
-        word = select(special, _NONE, select(term.negative, o.sub(_NONE, shifted), shifted))
+            place = select(term.integer == 0, np.uint32(0), place)
+        shifted = o.shl(part, o.widen(o.bit_and(place, WINDOW_BITS - 1)))
+        word = select(special, _WORD_ZERO, select(term.negative, o.sub(_WORD_ZERO, shifted), shifted))
         window = o.shr(place, 4)
         if k == 0:
             last = 2 * reach.limbs
-            word = select(special, coded, select(minus_zero, _ONE, word))
+            word = select(special, coded, select(minus_zero, _WORD_ONE, word))
             window = select(special, np.uint32(last), select(minus_zero, np.uint32(last + 1), window))
         o.deposit64(counters, window, word, apart)
     return Table(element.trace, len(element.arrays))
@@ -179,66 +185,68 @@ def terms_table(dtype: torch.dtype, product: bool, reach: Reach, apart: int = 0)
 # blocks ------------------------------------------------------------------------------------------------------
 
 
-def block_of(dtype: torch.dtype, product: bool) -> int:
+def count_block_elements(dtype: torch.dtype, product: bool) -> int:
     """Return the number of elements of a block; products of float64 have 106 bits and leave fewer for carries."""
-    return BLOCK // 4 if product and dtype == torch.float64 else BLOCK
+    return BLOCK_LENGTH // 4 if product and dtype == torch.float64 else BLOCK_LENGTH
 
 
-def cuts_of(dtype: torch.dtype, product: bool) -> tuple[int, int]:
+def count_cuts(dtype: torch.dtype, product: bool) -> tuple[int, int]:
     """Return how often terms are cut that are near each other, and how often those that are not."""
     return (2, 5) if product and dtype == torch.float64 else (1, 4)
 
 
 @functools.cache
-def blocks_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> Table:
+def make_block_summing_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> Table:
     """Return the kernel that sums a block into `cuts` + 1 float64 with its exact sum, or NaN where they cannot hold it.
 
     The last number counts the terms that are -0.
     """
     element = Recording(1 + product)
-    words = [_LOAD[LAYOUTS[dtype].bits](array, element.index) for array in element.arrays]
-    bits = block_of(dtype, product).bit_length() - 1
+    words = [_LOADS_BY_BITS[ELEMENT_FORMATS[dtype].bits](array, element.index) for array in element.arrays]
+    bits = count_block_elements(dtype, product).bit_length() - 1
     [(*parts, minus_zero)] = _split_terms(
         dtype, product, cuts, bits, [words], lambda several: block_largest(several[0])
     )
     for part in parts:
         element.trace.gather_sum("sum", part)
     element.trace.gather_sum("count", minus_zero)
-    return Table(element.trace, len(element.arrays), block=block_of(dtype, product), partial=partial)
+    return Table(element.trace, len(element.arrays), block=count_block_elements(dtype, product), partial=partial)
 
 
 @functools.cache
-def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
-    """Return the kernel that sums rows of so many terms, one row in each lane, as `blocks_table` sums blocks.
+def make_short_row_table(dtype: torch.dtype, product: bool, width: int) -> Table:
+    """Return the kernel that sums rows of so many terms, one row in each lane.
 
     Columns: the first terms of all rows, the second ones, and so on, for products those of the other factor, then
     float64: the two parts of the sums, and how many terms are -0.
     """
     element = Recording((1 + product) * width + 3)
-    words = [_LOAD[LAYOUTS[dtype].bits](array, element.index) for array in element.arrays[:-3]]
+    words = [_LOADS_BY_BITS[ELEMENT_FORMATS[dtype].bits](array, element.index) for array in element.arrays[:-3]]
 
-    def largest(several: list) -> Any:
+    def find_largest(several: list) -> Any:
         return functools.reduce(lambda x, y: select(x > y, x, y), several)
 
     terms = [words[k::width] for k in range(width)]
-    *parts, minus_zero = zip(*_split_terms(dtype, product, 1, (width - 1).bit_length(), terms, largest))
+    *parts, minus_zero = zip(*_split_terms(dtype, product, 1, (width - 1).bit_length(), terms, find_largest))
     counted = [select(mask, np.float64(1.0), np.float64(0.0)) for mask in minus_zero]
     for array, several in zip(element.arrays[-3:], [*parts, counted]):
-        o.store64(array, element.index, o.word(_total(several)))
+        o.store64(array, element.index, o.word(_add_up(several)))
     return Table(element.trace, len(element.arrays))
 
 
 @functools.cache
-def pairs_table(result: torch.dtype) -> Table:
+def make_pair_rounding_table(result: torch.dtype) -> Table:
     """Return the kernel that rounds sums of two float64; columns: both, the count of -0 terms, the sums."""
     element = Recording(4, 1, "w64")
     high, low, minus_zeros = (o.real(o.load64(array, element.index)) for array in element.arrays[:3])
-    bits = _rounded_pair(LAYOUTS[result], high, low, o.word(minus_zeros) == element.constants[0])
-    _STORE[LAYOUTS[result].bits](element.arrays[3], element.index, bits)
+    bits = _round_pair(ELEMENT_FORMATS[result], high, low, o.word(minus_zeros) == element.constants[0])
+    _STORES_BY_BITS[ELEMENT_FORMATS[result].bits](element.arrays[3], element.index, bits)
     return Table(element.trace, 4, constants=1)
 
 
-def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, terms: list, largest: Callable) -> list:
+def _split_terms(
+    dtype: torch.dtype, product: bool, cuts: int, carries: int, terms: list, find_largest: Callable
+) -> list:
     """Return for each of up to 2^carries terms, or pairs of factors, its parts and whether it is -0.
 
     Each term is cut at some place: q = (s + x) - s, r = x - q (Rump, Ogita, Oishi). With s = 1.5 * 2^k the q are
@@ -247,12 +255,12 @@ def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, ter
     float64 is the rounded product and, from the second cut on, its error. Where the sums would not be exact, as
     exponents are too far apart, or terms no finite numbers, the parts are NaN.
     """
-    layout, wide = LAYOUTS[dtype], dtype == torch.float64
+    layout, wide = ELEMENT_FORMATS[dtype], dtype == torch.float64
     # Of the terms' own words, or of float64, the part with the exponent.
     own = not product and not wide
     all_bits, all_rests, sizes, leasts = [], [], [], []
     for words in terms:
-        values = [_value(dtype, word) for word in words]
+        values = [_convert_to_float64(dtype, word) for word in words]
         rests = values[:1]
         if product:
             whole = values[0] * values[1]
@@ -269,9 +277,9 @@ def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, ter
         sizes.append(size)
         # The smallest but 0 is the largest of the negatives.
         leasts.append(o.sub(0, least))
-    fields, bias, shift = (_top_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
-    high = o.shr(largest(sizes), shift)
-    smallest = o.sub(0, largest(leasts))
+    fields, bias, shift = (_find_top_field(layout), layout.bias, layout.mantissa_bits) if own else (2047, 1023, 20)
+    high = o.shr(find_largest(sizes), shift)
+    smallest = o.sub(0, find_largest(leasts))
     low = o.shr(smallest, shift)
     high_one, low_one = (select(field == 0, np.uint32(1), field) for field in (high, low))
     # The last bit of a product is at 2^(e - below) or above, its first one at 2^e.
@@ -295,13 +303,13 @@ def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, ter
         sums = []
         for k, start in enumerate(starts):
             parts = [(start + rest) - start for rest in (rests if k else rests[:1])]
-            sums.append(_total(parts))
+            sums.append(_add_up(parts))
             rests = [rest - part for rest, part in zip(rests, parts)] + rests[len(parts) :]
-        found.append([*sums, _total(rests), bits == 1 << (63 if not own else layout.bits - 1)])
+        found.append([*sums, _add_up(rests), bits == 1 << (63 if not own else layout.bits - 1)])
     return found
 
 
-def _value(dtype: torch.dtype, word: Any) -> Any:
+def _convert_to_float64(dtype: torch.dtype, word: Any) -> Any:
     """Return an element as a float64."""
     if dtype == torch.float64:
         return o.real(word)
@@ -309,7 +317,7 @@ def _value(dtype: torch.dtype, word: Any) -> Any:
     return word.trace.emit("to_float64", (o.real(single),), None, "f64")
 
 
-def _total(values: Sequence[Any]) -> Any:
+def _add_up(values: Sequence[Any]) -> Any:
     return functools.reduce(lambda x, y: x + y, values)
 
 
@@ -317,52 +325,54 @@ def _total(values: Sequence[Any]) -> Any:
 
 
 @functools.cache
-def settling_table(reach: Reach, dtype: torch.dtype | None) -> Table:
+def make_accumulator_rounding_table(reach: LimbRange, dtype: torch.dtype | None) -> Table:
     """Return the kernel that carries within an accumulator and rounds its value to a dtype, ties to even.
 
     Columns: int64 of each counter; with a dtype how many terms there are, then the floats; without one int64 of each
     limb, of which all but the last are in [0, 2^32).
     """
-    element = Recording(reach.counters + (2 if dtype else reach.limbs))
-    read = [o.load64(array, element.index) for array in element.arrays[: reach.counters + bool(dtype)]]
+    element = Recording(reach.counter_count + (2 if dtype else reach.limbs))
+    read = [o.load64(array, element.index) for array in element.arrays[: reach.counter_count + bool(dtype)]]
     digits = _pass_carries(reach, read)
     if dtype is None:
-        for array, digit in zip(element.arrays[reach.counters :], digits):
+        for array, digit in zip(element.arrays[reach.counter_count :], digits):
             o.store64(array, element.index, digit)
     else:
-        layout, (*specials, zeros, terms) = LAYOUTS[dtype], read[(1 + reach.windows) * reach.limbs :]
+        layout, (*specials, zeros, terms) = ELEMENT_FORMATS[dtype], read[(1 + reach.windows) * reach.limbs :]
         if reach.windows:
-            specials = [o.bit_and(specials[0], LOW), o.shr(specials[0], 32)]
-        bits = _round_bits(reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros))
-        _STORE[layout.bits](element.arrays[-1], element.index, bits if layout.bits == 64 else o.low_word(bits))
+            specials = [o.bit_and(specials[0], LIMB_MASK), o.shr(specials[0], 32)]
+        bits = _round_accumulator(
+            reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros)
+        )
+        _STORES_BY_BITS[layout.bits](element.arrays[-1], element.index, bits if layout.bits == 64 else o.low_word(bits))
     return Table(element.trace, len(element.arrays))
 
 
-def _pass_carries(reach: Reach, counters: list) -> list:
+def _pass_carries(reach: LimbRange, counters: list) -> list:
     """Return the limbs of sums of limbs, or windows, with carries passed on."""
     carry, digits = None, []
     for k in range(reach.limbs):
         even, odd = counters[2 * k : 2 * k + 2] if reach.windows else (counters[k], None)
         is_last = k == reach.limbs - 1
-        value = even if is_last else o.bit_and(even, LOW)
+        value = even if is_last else o.bit_and(even, LIMB_MASK)
         if odd is not None:
-            value = o.add(value, o.shl(odd if is_last else o.bit_and(odd, 0xFFFF), WINDOW))
+            value = o.add(value, o.shl(odd if is_last else o.bit_and(odd, 0xFFFF), WINDOW_BITS))
         value = value if carry is None else o.add(value, carry)
-        digits.append(value if is_last else o.bit_and(value, LOW))
-        carry = o.add(o.sar(value, LIMB), o.sar(even, LIMB))
-        carry = carry if odd is None else o.add(carry, o.sar(odd, WINDOW))
+        digits.append(value if is_last else o.bit_and(value, LIMB_MASK))
+        carry = o.add(o.sar(value, LIMB_BITS), o.sar(even, LIMB_BITS))
+        carry = carry if odd is None else o.add(carry, o.sar(odd, WINDOW_BITS))
     return digits
 
 
-def _round_bits(reach: Reach, layout: Format, digits: list, specials: list, all_minus_zero: Any) -> Any:
+def _round_accumulator(reach: LimbRange, layout: Format, digits: list, specials: list, all_minus_zero: Any) -> Any:
     """Return the bits of the nearest float, in a word of 64 bits."""
     negative = digits[-1] >= 1 << 63
-    flip, carry = select(negative, np.uint64(LOW), _NONE), select(negative, _ONE, _NONE)
-    first, second, third, rest, top = _ONE, _NONE, _NONE, _NONE, _NONE
-    before, under = [_NONE, _NONE], _NONE
+    flip, carry = select(negative, np.uint64(LIMB_MASK), _WORD_ZERO), select(negative, _WORD_ONE, _WORD_ZERO)
+    first, second, third, rest, top = _WORD_ONE, _WORD_ZERO, _WORD_ZERO, _WORD_ZERO, _WORD_ZERO
+    before, under = [_WORD_ZERO, _WORD_ZERO], _WORD_ZERO
     for k, digit in enumerate(digits):
         size = o.add(o.bit_xor(digit, flip), carry)
-        size, carry = o.bit_and(size, LOW), o.shr(size, LIMB)
+        size, carry = o.bit_and(size, LIMB_MASK), o.shr(size, LIMB_BITS)
         used = size != 0
         first, second, third = (
             select(used, new, old) for new, old in zip((size, *before), (first, second, third), strict=True)
@@ -374,40 +384,40 @@ def _round_bits(reach: Reach, layout: Format, digits: list, specials: list, all_
     zero = (first == 1) & (top == 0) & (digits[0] == 0)
     # A float64 of an integer shows its length in its exponent.
     length = o.sub(o.shr(o.word(o.real(o.bit_or(first, 1075 << 52)) - np.float64(2.0**52)), 52), 1022)
-    spread, beyond = o.shl(second, _HEAD - LIMB), o.add(length, 2)
-    head = o.shl(first, o.sub(np.uint64(_HEAD), length))
+    spread, beyond = o.shl(second, _HEAD_BITS - LIMB_BITS), o.add(length, 2)
+    head = o.shl(first, o.sub(np.uint64(_HEAD_BITS), length))
     head = o.add(head, o.add(o.shr(spread, length), o.shr(third, beyond)))
-    lost = o.bit_or(o.bit_and(spread, _ones(length)), o.bit_or(o.bit_and(third, _ones(beyond)), rest))
+    lost = o.bit_or(o.bit_and(spread, _mask_low_bits(length)), o.bit_or(o.bit_and(third, _mask_low_bits(beyond)), rest))
     # Below 62 bits it matters only whether there is anything.
-    head = o.bit_or(head, select(lost != 0, _ONE, _NONE))
-    exponent = o.add(o.add(o.shl(top, 5), length), reach.unit - 1 + _FAR)
-    infinity = np.uint64(_top_field(layout) << layout.mantissa_bits)
-    bits = _nearest(layout, head, exponent)
+    head = o.bit_or(head, select(lost != 0, _WORD_ONE, _WORD_ZERO))
+    exponent = o.add(o.add(o.shl(top, 5), length), reach.lowest_exponent - 1 + _EXPONENT_OFFSET)
+    infinity = np.uint64(_find_top_field(layout) << layout.mantissa_bits)
+    bits = _round_head(layout, head, exponent)
     plus, minus = specials
     special = plus | minus
-    bits = select(special, infinity, select(zero, _NONE, bits))
+    bits = select(special, infinity, select(zero, _WORD_ZERO, bits))
     negative = (special & minus) | (~special & ((zero & all_minus_zero) | (negative & ~zero)))
-    bits = o.bit_or(bits, select(negative, np.uint64(1 << (layout.bits - 1)), _NONE))
-    nan = np.uint64(_top_field(layout) << layout.mantissa_bits | 1 << (layout.mantissa_bits - 1))
+    bits = o.bit_or(bits, select(negative, np.uint64(1 << (layout.bits - 1)), _WORD_ZERO))
+    nan = np.uint64(_find_top_field(layout) << layout.mantissa_bits | 1 << (layout.mantissa_bits - 1))
     return select(plus & minus, nan, bits)
 
 
-def _nearest(layout: Format, head: Any, exponent: Any) -> Any:
+def _round_head(layout: Format, head: Any, exponent: Any) -> Any:
     """Return the bits of the number nearest to head * 2^(exponent - _FAR - 61); the head has 62 bits."""
-    lowest = np.uint64(layout.emin + _FAR)
-    under_normal = select(exponent < lowest, o.sub(lowest, exponent), _NONE)
+    lowest = np.uint64(layout.emin + _EXPONENT_OFFSET)
+    under_normal = select(exponent < lowest, o.sub(lowest, exponent), _WORD_ZERO)
     under_normal = select(under_normal > layout.precision + 1, np.uint64(layout.precision + 1), under_normal)
-    drop = o.add(under_normal, _HEAD - layout.precision)
-    kept, cut, half = o.shr(head, drop), o.bit_and(head, _ones(drop)), o.shl(_ONE, o.sub(drop, 1))
+    drop = o.add(under_normal, _HEAD_BITS - layout.precision)
+    kept, cut, half = o.shr(head, drop), o.bit_and(head, _mask_low_bits(drop)), o.shl(_WORD_ONE, o.sub(drop, 1))
     up = (cut > half) | ((cut == half) & (o.bit_and(kept, 1) == 1))
-    kept = o.add(kept, select(up, _ONE, _NONE))
+    kept = o.add(kept, select(up, _WORD_ONE, _WORD_ZERO))
     # A mantissa's leading bit, or one that a carry made, adds 1 to the exponent field.
-    field = select(exponent > lowest, o.sub(exponent, lowest), _NONE)
-    infinity = np.uint64(_top_field(layout) << layout.mantissa_bits)
-    return select(field > _top_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits)))
+    field = select(exponent > lowest, o.sub(exponent, lowest), _WORD_ZERO)
+    infinity = np.uint64(_find_top_field(layout) << layout.mantissa_bits)
+    return select(field > _find_top_field(layout) - 2, infinity, o.add(kept, o.shl(field, layout.mantissa_bits)))
 
 
-def _rounded_pair(layout: Format, high: Any, low: Any, all_minus_zero: Any) -> Any:
+def _round_pair(layout: Format, high: Any, low: Any, all_minus_zero: Any) -> Any:
     """Return the bits of the number nearest to the sum of two float64, as a word of the layout's width; NaN for NaN."""
     zero, sign = np.float64(0.0), np.uint64(1 << layout.bits - 1)
     total = high + low
@@ -419,18 +429,18 @@ def _rounded_pair(layout: Format, high: Any, low: Any, all_minus_zero: Any) -> A
     if layout.bits < 64:
         field = o.shr(size, 52)
         # Numbers without a leading bit are far below the smallest of the result.
-        head = o.shl(o.bit_or(o.bit_and(size, (1 << 52) - 1), 1 << 52), _HEAD - 53)
+        head = o.shl(o.bit_or(o.bit_and(size, (1 << 52) - 1), 1 << 52), _HEAD_BITS - 53)
         grows = ((rest > zero) & (total > zero)) | ((rest < zero) & (total < zero))
         head = select(rest != zero, select(grows, o.bit_or(head, 1), o.sub(head, 1)), head)
-        size = _nearest(layout, head, o.add(field, _FAR - 1023))
-    size = select(total == zero, _NONE, size)
+        size = _round_head(layout, head, o.add(field, _EXPONENT_OFFSET - 1023))
+    size = select(total == zero, _WORD_ZERO, size)
     negative = (total < zero) | ((total == zero) & all_minus_zero)
-    size = o.bit_or(size, select(negative, sign, _NONE))
+    size = o.bit_or(size, select(negative, sign, _WORD_ZERO))
     nan = np.uint64((1 << layout.exponent_bits + 1) - 1 << layout.mantissa_bits - 1)
     size = select(total != total, nan, size)
     return size if layout.bits == 64 else o.low_word(size)
 
 
-def _ones(count: Any) -> Any:
+def _mask_low_bits(count: Any) -> Any:
     """Return a word whose lowest bits, so many, are ones."""
-    return o.sub(o.shl(_ONE, count), 1)
+    return o.sub(o.shl(_WORD_ONE, count), 1)

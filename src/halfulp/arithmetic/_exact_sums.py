@@ -29,80 +29,80 @@ from ..kernels.triton._launch import TILE, TableKernel, ready
 from ..kernels.vector._machine_function import Kernel
 from ..kernels.vector._table_loop import compile_row, compile_table
 from ._exact_sum_kernels import (
-    BLOCK,
-    LAYOUTS,
-    LIMB,
-    LIMBS,
-    LOW,
+    BLOCK_LENGTH,
+    ELEMENT_FORMATS,
+    LIMB_BITS,
+    LIMB_COUNT,
+    LIMB_MASK,
+    WORD_COUNT,
     WORD_TYPES,
-    WORDS,
-    Reach,
-    block_of,
-    blocks_table,
-    cuts_of,
-    pairs_table,
-    settling_table,
-    short_table,
-    terms_table,
+    LimbRange,
+    count_block_elements,
+    count_cuts,
+    make_accumulator_rounding_table,
+    make_block_summing_table,
+    make_pair_rounding_table,
+    make_short_row_table,
+    make_term_adding_table,
 )
 
 # Elements whose windows are in memory at a time: of 2^18 of them none overflows, and blocks have fewer parts.
-_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
-_ROWS = 4096  # of which windows are in memory at a time
-_PIECE = 1 << 16  # neighbours that are added up by themselves, for a thread
-_FEW = 1 << 15  # elements that are not worth blocks
-_LANES = 8  # columns up to which rows are summed up in lanes
-_SHORT = 128  # elements of a piece up to which there are no copies of counters
-_ROOM = 1 << 20  # words of counters up to which there are copies
-_SPREAD = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
+_ELEMENTS_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
+_ROWS_AT_ONCE = 4096  # of which windows are in memory at a time
+_PIECE_LENGTH = 1 << 16  # neighbours that are added up by themselves, for a thread
+_FEWEST_FOR_BLOCKS = 1 << 15  # elements that are not worth blocks
+_LONGEST_IN_LANES = 8  # columns up to which rows are summed up in lanes
+_LONGEST_WITHOUT_COPIES = 128  # elements of a piece up to which there are no copies of counters
+_MOST_COPIED_WORDS = 1 << 20  # words of counters up to which there are copies
+_COUNTERS_PER_ROW = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
 
 Operands = Sequence[torch.Tensor]
 Windows = Any  # int64, of NumPy or torch
 
 
-def summed(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def sum_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
-    return _run([a] if b is None else [a, b], dtype)
+    return _sum_short_or_any_rows([a] if b is None else [a, b], dtype)
 
 
-def partial(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """Return the unrounded accumulators of the sums that `summed` returns: int64 (rows, WORDS)."""
-    return _run([a] if b is None else [a, b], None)
+def accumulate_rows(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    """Return the unrounded accumulators of the sums that `sum_rows` returns: int64 (rows, WORD_COUNT)."""
+    return _sum_short_or_any_rows([a] if b is None else [a, b], None)
 
 
-def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
-    return _settle(_engine(words, torch.float64, False), words, Reach(), dtype)
+def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the float nearest to each accumulator, (rows, WORD_COUNT) -> (rows,)."""
+    return _round_windows(_choose_engine(words, torch.float64, False), words, LimbRange(), dtype)
 
 
-def _run(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+def _sum_short_or_any_rows(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
     (rows, columns), own, product = operands[0].shape, operands[0].dtype, len(operands) > 1
     # Products of float64 have three parts.
-    in_pairs = dtype and rows and 0 < columns <= BLOCK and not (product and own == torch.float64)
+    in_pairs = dtype and rows and 0 < columns <= BLOCK_LENGTH and not (product and own == torch.float64)
     if dtype and in_pairs and select_engine(operands[0].device.type) == "llvm":
-        width = max(4, 1 << (columns - 1).bit_length()) if columns <= _LANES <= rows else None
-        _check_pairs(own, product, dtype, width)
-        found = _sum_pairs(operands, dtype, width)
+        width = max(4, 1 << (columns - 1).bit_length()) if columns <= _LONGEST_IN_LANES <= rows else None
+        _check_pair_sums(own, product, dtype, width)
+        found = _sum_rows_in_pairs(operands, dtype, width)
         if (lost := found.isnan()).any():
-            found[lost] = _run_any([x[lost] for x in operands], dtype)
+            found[lost] = _sum_any_rows([x[lost] for x in operands], dtype)
         return found
-    return _run_any(operands, dtype)
+    return _sum_any_rows(operands, dtype)
 
 
-def _run_any(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+def _sum_any_rows(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
     own, product = operands[0].dtype, len(operands) > 1
-    return _run_by(_engine(operands[0], own, product), operands, Reach.of(own, product), dtype)
+    return _sum_by_engine(_choose_engine(operands[0], own, product), operands, LimbRange.for_terms(own, product), dtype)
 
 
-def _run_by(engine: str, operands: Operands, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
+def _sum_by_engine(engine: str, operands: Operands, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
     rows, columns = operands[0].shape
-    step = min(_ROWS, max(1, _AT_ONCE[engine] // max(1, columns)))
+    step = min(_ROWS_AT_ONCE, max(1, _ELEMENTS_AT_ONCE[engine] // max(1, columns)))
     parts = [[x[top : top + step] for x in operands] for top in range(0, max(1, rows), step)]
-    made = [_settle(engine, _windows(engine, part, reach), reach, dtype) for part in parts]
+    made = [_round_windows(engine, _fill_windows(engine, part, reach), reach, dtype) for part in parts]
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def _engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
+def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
     """Return the engine of a tensor's kernels, compared with the reference before its first use."""
     engine = select_engine(x.device.type)
     if x.device.type != "cpu":
@@ -110,7 +110,7 @@ def _engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
     if engine == "llvm":
         _check_kernels(dtype, product)
     elif engine == "triton":
-        given = _canary_name(dtype, product), x.device, lambda: engine, *_trial(dtype, product)
+        given = _name_canary(dtype, product), x.device, lambda: engine, *_make_canary(dtype, product)
         return ready(("exact sums", dtype, product), *given) or "reference"
     return engine
 
@@ -118,81 +118,85 @@ def _engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
 # terms into windows ------------------------------------------------------------------------------------------
 
 
-def _windows(engine: str, operands: Operands, reach: Reach) -> Windows:
+def _fill_windows(engine: str, operands: Operands, reach: LimbRange) -> Windows:
     """Return the counters of every row, and how many terms it has: (rows, counters + 1)."""
-    columns, step = operands[0].shape[1], _AT_ONCE[engine]
-    add: Callable[..., Windows] = {"llvm": _add_blocks, "triton": _add_tiles, "reference": _add_tensors}[engine]
+    columns, step = operands[0].shape[1], _ELEMENTS_AT_ONCE[engine]
+    add: Callable[..., Windows] = {
+        "llvm": _fill_windows_by_blocks,
+        "triton": _fill_windows_by_triton,
+        "reference": _fill_windows_by_torch,
+    }[engine]
     found = add([x[:, :step] for x in operands], reach)
     if columns > step:
-        found = _carry_in_place(found)
+        found = _pass_carries(found)
         for left in range(step, columns, step):
-            found += _carry_in_place(add([x[:, left : left + step] for x in operands], reach))
+            found += _pass_carries(add([x[:, left : left + step] for x in operands], reach))
     found[:, -1] = columns
     return found
 
 
-def _carry_in_place(windows: Windows) -> Windows:
+def _pass_carries(windows: Windows) -> Windows:
     """Carry what exceeds 32 bits to the window after the next, in place, so that any number of sums add up."""
     inner = windows[..., :-3]
-    high = inner[..., :-2] >> LIMB
-    inner &= LOW  # there is nothing in the highest two
+    high = inner[..., :-2] >> LIMB_BITS
+    inner &= LIMB_MASK  # there is nothing in the highest two
     inner[..., 2:] += high
     return windows
 
 
-def _add_tensors(operands: Operands, reach: Reach) -> torch.Tensor:
+def _fill_windows_by_torch(operands: Operands, reach: LimbRange) -> torch.Tensor:
     first = operands[0]
-    counters = torch.zeros(len(first), reach.counters + 1, dtype=torch.int64, device=first.device)
+    counters = torch.zeros(len(first), reach.counter_count + 1, dtype=torch.int64, device=first.device)
     if first.numel():
-        run_on_tensors(terms_table(first.dtype, len(operands) > 1, reach).trace, [*operands, counters])
+        run_on_tensors(make_term_adding_table(first.dtype, len(operands) > 1, reach).trace, [*operands, counters])
     return counters
 
 
-def _add_tiles(operands: Operands, reach: Reach) -> torch.Tensor:
-    (rows, columns), first, words = operands[0].shape, operands[0], reach.counters + 1
+def _fill_windows_by_triton(operands: Operands, reach: LimbRange) -> torch.Tensor:
+    (rows, columns), first, words = operands[0].shape, operands[0], reach.counter_count + 1
     begin = np.arange(0, columns, CHUNK)
-    several = _SPREAD if len(begin) > 1 else 1
+    several = _COUNTERS_PER_ROW if len(begin) > 1 else 1
     counters = torch.zeros(rows, several, words, dtype=torch.int64, device=first.device)
     row, number = (array.reshape(-1) for array in np.indices((rows, len(begin))))
     slot = row * several + number % several
     table = np.stack([slot, begin[number], np.minimum(columns - begin[number], CHUNK), begin[number]], 1)
     rows_of = np.arange(rows * several)
-    pointers = [_starts(x, rows_of // several) for x in operands]
+    pointers = [_find_row_addresses(x, rows_of // several) for x in operands]
     pointers.append(address(counters) + rows_of * (8 * words))
     if len(table):
-        _kernel("triton", terms_table(first.dtype, len(operands) > 1, reach))(
+        _compile_table_kernel("triton", make_term_adding_table(first.dtype, len(operands) > 1, reach))(
             table, np.stack(pointers, 1), first.device
         )
-    return counters[:, 0] if several == 1 else _carry_in_place(counters).sum(1)
+    return counters[:, 0] if several == 1 else _pass_carries(counters).sum(1)
 
 
-def _add_blocks(operands: Operands, reach: Reach) -> np.ndarray:
+def _fill_windows_by_blocks(operands: Operands, reach: LimbRange) -> np.ndarray:
     (rows, columns), dtype, product = operands[0].shape, operands[0].dtype, len(operands) > 1
     row, nothing = np.arange(rows), np.zeros(rows, np.int64)
-    size = block_of(dtype, product)
-    found: np.ndarray = np.zeros((rows, reach.counters + 1), np.int64)
-    rest = columns if rows * columns <= _FEW else columns % size
+    size = count_block_elements(dtype, product)
+    found: np.ndarray = np.zeros((rows, reach.counter_count + 1), np.int64)
+    rest = columns if rows * columns <= _FEWEST_FOR_BLOCKS else columns % size
     begin = np.arange(0, columns - rest, size)
     if rest:
-        found = _add_pieces(operands, reach, row, nothing + columns - rest, nothing + rest)
+        found = _fill_windows_of_pieces(operands, reach, row, nothing + columns - rest, nothing + rest)
     if rest == columns:
         return found
-    found = _carry_in_place(found)
+    found = _pass_carries(found)
     cut = np.zeros((rows, len(begin), 4), np.int64)
     cut[:, :, 0], cut[:, :, 1], cut[:, :, 2] = row[:, None], begin, size
-    pointers = np.stack([_starts(x, row) for x in operands], 1)
+    pointers = np.stack([_find_row_addresses(x, row) for x in operands], 1)
     lost = np.ones((rows, len(begin)), bool)
-    for cuts in cuts_of(dtype, product):
-        table, left = blocks_table(dtype, product, cuts), cut[lost]
+    for cuts in count_cuts(dtype, product):
+        table, left = make_block_summing_table(dtype, product, cuts), cut[lost]
         sums = np.empty((len(left), table.sums))
         given = address_of(left), address_of(pointers), 0, 0, 0, address_of(sums), 0
-        run_chunks(_kernel("llvm", table), left[:, 2], *given)
+        run_chunks(_compile_table_kernel("llvm", table), left[:, 2], *given)
         failed = np.isnan(sums[:, 0])
         sums[failed] = 0
         parts = np.zeros((rows, len(begin), cuts + 1))
         parts[lost] = sums[:, : cuts + 1]
         all_parts = torch.from_numpy(parts.reshape(rows, -1))
-        found += _carry_in_place(_add_pieces([all_parts], reach, row, nothing, nothing + parts[0].size))
+        found += _pass_carries(_fill_windows_of_pieces([all_parts], reach, row, nothing, nothing + parts[0].size))
         np.add.at(found[:, -2], left[:, 0], sums[:, cuts + 1].astype(np.int64))
         lost[lost] = failed
         if not failed.any():
@@ -200,31 +204,35 @@ def _add_blocks(operands: Operands, reach: Reach) -> np.ndarray:
     # Lost blocks beside each other are a piece.
     before, behind = np.zeros_like(lost), np.zeros_like(lost)
     before[:, 1:], behind[:, :-1] = lost[:, :-1], lost[:, 1:]
-    edge = np.arange(len(begin) + 1) * size % _PIECE == 0
+    edge = np.arange(len(begin) + 1) * size % _PIECE_LENGTH == 0
     (row, start), (_, end) = np.nonzero(lost & ~(before & ~edge[:-1])), np.nonzero(lost & ~(behind & ~edge[1:]))
     length = (end + 1 - start) * size
-    np.add.at(found, row, _carry_in_place(_add_pieces(operands, reach, row, begin[start], length)))
+    np.add.at(found, row, _pass_carries(_fill_windows_of_pieces(operands, reach, row, begin[start], length)))
     return found
 
 
-def _add_pieces(operands: Operands, reach: Reach, row: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+def _fill_windows_of_pieces(
+    operands: Operands, reach: LimbRange, row: np.ndarray, begin: np.ndarray, length: np.ndarray
+) -> np.ndarray:
     """Return the counters of some pieces of rows, each by itself."""
-    first, words = operands[0], reach.counters + 1
-    copies = COPIES if len(row) * words <= _ROOM and length.max(initial=0) > _SHORT else 1
+    first, words = operands[0], reach.counter_count + 1
+    copies = COPIES if len(row) * words <= _MOST_COPIED_WORDS and length.max(initial=0) > _LONGEST_WITHOUT_COPIES else 1
     counters = np.zeros((len(row), copies, words), np.int64)
     pointers = np.empty((len(row), len(operands) + 1), np.int64)
     for k, x in enumerate(operands):
-        pointers[:, k] = _starts(x, row) + begin * x.element_size()
+        pointers[:, k] = _find_row_addresses(x, row) + begin * x.element_size()
     number = np.arange(len(row))
     pointers[:, -1] = address_of(counters) + number * (8 * words * copies)
     cut = np.zeros((len(row), 4), np.int64)
     cut[:, 0], cut[:, 2] = number, length
-    kernel = _kernel("llvm", terms_table(first.dtype, len(operands) > 1, reach, words if copies > 1 else 0))
+    kernel = _compile_table_kernel(
+        "llvm", make_term_adding_table(first.dtype, len(operands) > 1, reach, words if copies > 1 else 0)
+    )
     run_chunks(kernel, length, address_of(cut), address_of(pointers), *[0] * 5)
     return counters[:, 0] if copies == 1 else counters.sum(1)
 
 
-def _starts(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
+def _find_row_addresses(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
     """Return where rows begin in memory."""
     found: np.ndarray = address(x) + rows * (x.stride(0) * x.element_size())
     return found
@@ -233,22 +241,22 @@ def _starts(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
 # rows of which two float64 hold the sums -----------------------------------------------------------------------
 
 
-def _sum_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> torch.Tensor:
-    """Return the sums of rows of up to BLOCK terms, NaN for those that two float64 do not hold.
+def _sum_rows_in_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> torch.Tensor:
+    """Return the sums of rows of up to BLOCK_LENGTH terms, NaN for those that two float64 do not hold.
 
     With a width a row is summed up in a lane, of terms that are filled up to so many by -0.
     """
     rows, columns = operands[0].shape
-    sums = _sum_lanes(operands, width) if width else _sum_row_blocks(operands)
-    out = torch.empty(rows, dtype=WORD_TYPES[LAYOUTS[dtype].bits], device="cpu")
-    cut, terms = _chunks(rows), np.array([width or columns], np.float64)
+    sums = _sum_rows_in_lanes(operands, width) if width else _sum_row_blocks(operands)
+    out = torch.empty(rows, dtype=WORD_TYPES[ELEMENT_FORMATS[dtype].bits], device="cpu")
+    cut, terms = _cut_line_into_chunks(rows), np.array([width or columns], np.float64)
     step, at = sums.itemsize * rows, address_of(sums)
     given = address_of(cut), address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
-    run_chunks(_row_kernel(pairs_table(dtype)), cut[:, 2], *given)
+    run_chunks(_compile_row_kernel(make_pair_rounding_table(dtype)), cut[:, 2], *given)
     return out.view(dtype)
 
 
-def _sum_lanes(operands: Operands, width: int) -> np.ndarray:
+def _sum_rows_in_lanes(operands: Operands, width: int) -> np.ndarray:
     """Return the parts of the sums of rows, and how many terms are -0: (3, rows)."""
     rows, columns = operands[0].shape
     turned = operands[0].new_empty(len(operands), width, rows)
@@ -257,79 +265,81 @@ def _sum_lanes(operands: Operands, width: int) -> np.ndarray:
     for to, x in zip(turned, operands):
         to[:columns] = x.t()
     sums = np.empty((3, rows))
-    kernel = _row_kernel(short_table(turned.dtype, len(operands) > 1, width))
+    kernel = _compile_row_kernel(make_short_row_table(turned.dtype, len(operands) > 1, width))
     step, at = rows * turned.element_size(), address(turned)
-    cut, pointers = _chunks(rows), range(at, at + len(operands) * width * step, step)
+    cut, pointers = _cut_line_into_chunks(rows), range(at, at + len(operands) * width * step, step)
     step, at = sums.itemsize * rows, address_of(sums)
     run_chunks(kernel, cut[:, 2], address_of(cut), 0, 0, 0, *pointers, at, at + step, at + 2 * step)
     return sums
 
 
 def _sum_row_blocks(operands: Operands) -> np.ndarray:
-    """Sum rows of one block each, as `_sum_lanes` does; the result has further rows without meaning."""
+    """Return the parts of the sums of rows of one block each, and how many terms are -0: (3 and more, rows)."""
     rows, columns = operands[0].shape
-    table = blocks_table(operands[0].dtype, len(operands) > 1, 1, partial=columns < BLOCK)
+    table = make_block_summing_table(operands[0].dtype, len(operands) > 1, 1, partial=columns < BLOCK_LENGTH)
     # Chunks, pointers and sums, one behind the other.
     begin = [0, 4 * rows, (4 + len(operands)) * rows, (4 + len(operands) + table.sums) * rows]
     work, number = np.zeros(begin[-1], np.int64), np.arange(rows)
     cut, pointers, sums = (work[i:j].reshape(rows, -1) for i, j in itertools.pairwise(begin))
     cut[:, 0], cut[:, 2] = number, columns
     for k, x in enumerate(operands):
-        pointers[:, k] = _starts(x, number)
+        pointers[:, k] = _find_row_addresses(x, number)
     at = address_of(work)
-    run_chunks(_kernel("llvm", table), cut[:, 2], at, at + 8 * begin[1], 0, 0, 0, at + 8 * begin[2], 0)
+    run_chunks(_compile_table_kernel("llvm", table), cut[:, 2], at, at + 8 * begin[1], 0, 0, 0, at + 8 * begin[2], 0)
     return np.ascontiguousarray(sums.T)
 
 
 @functools.lru_cache(64)
-def _chunks(count: int) -> np.ndarray:
+def _cut_line_into_chunks(count: int) -> np.ndarray:
     """Return the chunks of so many elements in a line."""
     begin = np.arange(0, count, CHUNK)
     return np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK), begin], 1)
 
 
 @functools.cache
-def _row_kernel(table: Table) -> Kernel:
+def _compile_row_kernel(table: Table) -> Kernel:
     return compile_row("exact_sums", table)
 
 
 # windows into words or a float -------------------------------------------------------------------------------
 
 
-def _settle(engine: str, words: Windows, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORDS)."""
+def _round_windows(engine: str, words: Windows, reach: LimbRange, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORD_COUNT)."""
     words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
-    rows, table, columns = len(words), settling_table(reach, dtype), words.t().contiguous()
-    shape, kind = ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), WORD_TYPES[LAYOUTS[dtype].bits])
+    rows, table, columns = len(words), make_accumulator_rounding_table(reach, dtype), words.t().contiguous()
+    shape, kind = (
+        ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), WORD_TYPES[ELEMENT_FORMATS[dtype].bits])
+    )
     out = torch.empty(shape, dtype=kind, device=words.device)
     if engine == "reference":
-        run_on_tensors(table.trace, [*columns[: reach.counters + bool(dtype)], *out])
+        run_on_tensors(table.trace, [*columns[: reach.counter_count + bool(dtype)], *out])
     elif rows:
-        own = np.arange(reach.counters + bool(dtype))
-        pointers = np.concatenate([_starts(columns, own), _starts(out, np.arange(len(out)))])
-        cut = _chunks(rows)
+        own = np.arange(reach.counter_count + bool(dtype))
+        pointers = np.concatenate([_find_row_addresses(columns, own), _find_row_addresses(out, np.arange(len(out)))])
+        cut = _cut_line_into_chunks(rows)
         if engine == "triton":
-            _kernel(engine, table)(cut, pointers[None], words.device)
+            _compile_table_kernel(engine, table)(cut, pointers[None], words.device)
         else:
-            run_chunks(_kernel(engine, table), cut[:, 2], address_of(cut), address_of(pointers), *[0] * 5)
-    return _whole(out.t(), words, reach) if dtype is None else out[0].view(dtype)
+            run_chunks(_compile_table_kernel(engine, table), cut[:, 2], address_of(cut), address_of(pointers), *[0] * 5)
+    return _widen_to_accumulator(out.t(), words, reach) if dtype is None else out[0].view(dtype)
 
 
-def _whole(digits: torch.Tensor, words: torch.Tensor, reach: Reach) -> torch.Tensor:
+def _widen_to_accumulator(digits: torch.Tensor, words: torch.Tensor, reach: LimbRange) -> torch.Tensor:
     """Return an accumulator's words from the limbs within reach."""
-    found = torch.empty(len(digits), WORDS, dtype=torch.int64, device=digits.device)
+    found = torch.empty(len(digits), WORD_COUNT, dtype=torch.int64, device=digits.device)
     end, sign = reach.first + reach.limbs, digits[:, -1:] >> 63
     found[:, : reach.first], found[:, reach.first : end] = 0, digits
-    if end < LIMBS:
-        found[:, end - 1] &= LOW
-        found[:, end : LIMBS - 1], found[:, LIMBS - 1 : LIMBS] = sign & LOW, sign
+    if end < LIMB_COUNT:
+        found[:, end - 1] &= LIMB_MASK
+        found[:, end : LIMB_COUNT - 1], found[:, LIMB_COUNT - 1 : LIMB_COUNT] = sign & LIMB_MASK, sign
     special, minus_zeros, terms = words[:, -3:].unbind(1)
-    found[:, LIMBS:] = torch.stack([special & LOW, special >> LIMB, minus_zeros, terms], 1)
+    found[:, LIMB_COUNT:] = torch.stack([special & LIMB_MASK, special >> LIMB_BITS, minus_zeros, terms], 1)
     return found
 
 
 @functools.cache
-def _kernel(engine: str, table: Table) -> Any:
+def _compile_table_kernel(engine: str, table: Table) -> Any:
     if engine == "llvm":
         return compile_table("exact_sums", table)
     # All limbs of an accumulator are in a thread's registers at once.
@@ -342,43 +352,45 @@ def _kernel(engine: str, table: Table) -> Any:
 @functools.cache
 def _check_kernels(dtype: torch.dtype, product: bool) -> None:
     """Compare the kernels' bits on fixed rows with the reference's, once per process, dtype and kind (a canary)."""
-    run, reference = _trial(dtype, product)
-    check_bits(_canary_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
+    run, reference = _make_canary(dtype, product)
+    check_bits(_name_canary(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
 
 
 @functools.cache
-def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype, width: int | None) -> None:
-    """Compare the bits of `_sum_pairs` with the reference's, for fixed rows of which it finds the sum."""
-    a = _fixed_rows(dtype)
+def _check_pair_sums(dtype: torch.dtype, product: bool, result: torch.dtype, width: int | None) -> None:
+    """Compare the bits of `_sum_rows_in_pairs` with the reference's, for fixed rows of which it finds the sum."""
+    a = _make_canary_rows(dtype)
     a = a[:, :960].reshape(-1, width) if width else a[:, :1000]
     operands = [a, a.flip(1).contiguous()] if product else [a]
 
     def reference() -> torch.Tensor:
-        return _run_by("reference", operands, Reach.of(dtype, product), result)
+        return _sum_by_engine("reference", operands, LimbRange.for_terms(dtype, product), result)
 
     def fast() -> list[torch.Tensor]:
-        found = _sum_pairs(operands, result, width)
+        found = _sum_rows_in_pairs(operands, result, width)
         return [torch.where(found.isnan(), reference(), found)]
 
-    check_bits(f"{_canary_name(dtype, product)} of rows", fast, lambda: [reference()])
+    check_bits(f"{_name_canary(dtype, product)} of rows", fast, lambda: [reference()])
 
 
-def _canary_name(dtype: torch.dtype, product: bool) -> str:
+def _name_canary(dtype: torch.dtype, product: bool) -> str:
     return f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
 
 
-def _trial(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[torch.Tensor]], Callable[..., Any]]:
+def _make_canary(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[torch.Tensor]], Callable[..., Any]]:
     """Return functions that sum fixed rows: by an engine on a device, and by the reference."""
 
     def run(engine: str, device: torch.device) -> list[torch.Tensor]:
-        a = _fixed_rows(dtype).to(device)
+        a = _make_canary_rows(dtype).to(device)
         operands = [a, a.flip(1).contiguous()] if product else [a]
-        return [_run_by(engine, operands, Reach.of(dtype, product), kind).cpu() for kind in (None, dtype)]
+        return [
+            _sum_by_engine(engine, operands, LimbRange.for_terms(dtype, product), kind).cpu() for kind in (None, dtype)
+        ]
 
     return run, lambda: run("reference", torch.device("cpu"))
 
 
-def _fixed_rows(dtype: torch.dtype) -> torch.Tensor:
+def _make_canary_rows(dtype: torch.dtype) -> torch.Tensor:
     """Return rows that exercise every code path: near one size, far apart, everywhere, with special values."""
     grid = torch.arange(6000, dtype=torch.float64, device="cpu")
     mixed = (grid * 0.6180339887498949).frac() - 0.5
@@ -425,8 +437,8 @@ def exact_sum(
     >>> float(x.sum()), float(exact_sum(x)), float(exact_sum(x.flip(0)))
     (0.0, 1.0, 1.0)
     """
-    _check(x, "exact_sum")
-    return _differentiable_sum(x, _dims(x.dim(), dim), keepdim, _result_dtype(dtype, x.dtype))
+    _check_operand(x, "exact_sum")
+    return _sum_differentiably(x, _normalize_dims(x.dim(), dim), keepdim, _check_result_dtype(dtype, x.dtype))
 
 
 def exact_dot(
@@ -456,8 +468,8 @@ def exact_dot(
     >>> float(exact_dot(a, b))
     1e-300
     """
-    a, b = _pair(a, b, "exact_dot")
-    return _differentiable_sum(a, b, _dims(a.dim(), dim), keepdim, _result_dtype(dtype, a.dtype))
+    a, b = _promote_operands(a, b, "exact_dot")
+    return _sum_differentiably(a, b, _normalize_dims(a.dim(), dim), keepdim, _check_result_dtype(dtype, a.dtype))
 
 
 def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
@@ -488,10 +500,12 @@ def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = Non
     True
     """
     if b is None:
-        _check(a, "exact_partial")
+        _check_operand(a, "exact_partial")
     else:
-        a, b = _pair(a, b, "exact_partial")
-    words: torch.Tensor = _partial(a.detach(), None if b is None else b.detach(), _dims(a.dim(), dim))
+        a, b = _promote_operands(a, b, "exact_partial")
+    words: torch.Tensor = _partial_operator(
+        a.detach(), None if b is None else b.detach(), _normalize_dims(a.dim(), dim)
+    )
     return words
 
 
@@ -513,25 +527,25 @@ def exact_round(partial: torch.Tensor, dtype: torch.dtype = torch.float64) -> to
     0.30000000000000004
     """
     if not isinstance(partial, torch.Tensor) or partial.dtype != torch.int64:
-        raise TypeError(f"exact_round takes the int64 tensor that exact_partial returns, got {_kind(partial)}")
-    if partial.dim() == 0 or partial.shape[-1] != WORDS:
+        raise TypeError(f"exact_round takes the int64 tensor that exact_partial returns, got {_describe_kind(partial)}")
+    if partial.dim() == 0 or partial.shape[-1] != WORD_COUNT:
         raise ValueError(
-            f"exact_round takes partials of {WORDS} words along the last dimension, got shape {tuple(partial.shape)}: "
-            "merge partials by adding them, not by concatenating"
+            f"exact_round takes partials of {WORD_COUNT} words along the last dimension, got shape "
+            f"{tuple(partial.shape)}: merge partials by adding them, not by concatenating"
         )
-    rounded: torch.Tensor = _round(partial, _result_dtype(dtype, torch.float64))
+    rounded: torch.Tensor = _round_operator(partial, _check_result_dtype(dtype, torch.float64))
     return rounded
 
 
-def _kind(x: object) -> str:
+def _describe_kind(x: object) -> str:
     return f"a {x.dtype} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
-def _check(x: torch.Tensor, name: str) -> None:
-    if not isinstance(x, torch.Tensor) or x.dtype not in LAYOUTS:
+def _check_operand(x: torch.Tensor, name: str) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in ELEMENT_FORMATS:
         raise TypeError(
-            f"{name} takes float16, bfloat16, float32 and float64 tensors, got {_kind(x)}: integers need no rounding "
-            "(torch.sum), complex numbers are summed as view_as_real(x)"
+            f"{name} takes float16, bfloat16, float32 and float64 tensors, got {_describe_kind(x)}: integers need no "
+            "rounding (torch.sum), complex numbers are summed as view_as_real(x)"
         )
     # Of tensor classes of higher layers only sums of components have room for a result that is not rounded again.
     if hasattr(type(x), "decode") and not hasattr(type(x), "components"):
@@ -541,23 +555,23 @@ def _check(x: torch.Tensor, name: str) -> None:
         )
 
 
-def _result_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+def _check_result_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
     dtype = default if dtype is None else dtype
-    if dtype not in LAYOUTS:
+    if dtype not in ELEMENT_FORMATS:
         raise TypeError(f"an exact sum is rounded to float16, bfloat16, float32 or float64, got {dtype}")
     return dtype
 
 
-def _pair(a: torch.Tensor, b: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _promote_operands(a: torch.Tensor, b: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return both operands with one dtype and shape."""
-    _check(a, name)
-    _check(b, name)
+    _check_operand(a, name)
+    _check_operand(b, name)
     common = torch.promote_types(a.dtype, b.dtype)
     a, b = torch.broadcast_tensors(a.to(common), b.to(common))
     return a, b
 
 
-def _dims(count: int, dim: Dim) -> list[int]:
+def _normalize_dims(count: int, dim: Dim) -> list[int]:
     """Return the dimensions that are summed, from 0 up; none of a tensor without dimensions."""
     given = [] if dim is None else list(dim) if isinstance(dim, list | tuple) else [dim]
     if not all(isinstance(d, int) for d in given):
@@ -571,7 +585,7 @@ def _dims(count: int, dim: Dim) -> list[int]:
     return (found or list(range(count))) if count else []
 
 
-def _rows(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+def _view_as_rows(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     """(rows, columns) with neighbours in memory along the columns, which are summed."""
     kept = [d for d in range(x.dim()) if d not in dims]
     shape = (math.prod(x.shape[d] for d in kept), math.prod(x.shape[d] for d in dims))
@@ -579,50 +593,52 @@ def _rows(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return flat.contiguous() if shape[1] > 1 and flat.stride(1) != 1 else flat
 
 
-def _shape(shape: torch.Size, dims: list[int], keepdim: bool = False) -> list[int]:
+def _find_result_shape(shape: torch.Size, dims: list[int], keepdim: bool = False) -> list[int]:
     return [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
 
 
 def _run_partial(a: torch.Tensor, b: torch.Tensor | None, dim: list[int]) -> torch.Tensor:
-    words = partial(_rows(a, dim), None if b is None else _rows(b, dim))
-    return words.view([*_shape(a.shape, dim), WORDS])
+    words = accumulate_rows(_view_as_rows(a, dim), None if b is None else _view_as_rows(b, dim))
+    return words.view([*_find_result_shape(a.shape, dim), WORD_COUNT])
 
 
 def _run_round(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return rounded(partial.reshape(-1, WORDS), dtype).view(partial.shape[:-1])
+    return round_accumulators(partial.reshape(-1, WORD_COUNT), dtype).view(partial.shape[:-1])
 
 
 def _run_sum(*given: Any) -> torch.Tensor:
     """Sum one operand, or the products of two; behind them dims, keepdim and the dtype."""
     *operands, dim, keepdim, dtype = given
-    other = _rows(operands[1], dim) if len(operands) > 1 else None
-    return summed(_rows(operands[0], dim), other, dtype).view(_shape(operands[0].shape, dim, keepdim))
+    other = _view_as_rows(operands[1], dim) if len(operands) > 1 else None
+    return sum_rows(_view_as_rows(operands[0], dim), other, dtype).view(
+        _find_result_shape(operands[0].shape, dim, keepdim)
+    )
 
 
 def _fake_sum(x: torch.Tensor, *given: Any) -> torch.Tensor:
     dim, keepdim, dtype = given[-3:]
-    return x.new_empty(_shape(x.shape, dim, keepdim), dtype=dtype)
+    return x.new_empty(_find_result_shape(x.shape, dim, keepdim), dtype=dtype)
 
 
-_SUMS: dict[int, Callable[..., torch.Tensor]] = {
+_SUM_OPERATORS: dict[int, Callable[..., torch.Tensor]] = {
     1: define_operator("exact_sum(Tensor x, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _fake_sum),
     2: define_operator(
         "exact_dot(Tensor a, Tensor b, int[] dim, bool keepdim, ScalarType dtype) -> Tensor", _run_sum, _fake_sum
     ),
 }
-_partial = define_operator(
+_partial_operator = define_operator(
     "exact_partial(Tensor a, Tensor? b, int[] dim) -> Tensor",
     _run_partial,
-    lambda a, b, dim: a.new_empty([*_shape(a.shape, dim), WORDS], dtype=torch.int64),
+    lambda a, b, dim: a.new_empty([*_find_result_shape(a.shape, dim), WORD_COUNT], dtype=torch.int64),
 )
-_round = define_operator(
+_round_operator = define_operator(
     "exact_round(Tensor words, ScalarType dtype) -> Tensor",
     _run_round,
     lambda words, dtype: words.new_empty(words.shape[:-1], dtype=dtype),
 )
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_for_gradient(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     *operands, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
     ctx.shape, ctx.dtype, ctx.is_dot = operands[0].shape, operands[0].dtype, len(operands) > 1
     if ctx.is_dot:
@@ -631,10 +647,10 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
             ctx.save_for_forward(*operands)
 
 
-def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _compute_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gradient = gradient if ctx.is_dot else gradient.to(ctx.dtype)
     if not ctx.keepdim:
-        gradient = gradient.reshape(_shape(ctx.shape, ctx.dims, True))
+        gradient = gradient.reshape(_find_result_shape(ctx.shape, ctx.dims, True))
     gradient = gradient.expand(ctx.shape)
     if not ctx.is_dot:  # nothing was saved, so that a graph may be gone through again, as that of torch.sum
         return gradient, None, None, None
@@ -644,43 +660,45 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
     return for_a, for_b, None, None, None
 
 
-def _sum_of_batch(info: Any, places: Any, *given: Any) -> tuple[torch.Tensor, int]:
+def _sum_batch(info: Any, places: Any, *given: Any) -> tuple[torch.Tensor, int]:
     *operands, dim, keepdim, dtype = given
     batches = [
         x.expand(info.batch_size, *x.shape) if place is None else x.movedim(place, 0)
         for x, place in zip(operands, places)
     ]
-    return _SUMS[len(batches)](*batches, [d + 1 for d in dim], keepdim, dtype), 0
+    return _SUM_OPERATORS[len(batches)](*batches, [d + 1 for d in dim], keepdim, dtype), 0
 
 
 for _name in ("halfulp::exact_sum", "halfulp::exact_dot"):
-    torch.library.register_autograd(_name, _backward, setup_context=_remember)
-    torch.library.register_vmap(_name, _sum_of_batch)
+    torch.library.register_autograd(_name, _compute_gradient, setup_context=_save_for_gradient)
+    torch.library.register_vmap(_name, _sum_batch)
 
 
-class _Sum(torch.autograd.Function):
+class _ExactSumFunction(torch.autograd.Function):
     """Either operator as an autograd Function, for transforms of torch.func."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(*given: Any) -> torch.Tensor:
-        return _SUMS[len(given) - 3](*given)
+        return _SUM_OPERATORS[len(given) - 3](*given)
 
-    setup_context = staticmethod(_remember)
-    backward = staticmethod(_backward)
+    setup_context = staticmethod(_save_for_gradient)
+    backward = staticmethod(_compute_gradient)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> torch.Tensor:
         """Return the sum of the tangent, or of the products of each with the other factor, each sum rounded once."""
         given = ctx.dims, ctx.keepdim, ctx.result_dtype
         if not ctx.is_dot:
-            return _differentiable_sum(tangents[0], *given)
+            return _sum_differentiably(tangents[0], *given)
         pairs = zip(tangents, reversed(ctx.saved_tensors))
-        parts = [_differentiable_sum(tangent, other, *given) for tangent, other in pairs if tangent is not None]
+        parts = [_sum_differentiably(tangent, other, *given) for tangent, other in pairs if tangent is not None]
         return sum(parts[1:], parts[0])
 
 
-def _differentiable_sum(*given: Any) -> torch.Tensor:
-    summed: Callable[..., torch.Tensor] = _Sum.apply if under_transform() else _SUMS[len(given) - 3]
+def _sum_differentiably(*given: Any) -> torch.Tensor:
+    summed: Callable[..., torch.Tensor] = (
+        _ExactSumFunction.apply if under_transform() else _SUM_OPERATORS[len(given) - 3]
+    )
     return summed(*given)

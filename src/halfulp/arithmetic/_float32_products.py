@@ -25,57 +25,57 @@ PRODUCT_NAMES = {
     *("lstm", "gru", "rnn_tanh", "rnn_relu"),
 }
 # One step in time.
-CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+RECURRENT_CELL_NAMES = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 
 
-def name_of(function: Callable[..., Any] | str) -> str:
+def read_operator_name(function: Callable[..., Any] | str) -> str:
     """Return the operator's name without its overload.
 
     >>> import torch
-    >>> name_of(torch.ops.aten.mm.default), name_of(torch.conv2d)
+    >>> read_operator_name(torch.ops.aten.mm.default), read_operator_name(torch.conv2d)
     ('mm', 'conv2d')
     """
     name = getattr(function, "__name__", str(function))
     return name.split(".")[0].removeprefix("aten::")
 
 
-_CONVOLUTIONS = {
+_CONVOLUTION_NAMES = {
     *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
 }
 # Products that stay torch's: elementwise ones, which add nothing up; sparse ones; those that torch refuses, or takes in
 # part, in 16 bits. Whole attention is a function in Python, whose products come here one by one.
-_LEFT = {
+_UNWIDENED_PRODUCT_NAMES = {
     *("addr", "outer", "ger", "kron", "linalg_vecdot"),
     *("smm", "sspaddmm", "hspmm", "_sparse_mm", "sparse_sampled_addmm"),
     *("cdist", "matrix_power", "_scaled_mm", "_grouped_mm", "multi_head_attention_forward"),
 }
-_IN_PLACE = {"addmm_", "addbmm_", "baddbmm_", "addmv_"}
+_IN_PLACE_PRODUCT_NAMES = {"addmm_", "addbmm_", "baddbmm_", "addmv_"}
 # What torch.autocast computes in its dtype on the CPU, of the above; not when it is given out=.
-_UNDER_AUTOCAST = _CONVOLUTIONS | {
+_AUTOCAST_PRODUCT_NAMES = _CONVOLUTION_NAMES | {
     *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "linear"),
     "scaled_dot_product_attention",
 }
 # Of one operand they are views of it, or the operand itself.
-_OF_SEVERAL = ("einsum", "chain_matmul", "multi_dot")
+_NAMES_OF_SEVERAL_OPERANDS = ("einsum", "chain_matmul", "multi_dot")
 # By function and not by name: dynamo looks functions up as it traces, and cannot read their names.
-_HOLDERS = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg, torch._VF, torch.functional)
-PRODUCTS: dict[Any, str] = {
+_NAMESPACES = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg, torch._VF, torch.functional)
+NAMES_BY_PRODUCT_FUNCTION: dict[Any, str] = {
     getattr(holder, name): name
-    for holder in _HOLDERS
-    for name in sorted(((PRODUCT_NAMES | CELLS) - _LEFT) | _IN_PLACE)
+    for holder in _NAMESPACES
+    for name in sorted(((PRODUCT_NAMES | RECURRENT_CELL_NAMES) - _UNWIDENED_PRODUCT_NAMES) | _IN_PLACE_PRODUCT_NAMES)
     if callable(getattr(holder, name, None))
 }
 _autograd: Any = torch._C._autograd
-_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_FLOATS = (torch.float32, *SIXTEEN_BIT_DTYPES)
-_SEQUENCES = (list, tuple)  # Dynamo of torch 2.6 cannot trace `list | tuple`
-_CHANGED = (
+_PLAIN_TENSOR_CLASSES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_WIDENED_DTYPES = (torch.float32, *SIXTEEN_BIT_DTYPES)
+_SEQUENCE_CLASSES = (list, tuple)  # Dynamo of torch 2.6 cannot trace `list | tuple`
+_TEXT_OPERAND_CHANGED = (
     "a tensor of a product that was computed in float32 (hu.float32_products) has been modified by an inplace "
     "operation before its gradient was computed: it is at version {found}; expected version {saved} instead"
 )
 
 
-def product(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function that multiplies: in float32 where torch has only slow kernels for its operands.
 
     Products of two bfloat16 or two float16 numbers are exact in float32 (except beyond its range), and float32 sums
@@ -84,27 +84,29 @@ def product(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     narrow operands are kept, not their float32 copies.
 
     Args:
-        function: one of `PRODUCTS`.
+        function: one of `NAMES_BY_PRODUCT_FUNCTION`.
         args, kwargs: its own. Operands that are not plain narrow tensors of one dtype on the CPU leave it as it is.
 
     Returns:
         What the function returns, of its operands' dtype.
     """
-    name = PRODUCTS[function]
-    dtype = _dtype_to_widen(name, args, kwargs)
+    name = NAMES_BY_PRODUCT_FUNCTION[function]
+    dtype = _find_dtype_to_widen(name, args, kwargs)
     if dtype is None:
         return function(*args, **kwargs)
-    if name in _IN_PLACE or kwargs.get("out") is not None:
+    if name in _IN_PLACE_PRODUCT_NAMES or kwargs.get("out") is not None:
         return _compute_and_write(function, name, args, kwargs, dtype)
-    _count(name, dtype)
+    _count_product(name, dtype)
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
-            return _call_in_float32(function, args, kwargs, dtype, _FLOATS if name in _UNDER_AUTOCAST else (dtype,))
+            return _call_in_float32(
+                function, args, kwargs, dtype, _WIDENED_DTYPES if name in _AUTOCAST_PRODUCT_NAMES else (dtype,)
+            )
     return _call_in_float32(function, args, kwargs, dtype, (dtype,))
 
 
 @constant_result
-def _count(name: str, dtype: torch.dtype) -> None:
+def _count_product(name: str, dtype: torch.dtype) -> None:
     note("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
 
 
@@ -112,18 +114,18 @@ def _compute_and_write(
     function: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype
 ) -> Any:
     """Compute a product that is to be written into its first argument or into `out`, and write it."""
-    target = args[0] if name in _IN_PLACE else kwargs["out"]
-    plain = getattr(torch, name.removesuffix("_")) if name in _IN_PLACE else function
-    result = product(plain, args, {key: value for key, value in kwargs.items() if key != "out"})
-    if name not in _IN_PLACE:
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in((args, target))):
+    target = args[0] if name in _IN_PLACE_PRODUCT_NAMES else kwargs["out"]
+    plain = getattr(torch, name.removesuffix("_")) if name in _IN_PLACE_PRODUCT_NAMES else function
+    result = multiply_in_float32(plain, args, {key: value for key, value in kwargs.items() if key != "out"})
+    if name not in _IN_PLACE_PRODUCT_NAMES:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in iterate_tensors((args, target))):
             return function(*args, **kwargs)  # torch refuses it, in its own words
         if target.shape != result.shape:
             target.resize_(result.shape)
     return target.copy_(result)
 
 
-def _dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
+def _find_dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dtype | None:
     """Return the narrow dtype of operands that are to be multiplied in float32; None to leave the call as it is."""
     dtypes = widened_dtypes()
     if not dtypes or kwargs.get("dtype") is not None or kwargs.get("out_dtype") is not None:
@@ -134,17 +136,17 @@ def _dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dty
     if name == "scaled_dot_product_attention":
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
     found, count = set(), 0
-    for x in tensors_in((args, kwargs)):
-        if type(x) not in _PLAIN or x.device.type != "cpu" or x.layout is not torch.strided:
+    for x in iterate_tensors((args, kwargs)):
+        if type(x) not in _PLAIN_TENSOR_CLASSES or x.device.type != "cpu" or x.layout is not torch.strided:
             return None
         count += 1
         if x is not mask and (x.is_floating_point() or x.is_complex()):
             found.add(x.dtype)
-    if count < 2 and name in _OF_SEVERAL:
+    if count < 2 and name in _NAMES_OF_SEVERAL_OPERANDS:
         return None
-    if torch.is_autocast_enabled("cpu") and name in _UNDER_AUTOCAST and kwargs.get("out") is None:
+    if torch.is_autocast_enabled("cpu") and name in _AUTOCAST_PRODUCT_NAMES and kwargs.get("out") is None:
         dtype = torch.get_autocast_dtype("cpu")
-        if found and all(x in _FLOATS for x in found):
+        if found and all(x in _WIDENED_DTYPES for x in found):
             return dtype if dtype in dtypes else None
     return found.pop() if len(found) == 1 and found <= set(dtypes) else None
 
@@ -163,28 +165,28 @@ def _call_in_float32(
         dtype: the narrow one.
         given: the dtypes of operands; what has another, as a mask may, stays.
     """
-    if torch.compiler.is_compiling() or not _keeps_operands(args, kwargs):
+    if torch.compiler.is_compiling() or not _needs_saved_operands(args, kwargs):
         wide = _map_tensors((args, kwargs), given, lambda x: x.to(dtype).float())
         out = function(*wide[0], **wide[1])
     else:
-        saved = _Operands(dtype)
-        wide = _map_tensors((args, kwargs), given, saved.widened)
-        with saved_tensors_hooks(saved.pack, saved.unpack):
+        saved = _SavedOperands(dtype)
+        wide = _map_tensors((args, kwargs), given, saved.widen_operand)
+        with saved_tensors_hooks(saved.pack_tensor, saved.unpack_tensor):
             out = function(*wide[0], **wide[1])
-        saved.forget()
+        saved.forget_operands()
     return _map_tensors(out, (torch.float32,), lambda y: y.to(dtype))
 
 
-def _keeps_operands(args: tuple, kwargs: dict[str, Any]) -> bool:
+def _needs_saved_operands(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return whether a backward pass will need the operands, and autograd lets hooks say how they are kept."""
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
         return False
     if not _autograd._saved_tensors_hooks_is_enabled():
         return False
-    return any(x.requires_grad for x in tensors_in((args, kwargs)))
+    return any(x.requires_grad for x in iterate_tensors((args, kwargs)))
 
 
-class _Operands:
+class _SavedOperands:
     """The operands that a product keeps for its backward pass: narrow ones in place of their float32 copies.
 
     Hooks of others that are in force (activation checkpointing, offloading to memory) get the narrow operand to keep.
@@ -195,19 +197,19 @@ class _Operands:
         self._sources: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
         self._outer = saved_tensor_hooks()
 
-    def widened(self, x: Tensor) -> Tensor:
-        """Return a float32 copy of an operand, whose memory is known to `pack`."""
+    def widen_operand(self, x: Tensor) -> Tensor:
+        """Return a float32 copy of an operand, whose memory is known to `pack_tensor`."""
         narrow = x.to(self._dtype)
         wide = narrow.float()
         # A float32 parameter under autocast is there anyway.
         self._sources[wide.untyped_storage()._cdata] = x if x.is_leaf else narrow, wide.stride()
         return wide
 
-    def forget(self) -> None:
+    def forget_operands(self) -> None:
         """Drop the operands that the backward pass does not need."""
         self._sources.clear()
 
-    def pack(self, kept: Tensor) -> Any:
+    def pack_tensor(self, kept: Tensor) -> Any:
         """Return the object that autograd saves for a tensor until the backward pass."""
         source, stride = self._sources.get(kept.untyped_storage()._cdata, (None, ()))
         # Detached, as what a node keeps of its own output would keep the node; memory and count of writes are shared.
@@ -221,11 +223,11 @@ class _Operands:
         view = None if source is None else (stride, kept.size(), kept.stride(), offset)
         held = kept if source is None else source
         if self._outer is not None:
-            return _Kept(self._outer[0](held), view, None)
+            return _SavedTensor(self._outer[0](held), view, None)
         held = held.detach()
-        return _Kept(held, view, None if view is None or held.is_inference() else held._version)
+        return _SavedTensor(held, view, None if view is None or held.is_inference() else held._version)
 
-    def unpack(self, kept: _Kept) -> Tensor:
+    def unpack_tensor(self, kept: _SavedTensor) -> Tensor:
         """Return the tensor that was packed.
 
         Raises:
@@ -235,7 +237,7 @@ class _Operands:
         if kept.view is None:
             return held
         if kept.version is not None and held._version != kept.version:
-            raise RuntimeError(_CHANGED.format(found=held._version, saved=kept.version))
+            raise RuntimeError(_TEXT_OPERAND_CHANGED.format(found=held._version, saved=kept.version))
         stride, *view = kept.view
         wide = held.to(self._dtype).float()
         if wide.stride() != stride:  # hooks keep values, not the order in which they lie
@@ -243,7 +245,7 @@ class _Operands:
         return wide.as_strided(*view)
 
 
-class _Kept:
+class _SavedTensor:
     """A tensor as autograd holds it: itself, or a narrow operand and which view of its float32 copy was meant."""
 
     __slots__ = ("held", "version", "view")
@@ -252,23 +254,23 @@ class _Kept:
         self.held, self.view, self.version = held, view, version
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def iterate_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested arguments."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, _SEQUENCES):
+    elif isinstance(value, _SEQUENCE_CLASSES):
         for item in value:
-            yield from tensors_in(item)
+            yield from iterate_tensors(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from iterate_tensors(item)
 
 
 def _map_tensors(value: Any, dtypes: tuple[torch.dtype, ...], change: Callable[[Tensor], Tensor]) -> Any:
     """Return nested arguments with the tensors of some dtypes changed."""
     if isinstance(value, Tensor):
         return change(value) if value.dtype in dtypes else value
-    if isinstance(value, _SEQUENCES):
+    if isinstance(value, _SEQUENCE_CLASSES):
         items = [_map_tensors(item, dtypes, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):

@@ -11,32 +11,32 @@ import torch
 
 from ..kernels import define_operator
 from . import _elimination as factors
-from ._elimination import exact_determinant, least_squares_by_elimination, solve_by_elimination
+from ._elimination import compute_exact_determinants, solve_by_elimination, solve_lstsq_by_elimination
 from ._matmul import matmul
 from ._pointwise import Parts, check_components, pointwise
 from ._refinement import (
-    LIMIT,
-    Progress,
-    Work,
-    largest,
+    MOST_CORRECTIONS,
+    RefinementProgress,
+    WorkingPrecision,
+    find_maxima,
+    multiply_by_power_of_two,
     prove_regular,
     refuse_singular,
-    scaled,
-    times_power_of_two,
+    scale_to_unit_size,
 )
 
 
-def _solve_system(work: Work, a: Parts, b: Parts, task: str = "solve") -> Parts:
+def _solve_system(work: WorkingPrecision, a: Parts, b: Parts, task: str = "solve") -> Parts:
     """x with a x = b, corrected until the correction no longer counts; rows and columns are of about unit size."""
-    a, rows = scaled(work.to_float64(a), -1)
-    a, columns = scaled(a, -2)
-    b = times_power_of_two(work.to_float64(b), -rows)
+    a, rows = scale_to_unit_size(work.to_float64(a), -1)
+    a, columns = scale_to_unit_size(a, -2)
+    b = multiply_by_power_of_two(work.to_float64(b), -rows)
     x = _solve_from_float64(_refine_solution, solve_by_elimination, work, a, b, task)
-    return times_power_of_two(x, -columns.mT)
+    return multiply_by_power_of_two(x, -columns.mT)
 
 
 def _solve_from_float64(
-    quick: Callable[..., Parts], slow: Callable[..., Parts], work: Work, a: Parts, b: Parts, task: str
+    quick: Callable[..., Parts], slow: Callable[..., Parts], work: WorkingPrecision, a: Parts, b: Parts, task: str
 ) -> Parts:
     """Solve all systems from a float64 start, or, where one has none, each system by itself."""
     try:
@@ -51,48 +51,41 @@ def _solve_from_float64(
     return tuple(stack.reshape(*shape, *stack.shape[-2:]) for stack in stacks)
 
 
-def _refine_solution(work: Work, a: Parts, b: Parts, task: str) -> Parts:
+def _refine_solution(work: WorkingPrecision, a: Parts, b: Parts, task: str) -> Parts:
     """x += (LU)^-1 (b - a x), LU in float64."""
     factors, pivots, info = torch.linalg.lu_factor_ex(a[0])
     refuse_singular(info, task)
     one = torch.eye(a[0].shape[-1], dtype=torch.float64, device=a[0].device).expand(a[0].shape)
     prove_regular(a, torch.linalg.lu_solve(factors, pivots, one), task)
-    progress, x = Progress(work, task), None
+    progress, x = RefinementProgress(work, task), None
     rest = b[0]
-    for _ in range(LIMIT):
+    for _ in range(MOST_CORRECTIONS):
         step = torch.linalg.lu_solve(factors, pivots, rest)
         x = work.to_float64((step,)) if x is None else work.add(x, (step,))
-        if progress.done(largest(step), largest(x[0])):
+        if progress.is_done(find_maxima(step), find_maxima(x[0])):
             break
         rest = work.residual(b, a, x)
     assert x is not None, "there is a first step"
     return x
 
 
-def _invert_matrix(work: Work, a: Parts) -> Parts:
-    """Return the solution of a x = 1."""
-    size = a[0].shape[-1]
-    one = torch.eye(size, dtype=torch.float64, device=a[0].device).expand(a[0].shape)
-    return _solve_system(work, a, (one,), "inverse")
-
-
-def _solve_least_squares(work: Work, a: Parts, b: Parts) -> Parts:
+def _solve_least_squares(work: WorkingPrecision, a: Parts, b: Parts) -> Parts:
     """x of least |b - a x|, by refinement of r + a x = b, a^T r = 0 (Bjorck 1967); a has full column rank."""
-    a, columns = scaled(work.to_float64(a), -2)
-    x = _solve_from_float64(_refine_lstsq, least_squares_by_elimination, work, a, work.to_float64(b), "lstsq")
-    return times_power_of_two(x, -columns.mT)
+    a, columns = scale_to_unit_size(work.to_float64(a), -2)
+    x = _solve_from_float64(_refine_lstsq, solve_lstsq_by_elimination, work, a, work.to_float64(b), "lstsq")
+    return multiply_by_power_of_two(x, -columns.mT)
 
 
-def _refine_lstsq(work: Work, a: Parts, b: Parts, task: str) -> Parts:
+def _refine_lstsq(work: WorkingPrecision, a: Parts, b: Parts, task: str) -> Parts:
     """Refine x and the residual together, by QR in float64."""
     transposed = tuple(part.mT for part in a)
     q, r = torch.linalg.qr(a[0])
     if bool((r.diagonal(dim1=-2, dim2=-1) == 0).any()):
         refuse_singular(torch.ones((), dtype=torch.float32, device="cpu"), task)
     _prove_independent(a, r)
-    progress, x, rest = Progress(work, task), None, None
+    progress, x, rest = RefinementProgress(work, task), None, None
     upper, lower = b[0], torch.zeros_like(r[..., :1].expand(*r.shape[:-1], b[0].shape[-1]))
-    for _ in range(LIMIT):
+    for _ in range(MOST_CORRECTIONS):
         # The float64 solution of dr + a dx = upper, a^T dr = lower.
         height = torch.linalg.solve_triangular(r.mT, lower, upper=False)
         seen = q.mT @ upper
@@ -100,7 +93,7 @@ def _refine_lstsq(work: Work, a: Parts, b: Parts, task: str) -> Parts:
         change = upper - q @ (seen - height)
         x = work.to_float64((step,)) if x is None else work.add(x, (step,))
         rest = work.to_float64((change,)) if rest is None else work.add(rest, (change,))
-        if progress.done(largest(step), _resolvable_size(work, x[0], b[0])):
+        if progress.is_done(find_maxima(step), _find_resolvable_size(work, x[0], b[0])):
             break
         upper = work.sub(work.sub(b, rest), work.matmul(a, x))[0]
         lower = -work.matmul(transposed, rest)[0]
@@ -115,12 +108,12 @@ def _prove_independent(a: Parts, r: torch.Tensor) -> None:
     prove_regular((near,), near.mT, "lstsq")
 
 
-def _resolvable_size(work: Work, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _find_resolvable_size(work: WorkingPrecision, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the size by which corrections are judged: the solution's, or one that the right-hand side resolves."""
-    return torch.maximum(largest(x), largest(b) * 2.0 ** -(53 * work.components - 60 - work.bits / 2))
+    return torch.maximum(find_maxima(x), find_maxima(b) * 2.0 ** -(53 * work.components - 60 - work.bits / 2))
 
 
-_NEEDS_SQUARE = ("solve", "inverse", "cholesky", "det")
+_NAMES_OF_SQUARE_SOLVERS = ("solve", "inverse", "cholesky", "det")
 
 
 def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -218,13 +211,13 @@ def _call_solver(name: str, a: Parts, b: Parts, components: int, dtype: torch.dt
     check_components(*[(x[0].dtype, len(x)) for x in (a, b) if x], (dtype, components))
     _check_shapes(name, a[0].shape, b[0].shape if b else None)
     if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b)):
-        return tuple(_operator(name, [*a, *b], len(a), components, dtype))
-    return tuple(_run(name, [*a, *b], len(a), components, dtype))
+        return tuple(_linalg_operator(name, [*a, *b], len(a), components, dtype))
+    return tuple(_run_solver(name, [*a, *b], len(a), components, dtype))
 
 
 def _check_shapes(name: str, a: torch.Size, b: torch.Size | None) -> None:
-    if len(a) < 2 or (name in _NEEDS_SQUARE and a[-1] != a[-2]):
-        kind = "square matrices (..., N, N)" if name in _NEEDS_SQUARE else "matrices (..., M, N)"
+    if len(a) < 2 or (name in _NAMES_OF_SQUARE_SOLVERS and a[-1] != a[-2]):
+        kind = "square matrices (..., N, N)" if name in _NAMES_OF_SQUARE_SOLVERS else "matrices (..., M, N)"
         raise ValueError(f"{name} takes {kind}, got {tuple(a)}")
     if name == "lstsq" and a[-2] < a[-1]:
         raise ValueError(f"lstsq takes at least as many rows as columns, got {tuple(a)}: its solution is not unique")
@@ -232,12 +225,14 @@ def _check_shapes(name: str, a: torch.Size, b: torch.Size | None) -> None:
         raise ValueError(f"{name} takes a right-hand side (..., {a[-2]}, K), got {tuple(b)}; unsqueeze(-1) a vector")
 
 
-def _run(name: str, parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def _run_solver(
+    name: str, parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
     a, b = (tuple(part.detach() for part in some) for some in (parts[:count], parts[count:]))
     for operand in (a, b):
         if operand and not bool(operand[0].isfinite().all()):
             raise ValueError(f"{name} of infinities or NaNs: there is no solution; look for them with isfinite()")
-    shapes = _shapes(name, a[0].shape, b[0].shape if b else None)
+    shapes = _find_result_shapes(name, a[0].shape, b[0].shape if b else None)
     if not all(shape.numel() for shape in shapes) or not a[0].numel():
         fill = torch.ones if name == "det" else torch.zeros
         empty = [fill(shape, dtype=dtype, device=a[0].device) for shape in shapes for _ in range(components)]
@@ -245,17 +240,18 @@ def _run(name: str, parts: list[torch.Tensor], count: int, components: int, dtyp
     if b:
         batch = torch.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
         a, b = (tuple(part.expand(*batch, *part.shape[-2:]) for part in some) for some in (a, b))
-    work = Work.for_result(components, dtype)
-    made = _compute(name, work, a, b)
+    work = WorkingPrecision.for_result(components, dtype)
+    made = _compute_solution(name, work, a, b)
     fit = [pointwise("renormalize", x, components=components, dtype=dtype) for x in made]
     return [part for x in fit for part in x]
 
 
-def _compute(name: str, work: Work, a: Parts, b: Parts) -> tuple[Parts, ...]:
+def _compute_solution(name: str, work: WorkingPrecision, a: Parts, b: Parts) -> tuple[Parts, ...]:
     if name == "solve":
         return (_solve_system(work, a, b),)
     if name == "inverse":
-        return (_invert_matrix(work, a),)
+        one = torch.eye(a[0].shape[-1], dtype=torch.float64, device=a[0].device).expand(a[0].shape)
+        return (_solve_system(work, a, (one,), "inverse"),)
     if name == "lstsq":
         return (_solve_least_squares(work, a, b),)
     if name == "cholesky":
@@ -265,10 +261,10 @@ def _compute(name: str, work: Work, a: Parts, b: Parts) -> tuple[Parts, ...]:
     try:
         return (factors.determinant(work, a),)
     except torch.linalg.LinAlgError:
-        return (exact_determinant(a),)
+        return (compute_exact_determinants(a),)
 
 
-def _shapes(name: str, a: torch.Size, b: torch.Size | None) -> list[torch.Size]:
+def _find_result_shapes(name: str, a: torch.Size, b: torch.Size | None) -> list[torch.Size]:
     m, n = a[-2:]
     if name == "qr":
         k = min(m, n)
@@ -280,11 +276,15 @@ def _shapes(name: str, a: torch.Size, b: torch.Size | None) -> list[torch.Size]:
     return [torch.Size((*torch.broadcast_shapes(a[:-2], b[:-2]), n, b[-1]))]
 
 
-def _fake(name: str, parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    shapes = _shapes(name, parts[0].shape, parts[count].shape if len(parts) > count else None)
+def _fake_solver(
+    name: str, parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    shapes = _find_result_shapes(name, parts[0].shape, parts[count].shape if len(parts) > count else None)
     return [parts[0].new_empty(shape, dtype=dtype) for shape in shapes for _ in range(components)]
 
 
-_operator = define_operator(
-    "linalg(str name, Tensor[] parts, int count, int components, ScalarType dtype) -> Tensor[]", _run, _fake
+_linalg_operator = define_operator(
+    "linalg(str name, Tensor[] parts, int count, int components, ScalarType dtype) -> Tensor[]",
+    _run_solver,
+    _fake_solver,
 )

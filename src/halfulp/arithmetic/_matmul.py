@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
 from ..kernels import define_operator
 from ._exact_products import (
-    BLOCK,
-    error_direct,
-    error_wide,
-    multiply,
-    multiply_direct,
-    multiply_sliced,
-    multiply_wide,
-    wide_type,
+    SLICED_BLOCK_LENGTH,
+    choose_wide_type,
+    multiply_by_slices,
+    multiply_in_wide_type,
+    multiply_plain_matrices,
+    multiply_small_matrices,
 )
 from ._pointwise import Parts, check_components
 
-_STACK = 1 << 20  # elements of operands and result that are worked on at a time
+_STACK_ELEMENTS = 1 << 20  # elements of operands and result that are worked on at a time
 
 
-@overload
-def matmul(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: Literal[False] = False) -> Parts: ...
-
-
-@overload
-def matmul(
-    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: Literal[True]
-) -> tuple[Parts, torch.Tensor]: ...
-
-
-def matmul(
-    a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool = False
-) -> Parts | tuple[Parts, torch.Tensor]:
+def matmul(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the product of two matrices of expansions, or of stacks of them.
 
     One product in a wider native type serves where it holds the digits: float32 for results of two float16 and up to
@@ -51,12 +37,9 @@ def matmul(
         b: (..., K, N), likewise; the dimensions before the last two broadcast.
         components: of the result, 1 to 4.
         dtype: of the result.
-        error: whether to bound the error too.
 
     Returns:
-        The components of the result, (..., M, N); with `error` a pair of them and a float64 tensor that |error| never
-        exceeds, whatever the order of additions in the plain products.
-        Infinities and NaNs follow the plain product.
+        The components of the result, (..., M, N). Infinities and NaNs follow the plain product.
 
     Raises:
         ValueError: shapes that do not match, or a number of components that is not 1 to 4.
@@ -68,120 +51,103 @@ def matmul(
     >>> [float(part) for part in matmul(x, y, components=2, dtype=torch.float64)] == [2.0**-60, 0.0]
     True
     """
-    _check(a, b, components, dtype)
+    _check_matrices(a, b, components, dtype)
     if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b)):
-        made = _operator([*a, *b], len(a), components, dtype, error)
-    else:
-        made = _run(a, b, components, dtype, error)
-    return (tuple(made[:components]), made[components]) if error else tuple(made)
+        return tuple(_matmul_operator([*a, *b], len(a), components, dtype))
+    return _multiply_stacks(a, b, components, dtype)
 
 
-def _check(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> None:
+def _check_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> None:
     check_components((a[0].dtype, len(a)), (b[0].dtype, len(b)), (dtype, components))
     x, y = a[0].shape, b[0].shape
     if len(x) < 2 or len(y) < 2 or x[-1] != y[-2]:
         raise ValueError(f"matmul takes (..., M, K) and (..., K, N), got {tuple(x)} and {tuple(y)}")
 
 
-def _shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
+def _find_result_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
     if b.dim() == 2:
         return (*a.shape[:-1], b.shape[-1])
     return (*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-1])
 
 
-def _run(a: Sequence[Any], b: Sequence[Any], components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
-    """Return all components of the result, followed by the error bound if requested."""
+def _multiply_stacks(a: Sequence[Any], b: Sequence[Any], components: int, dtype: torch.dtype) -> Parts:
     a, b = ([part.detach() if part.requires_grad else part for part in parts] for parts in (a, b))
-    shape = _shape(a[0], b[0])
+    shape = _find_result_shape(a[0], b[0])
     if len(shape) == 2:
-        return _multiply(tuple(a), tuple(b), components, dtype, error)
+        return _multiply_matrices(tuple(a), tuple(b), components, dtype)
     if b[0].dim() == 2:
         a = [part.reshape(-1, part.shape[-1]) for part in a]
-        made = _multiply(tuple(a), tuple(b), components, dtype, error)
+        made = _multiply_matrices(tuple(a), tuple(b), components, dtype)
     else:
-        a, b = ([_stack(part, shape[:-2]) for part in parts] for parts in (a, b))
-        made = _multiply_in_chunks(tuple(a), tuple(b), components, dtype, error)
-    return [part.reshape(shape) for part in made]
+        a, b = ([_flatten_batch(part, shape[:-2]) for part in parts] for parts in (a, b))
+        made = _multiply_in_chunks(tuple(a), tuple(b), components, dtype)
+    return tuple(part.reshape(shape) for part in made)
 
 
-def _stack(part: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
+def _flatten_batch(part: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
     return part.expand(*batch, *part.shape[-2:]).reshape(math.prod(batch), *part.shape[-2:])
 
 
-def _multiply_in_chunks(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
+def _multiply_in_chunks(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Multiply a stack of matrices in chunks that keep the workspace small."""
     count, m, k = a[0].shape
     n = b[0].shape[-1]
-    step = max(1, _STACK // max(1, m * k + k * n + m * n))
+    step = max(1, _STACK_ELEMENTS // max(1, m * k + k * n + m * n))
     if count <= step and count != 1:
-        return _multiply(a, b, components, dtype, error)
+        return _multiply_matrices(a, b, components, dtype)
     pieces = []
     for first in range(0, count, step):
         at = first if step == 1 or count == 1 else slice(first, first + step)
-        pieces.append(_multiply(tuple(p[at] for p in a), tuple(p[at] for p in b), components, dtype, error))
+        pieces.append(_multiply_matrices(tuple(p[at] for p in a), tuple(p[at] for p in b), components, dtype))
     join = torch.stack if step == 1 or count == 1 else torch.cat
-    return [join(parts) for parts in zip(*pieces, strict=True)]
+    return tuple(join(parts) for parts in zip(*pieces, strict=True))
 
 
-def _multiply(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
+def _multiply_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Multiply matrices, or one stack of them, by the method that suits them."""
     shape, inner = (*a[0].shape[:-1], b[0].shape[-1]), a[0].shape[-1]
     outputs = torch.Size(shape).numel()
     if not outputs or not inner:
-        made = tuple(a[0].new_zeros(shape, dtype=dtype) for _ in range(components))
-        return [*made, *([a[0].new_zeros(shape, dtype=torch.float64)] if error else [])]
+        return tuple(a[0].new_zeros(shape, dtype=dtype) for _ in range(components))
     if (
         len(a) == len(b) == components == 1
         and a[0].dtype == b[0].dtype == dtype
         and dtype in (torch.float32, torch.float64)
     ):
-        made = (a[0].new_empty(shape),)
-        multiply(a[0], b[0], made[0])
-        return [*made, *([error_wide(a, b, made, dtype)] if error else [])]
-    work = wide_type((a, b), components, dtype)
+        made = a[0].new_empty(shape)
+        multiply_plain_matrices(a[0], b[0], made)
+        return (made,)
+    work = choose_wide_type((a, b), components, dtype)
     if work is not None:
-        made = multiply_wide(a, b, components, dtype, work)
-        return [*made, *([error_wide(a, b, made, work)] if error else [])]
+        return multiply_in_wide_type(a, b, components, dtype, work)
     if _is_like_a_dot_product(outputs, inner, a[0].numel() + b[0].numel()):
-        made = multiply_direct(a, b, components, dtype)
-        return [*made, *([error_direct(a, b, components, dtype)] if error else [])]
-    a, b = (_prepare_slices(parts) for parts in (a, b))
-    made, bound = multiply_sliced(a, b, components, dtype, error)
-    return [*made, *([] if bound is None else [bound])]
+        return multiply_small_matrices(a, b, components, dtype)
+    return multiply_by_slices(_convert_to_float64(a), _convert_to_float64(b), components, dtype)
 
 
 def _is_like_a_dot_product(outputs: int, inner: int, elements: int) -> bool:
     """Return whether slicing takes longer than computing each entry, by measured costs in microseconds."""
-    sliced = 200 * -(-inner // BLOCK) + 0.03 * elements + 0.0005 * outputs * inner
+    sliced = 200 * -(-inner // SLICED_BLOCK_LENGTH) + 0.03 * elements + 0.0005 * outputs * inner
     return 250 + 0.02 * outputs * inner < sliced
 
 
-def _prepare_slices(parts: Parts) -> Parts:
+def _convert_to_float64(parts: Parts) -> Parts:
     return parts if parts[0].dtype == torch.float64 else tuple(part.double() for part in parts)
 
 
-def _implementation(
-    parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype, error: bool
-) -> list[torch.Tensor]:
-    return _run(parts[:count], parts[count:], components, dtype, error)
+def _fake_matmul(parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    shape = _find_result_shape(parts[0], parts[count])
+    return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
 
 
-def _fake(
-    parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype, error: bool
-) -> list[torch.Tensor]:
-    shape = _shape(parts[0], parts[count])
-    made = [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
-    return [*made, *([parts[0].new_empty(shape, dtype=torch.float64)] if error else [])]
-
-
-_operator = define_operator(
-    "matmul(Tensor[] parts, int count, int components, ScalarType dtype, bool error) -> Tensor[]",
-    _implementation,
-    _fake,
+_matmul_operator = define_operator(
+    "matmul(Tensor[] parts, int count, int components, ScalarType dtype) -> Tensor[]",
+    lambda parts, count, components, dtype: list(_multiply_stacks(parts[:count], parts[count:], components, dtype)),
+    _fake_matmul,
 )
 
 
-_KINDS = {
+_GROUPED_OPERAND_SHAPES = {
     (2, 3): "(M, K) and (G, K, N) with offsets of the rows",
     (3, 2): "(G, M, K) and (K, N) with offsets of the columns",
     (2, 2): "(M, K) and (K, N) with offsets of what is summed over",
@@ -213,18 +179,18 @@ def grouped_matmul(a: Parts, b: Parts, offsets: torch.Tensor | None, components:
     >>> grouped_matmul(x, experts, torch.tensor([1, 3]), components=1, dtype=torch.float32)[0].flatten().tolist()
     [10.0, 200.0, 300.0]
     """
-    _grouped_check(a[0].shape, b[0].shape, offsets)
+    _check_grouped_operands(a[0].shape, b[0].shape, offsets)
     if offsets is None:
         return matmul(a, b, components, dtype)
     if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b, offsets)):
         return tuple(_grouped_operator([*a, *b], len(a), offsets, components, dtype))
-    return tuple(_grouped_run([*a, *b], len(a), offsets, components, dtype))
+    return tuple(_multiply_groups([*a, *b], len(a), offsets, components, dtype))
 
 
-def _grouped_check(a: torch.Size, b: torch.Size, offsets: torch.Tensor | None) -> None:
-    kind = _KINDS.get((len(a), len(b)))
+def _check_grouped_operands(a: torch.Size, b: torch.Size, offsets: torch.Tensor | None) -> None:
+    kind = _GROUPED_OPERAND_SHAPES.get((len(a), len(b)))
     if kind is None or a[-1] != b[-2] or (offsets is None) != (len(a) == len(b) == 3):
-        allowed = "; ".join(_KINDS.values())
+        allowed = "; ".join(_GROUPED_OPERAND_SHAPES.values())
         given = "none" if offsets is None else tuple(offsets.shape)
         raise ValueError(f"grouped_mm takes {allowed}; got {tuple(a)} and {tuple(b)}, offsets {given}")
     groups = next((shape[0] for shape in (a, b) if len(shape) == 3), None)
@@ -238,12 +204,12 @@ def _grouped_check(a: torch.Size, b: torch.Size, offsets: torch.Tensor | None) -
         )
 
 
-def _grouped_shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> tuple[Any, ...]:
+def _find_grouped_shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> tuple[Any, ...]:
     shape = (a.shape[-2], b.shape[-1])
     return (offsets.shape[0], *shape) if a.dim() == b.dim() else shape
 
 
-def _grouped_run(
+def _multiply_groups(
     parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     a, b = (tuple(part.detach() for part in some) for some in (parts[:count], parts[count:]))
@@ -251,11 +217,11 @@ def _grouped_run(
     limit = a[0].shape[0] if b[0].dim() == 3 else b[0].shape[-1] if a[0].dim() == 3 else a[0].shape[-1]
     if [0, *ends] != sorted([0, *ends]) or (ends and ends[-1] > limit):
         raise ValueError(f"grouped_mm takes offsets that never decrease, from 0 to {limit}; got {ends}")
-    made = [a[0].new_zeros(_grouped_shape(a[0], b[0], offsets), dtype=dtype) for _ in range(components)]
+    made = [a[0].new_zeros(_find_grouped_shape(a[0], b[0], offsets), dtype=dtype) for _ in range(components)]
     for group, (start, end) in enumerate(zip([0, *ends], ends)):
         where = slice(start, end)
-        left = tuple(_group(part, group, where, rows=b[0].dim() == 3) for part in a)
-        right = tuple(_group(part, group, where, rows=a[0].dim() == 2) for part in b)
+        left = tuple(_take_group(part, group, where, rows=b[0].dim() == 3) for part in a)
+        right = tuple(_take_group(part, group, where, rows=a[0].dim() == 2) for part in b)
         product = matmul(left, right, components, dtype)
         for into, part in zip(made, product, strict=True):
             at = group if a[0].dim() == b[0].dim() else (where if b[0].dim() == 3 else (slice(None), where))
@@ -263,21 +229,21 @@ def _grouped_run(
     return made
 
 
-def _group(part: torch.Tensor, group: int, where: slice, rows: bool) -> torch.Tensor:
+def _take_group(part: torch.Tensor, group: int, where: slice, rows: bool) -> torch.Tensor:
     if part.dim() == 3:
         return part[group]
     return part[where] if rows else part[:, where]
 
 
-def _grouped_fake(
+def _fake_grouped_matmul(
     parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    shape = _grouped_shape(parts[0], parts[count], offsets)
+    shape = _find_grouped_shape(parts[0], parts[count], offsets)
     return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
 
 
 _grouped_operator = define_operator(
     "grouped_matmul(Tensor[] parts, int count, Tensor offsets, int components, ScalarType dtype) -> Tensor[]",
-    _grouped_run,
-    _grouped_fake,
+    _multiply_groups,
+    _fake_grouped_matmul,
 )

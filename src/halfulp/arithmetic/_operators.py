@@ -22,60 +22,60 @@ from ..kernels import (
     times_power,
     trace_is_wide,
 )
-from ._error_free import Terms, distill, fast_two_sum, sweep, two_product, two_sum
+from ._error_free import Terms, distill_terms, fast_two_sum, sweep_terms, two_product, two_sum
 
 
-def finished(plain, terms: Terms) -> Terms:
+def finish_special_values(plain, terms: Terms) -> Terms:
     """Return the terms with the plain operation's infinities, NaNs and signs of zero."""
     head = select(is_finite(plain) & (abs(terms[0]) > 0.0), terms[0], plain)
     sound = is_finite(plain) & is_finite(terms[0])
     return [head, *(select(sound, t, 0.0) for t in terms[1:])]
 
 
-def settled(plain, terms: Terms) -> Terms:
-    """Return the terms with the plain operation's zeros' signs; like `finished`, for sums and products."""
+def finish_zero_signs(plain, terms: Terms) -> Terms:
+    """Return the terms with the plain operation's zeros' signs; like `finish_special_values`, for sums and products."""
     sound = is_finite(terms[0])
     head = select(sound & (abs(terms[0]) > 0.0), terms[0], plain)
     return [head, *(select(sound, t, 0.0) for t in terms[1:])]
 
 
-def gathered(x: Terms, keep: int) -> Terms:
+def gather_terms(x: Terms, keep: int) -> Terms:
     """Return the sum of any terms as `keep` components: infinities and NaN as the plain sum, a zero head's sign."""
     plain = x[0]
     for t in x[1:]:
         plain = plain + t
     nothing = select(x[0] == 0.0, x[0], 0.0)
-    return finished(select(is_finite(plain), nothing, plain), distill(x, keep))
+    return finish_special_values(select(is_finite(plain), nothing, plain), distill_terms(x, keep))
 
 
-def negated(x: Terms) -> Terms:
+def negate(x: Terms) -> Terms:
     """-x."""
     return [-t for t in x]
 
 
-def one_like(x):
+def make_one_like(x):
     """1, of a value's kind."""
     return select(is_finite(x), x, 0.0) * 0.0 + 1.0
 
 
-def scaled(x: Terms, factor) -> Terms:
+def scale_terms(x: Terms, factor) -> Terms:
     """x times a power of two."""
     return [t * factor for t in x]
 
 
 @shared
-def added(x: Terms, y: Terms, n: int) -> Terms:
+def add(x: Terms, y: Terms, n: int) -> Terms:
     """x + y to n components; special values are not looked after."""
     if len(x) < len(y):
         x, y = y, x
     if n == 1 and len(x) == 1:
         return [x[0] + y[0]]
     if len(x) == 1:
-        return fitted(list(two_sum(x[0], y[0])), n)
+        return fit_term_count(list(two_sum(x[0], y[0])), n)
     if n <= 2 and len(x) == 2:
         return (_add_plain(x, y[0]) if len(y) == 1 else _add_two(x, y))[:n]
     merged = [t for pair in zip(x, y) for t in pair] + list(x[len(y) :])
-    return distill(merged, n)
+    return distill_terms(merged, n)
 
 
 def _add_plain(x: Terms, y) -> Terms:
@@ -91,17 +91,17 @@ def _add_two(x: Terms, y: Terms) -> Terms:
 
 
 @shared
-def multiplied(x: Terms, y: Terms, n: int) -> Terms:
+def multiply(x: Terms, y: Terms, n: int) -> Terms:
     """x y to n components; special values are not looked after."""
     if len(x) < len(y):
         x, y = y, x
     if n == 1:
-        return [x[0] * y[0]] if len(x) == 1 else multiplied(x, y, 2)[:1]
+        return [x[0] * y[0]] if len(x) == 1 else multiply(x, y, 2)[:1]
     if len(x) == 1:
-        return fitted(list(two_product(x[0], y[0])), n)
+        return fit_term_count(list(two_product(x[0], y[0])), n)
     if n == 2:
         return _multiply_plain(x, y[0]) if len(y) == 1 else _multiply_two(x, y)
-    return _distilled_product(x, y, n)
+    return _distill_product(x, y, n)
 
 
 def _multiply_plain(x: Terms, y) -> Terms:
@@ -115,7 +115,7 @@ def _multiply_two(x: Terms, y: Terms) -> Terms:
     return list(fast_two_sum(c, c1 + (x[0] * y[1] + x[1] * y[0])))
 
 
-def _distilled_product(x: Terms, y: Terms, n: int) -> Terms:
+def _distill_product(x: Terms, y: Terms, n: int) -> Terms:
     """Return partial products by order of magnitude: exact below order n, rounded at order n, none beyond."""
     orders: list[list] = [[] for _ in range(n + 1)]
     for i, a in enumerate(x):
@@ -129,11 +129,11 @@ def _distilled_product(x: Terms, y: Terms, n: int) -> Terms:
     terms = [t for order in orders[:n] for t in order] + ([sum(orders[n][1:], orders[n][0])] if orders[n] else [])
     # Nothing cancels between orders, so n passes leave an error of order u^n (Ogita, Rump, Oishi 2005).
     for _ in range(n):
-        terms = sweep(terms)
-    return distill(terms[: 2 * n], n)
+        terms = sweep_terms(terms)
+    return distill_terms(terms[: 2 * n], n)
 
 
-def updated(x: Terms, y, factor: Terms) -> Terms:
+def multiply_and_add(x: Terms, y, factor: Terms) -> Terms:
     """x + y factor to two components: at most 4 u^2 (|x| + |y factor|) off, half the work of a product and a sum."""
     p, e = two_product(factor[0], y)
     high, low = two_sum(x[0], p)
@@ -142,27 +142,27 @@ def updated(x: Terms, y, factor: Terms) -> Terms:
 
 
 @shared
-def divided(x: Terms, y: Terms, n: int) -> Terms:
+def divide(x: Terms, y: Terms, n: int) -> Terms:
     """x / y to n components, for y and the quotient away from the ends of the range."""
     if n == 1:
-        return [x[0] / y[0]] if len(x) == len(y) == 1 else divided(x, y, 2)[:1]
+        return [x[0] / y[0]] if len(x) == len(y) == 1 else divide(x, y, 2)[:1]
     quotient, rest = [x[0] / y[0]], list(x)
     if n == 2:
-        part = multiplied(y, quotient, 2)
+        part = multiply(y, quotient, 2)
         low = rest[1] - part[1] if len(rest) > 1 else -part[1]
         return list(fast_two_sum(quotient[0], ((rest[0] - part[0]) + low) / y[0]))
     for _ in range(n):
-        rest = added(rest, negated(multiplied(y, quotient[-1:], n + 1)), n + 1)
+        rest = add(rest, negate(multiply(y, quotient[-1:], n + 1)), n + 1)
         quotient.append(rest[0] / y[0])
-    return distill(quotient, n)
+    return distill_terms(quotient, n)
 
 
 @shared
-def rooted(x: Terms, n: int) -> Terms:
+def take_root(x: Terms, n: int) -> Terms:
     """Return the square root to n components, for x away from the ends of the range."""
     digits = [square_root(x[0])]
     if n == 1:
-        return digits if len(x) == 1 else rooted(x, 2)[:1]
+        return digits if len(x) == 1 else take_root(x, 2)[:1]
     # Behind the root of zero follow zeros.
     twice = select(digits[0] == 0.0, digits[0] * 0.0 + 1.0, digits[0] + digits[0])
     if n == 2:
@@ -170,51 +170,51 @@ def rooted(x: Terms, n: int) -> Terms:
         rest = (x[0] - p) - e
         return list(fast_two_sum(digits[0], (rest + x[1] if len(x) > 1 else rest) / twice))
     for _ in range(n):
-        known = distill(digits, len(digits))
-        rest = added(list(x), negated(multiplied(known, known, n + 1)), n + 1)
+        known = distill_terms(digits, len(digits))
+        rest = add(list(x), negate(multiply(known, known, n + 1)), n + 1)
         digits.append(rest[0] / twice)
-    return distill(digits, n)
+    return distill_terms(digits, n)
 
 
-def quotient(x: Terms, y: Terms, n: int) -> Terms:
+def divide_in_range(x: Terms, y: Terms, n: int) -> Terms:
     """x / y for all operands: scaled to the middle of the range, and back with one rounding."""
-    x, kx = centred(x)
-    y, ky = centred(y)
+    x, kx = center_exponents(x)
+    y, ky = center_exponents(y)
     plain = x[0] / y[0]
-    return finished(times_power(plain, kx - ky), [times_power(t, kx - ky) for t in divided(x, y, n)])
+    return finish_special_values(times_power(plain, kx - ky), [times_power(t, kx - ky) for t in divide(x, y, n)])
 
 
-def square_root_of(x: Terms, n: int) -> Terms:
+def take_root_in_range(x: Terms, n: int) -> Terms:
     """Return the square root for all operands; NaN below zero."""
-    scaled_x, k = centred(x)
+    scaled_x, k = center_exponents(x)
     plain = square_root(scaled_x[0])
-    digits = rooted(scaled_x, n)
-    return finished(times_power(plain, k * 0.5), [times_power(t, k * 0.5) for t in digits])
+    digits = take_root(scaled_x, n)
+    return finish_special_values(times_power(plain, k * 0.5), [times_power(t, k * 0.5) for t in digits])
 
 
-def centred(x: Terms) -> tuple[Terms, Value]:
+def center_exponents(x: Terms) -> tuple[Terms, Value]:
     """x 2^-k and k: an even power of two that brings very large and very small values into the middle."""
     edge, step = (2.0**500, 600.0) if trace_is_wide(x[0]) else (2.0**50, 70.0)
     size = abs(x[0])
     zero = size * 0.0
     k = select(size > edge, zero + step, select(size < 1.0 / edge, zero - step, zero))
-    return scaled(x, power(-k)), k
+    return scale_terms(x, power(-k)), k
 
 
-def fitted(terms: Terms, n: int) -> Terms:
+def fit_term_count(terms: Terms, n: int) -> Terms:
     """Return the first n terms, padded with zeros."""
     return list(terms[:n]) + [select(is_finite(terms[0]), terms[0], 0.0) * 0.0] * (n - len(terms))
 
 
 # Bits, exponent of the smallest normal number, largest number.
-SHAPES = {torch.float16: (11, -14, 65504.0), torch.bfloat16: (8, -126, (2.0 - 2.0**-7) * 2.0**127)}
+SIXTEEN_BIT_LIMITS = {torch.float16: (11, -14, 65504.0), torch.bfloat16: (8, -126, (2.0 - 2.0**-7) * 2.0**127)}
 
 
-def rounded(x, dtype: torch.dtype):
+def round_to_narrow(x, dtype: torch.dtype):
     """Return a float64 rounded to a narrower type's numbers, ties to even, still as float64."""
     if dtype == torch.float32:
         return round_to_float32(x)
-    precision, lowest, largest = SHAPES[dtype]
+    precision, lowest, largest = SIXTEEN_BIT_LIMITS[dtype]
     unit = power_below(x) * 2.0 ** (1 - precision)
     smallest = 2.0 ** (lowest + 1 - precision)
     unit = select(unit > smallest, unit, unit * 0.0 + smallest)
@@ -231,27 +231,27 @@ def round_to_components(terms: Terms, dtype: torch.dtype, n: int) -> Terms:
     """n components of a narrower type, largest first; behind an infinity or NaN follow zeros."""
     rest, out = list(terms), []
     for _ in range(n):
-        out.append(_head(rest, dtype))
+        out.append(_round_to_head(rest, dtype))
         rest = [rest[0] - out[-1], *rest[1:]]
         if len(rest) > 1:
-            rest = sweep(rest)
+            rest = sweep_terms(rest)
     return [out[0], *(select(is_finite(out[0]), part, 0.0) for part in out[1:])]
 
 
-def _head(rest: Terms, dtype: torch.dtype):
+def _round_to_head(rest: Terms, dtype: torch.dtype):
     """Return the sum rounded once: a tie of the first term is broken by the second."""
-    part = rounded(rest[0], dtype)
+    part = round_to_narrow(rest[0], dtype)
     if len(rest) == 1:
         return part
     left = rest[0] - part
     other = part + (left + left)
     same_side = (rest[1] > 0.0) & (left > 0.0) | (rest[1] < 0.0) & (left < 0.0)
-    return select(same_side & (rounded(other, dtype) == other), other, part)
+    return select(same_side & (round_to_narrow(other, dtype) == other), other, part)
 
 
 def to_float64_terms(parts: Terms) -> Terms:
     """Return a narrower type's components, converted to float64, as a canonical float64 expansion."""
-    return list(parts) if len(parts) == 1 else gathered(list(parts), len(parts))
+    return list(parts) if len(parts) == 1 else gather_terms(list(parts), len(parts))
 
 
 def float16_to_float64(parts: Terms) -> Terms:

@@ -40,16 +40,16 @@ from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr,
 from ..kernels.triton._expansions import LONGEST, VECTOR, Pointwise
 from ..kernels.triton._launch import ready
 from ._error_free import Terms, fast_two_sum, two_sum
-from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, STEP, beyond_reach, reduced_exactly
-from ._operators import SHAPES, float16_to_float64, round_to_components, to_float64_terms
+from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, REMAINDER_STEP_NAME, evaluate_far_angles, find_far_angles
+from ._operators import SIXTEEN_BIT_LIMITS, float16_to_float64, round_to_components, to_float64_terms
 
 # Outside of these magnitudes float32 overflows, or loses bits below its normal numbers.
-_LEAST, _MOST = (127 - 100) << 24, (127 + 126) << 24
-_HIGH, _SIGN = 0xFFFF0000, 0x80000000
-_EXACT = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+_LEAST_SAFE_WORD, _GREATEST_SAFE_WORD = (127 - 100) << 24, (127 + 126) << 24
+_BFLOAT16_MASK, _SIGN_MASK = 0xFFFF0000, 0x80000000
+_ARITHMETIC_OPERATORS = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
 
 
-def quick(
+def make_quick_function(
     name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype
 ) -> tuple[Callable[..., Terms], torch.dtype] | None:
     """Return a function of the operands' components to the result's, and whether they are in doubt; and its arithmetic.
@@ -60,24 +60,26 @@ def quick(
         components: of the result.
         dtype: of all components.
     """
-    if name not in _EXACT or dtype not in SHAPES:
+    if name not in _ARITHMETIC_OPERATORS or dtype not in SIXTEEN_BIT_LIMITS:
         return None
     if dtype == torch.bfloat16 and components == 2 and max(counts) <= 2:
-        return lambda *values: _PAIRS[name](list(values[: counts[0]]), list(values[counts[0] :])), torch.float32
+        return lambda *values: _PAIR_FUNCTIONS[name](
+            list(values[: counts[0]]), list(values[counts[0] :])
+        ), torch.float32
 
-    def together(*values: Any) -> Terms:
+    def compute_in_float64(*values: Any) -> Terms:
         (a, doubt_a), (b, doubt_b) = (
             _add_components(list(x), dtype) for x in (values[: counts[0]], values[counts[0] :])
         )
-        rest = _EXACT[name](a, b)
-        doubt = doubt_a | doubt_b | ~(abs(rest) < SHAPES[dtype][2] / 2)
+        rest = _ARITHMETIC_OPERATORS[name](a, b)
+        doubt = doubt_a | doubt_b | ~(abs(rest) < SIXTEEN_BIT_LIMITS[dtype][2] / 2)
         found = []
         for _ in range(components):
-            found.append(_round_in_range(rest, dtype))
+            found.append(_round_without_overflow(rest, dtype))
             rest = rest - found[-1]
         return [*found, doubt]
 
-    return together, torch.float64
+    return compute_in_float64, torch.float64
 
 
 def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -90,75 +92,75 @@ def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
     return select(x[0] == 0.0, x[0], total), lost
 
 
-def _round_in_range(x, dtype: torch.dtype):
-    """Round a float64 that no rounding makes infinite: see `rounded`."""
-    precision, lowest, _ = SHAPES[dtype]
+def _round_without_overflow(x, dtype: torch.dtype):
+    """Round a float64 that no rounding makes infinite: see `round_to_narrow`."""
+    precision, lowest, _ = SIXTEEN_BIT_LIMITS[dtype]
     magic, least = power_below(x) * (1.5 * 2.0 ** (53 - precision)), 1.5 * 2.0 ** (lowest + 53 - precision)
     magic = select(magic > least, magic, least)
     nearest = (x + magic) - magic
     return select(nearest == 0.0, x * 0.0, nearest)
 
 
-def _add(x: Terms, y: Terms) -> Terms:
-    (a, left_a), (b, left_b) = _together(x), _together(y)
+def _add_pairs(x: Terms, y: Terms) -> Terms:
+    (a, left_a), (b, left_b) = _add_up_pair(x), _add_up_pair(y)
     s, e = two_sum(a, b)
     v, w = fast_two_sum(s, e + (left_a + left_b))
-    sign = bit_and(bit_and(word(x[0]), word(y[0])), _SIGN)
-    first, second, doubt = _round_sum(v, w, left_a, left_b, v == 0.0)
+    sign = bit_and(bit_and(word(x[0]), word(y[0])), _SIGN_MASK)
+    first, second, doubt = _round_to_bfloat16_pair(v, w, left_a, left_b, v == 0.0)
     return [real(bit_or(word(first), sign)), second, doubt | (left_a != 0.0) & (left_b != 0.0)]
 
 
-def _multiply(x: Terms, y: Terms) -> Terms:
-    (a, left_a), (b, left_b) = _together(x), _together(y)
+def _multiply_pairs(x: Terms, y: Terms) -> Terms:
+    (a, left_a), (b, left_b) = _add_up_pair(x), _add_up_pair(y)
     p = a * b
     v, w = fast_two_sum(p, product_error(a, b, p) + (left_a * b + left_b * a))
-    sign = bit_and(bit_xor(word(x[0]), word(y[0])), _SIGN)
+    sign = bit_and(bit_xor(word(x[0]), word(y[0])), _SIGN_MASK)
     # A product that float32 takes for 0 leaves the sign of a second component to the network.
     is_zero = (v == 0.0) & ((a == 0.0) | (b == 0.0))
-    first, second, doubt = _round_sum(v, w, left_a, left_b, is_zero)
-    return [real(bit_or(bit_and(word(first), _HIGH ^ _SIGN), sign)), second, doubt]
+    first, second, doubt = _round_to_bfloat16_pair(v, w, left_a, left_b, is_zero)
+    return [real(bit_or(bit_and(word(first), _BFLOAT16_MASK ^ _SIGN_MASK), sign)), second, doubt]
 
 
-_PAIRS: dict[str, Callable[[Terms, Terms], Terms]] = {
-    "add": _add,
-    "sub": lambda x, y: _add(x, [-t for t in y]),
-    "mul": _multiply,
+_PAIR_FUNCTIONS: dict[str, Callable[[Terms, Terms], Terms]] = {
+    "add": _add_pairs,
+    "sub": lambda x, y: _add_pairs(x, [-t for t in y]),
+    "mul": _multiply_pairs,
 }
 
 
-def _together(x: Terms) -> tuple[Any, Any]:
+def _add_up_pair(x: Terms) -> tuple[Any, Any]:
     return fast_two_sum(*x) if len(x) > 1 else (x[0], x[0] * 0.0)
 
 
-def _round_sum(v, w, left_a, left_b, is_zero) -> tuple[Any, Any, Any]:
+def _round_to_bfloat16_pair(v, w, left_a, left_b, is_zero) -> tuple[Any, Any, Any]:
     """Round v + w to two bfloat16; say where they may be others, as other bits are lost or the range ends."""
-    first = _nearest(v)
+    first = _round_to_bfloat16(v)
     rest = (v - first) + w
     lost = bit_or(bit_or(word(w), word(left_a)), word(left_b)) != 0
     # |v - first| of 4 units or more of v keeps what was lost below a unit or two of the rest.
     beside_tie = bit_and(add(word(v), 4), 0x7FF8) == 0
     rest_beside_tie = bit_and(add(word(rest), 0x8004), 0xFFF8) == 0
     size = shl(word(v), 1)
-    in_range = (sub(size, _LEAST) < _MOST - _LEAST) | is_zero
-    return first, _nearest(rest), lost & (beside_tie | rest_beside_tie) | ~in_range
+    in_range = (sub(size, _LEAST_SAFE_WORD) < _GREATEST_SAFE_WORD - _LEAST_SAFE_WORD) | is_zero
+    return first, _round_to_bfloat16(rest), lost & (beside_tie | rest_beside_tie) | ~in_range
 
 
-def _nearest(x):
+def _round_to_bfloat16(x):
     """Round float32 to bfloat16, ties to even, still as float32."""
     bits = word(x)
-    return real(bit_and(add(add(bits, 0x7FFF), bit_and(shr(bits, 16), 1)), _HIGH))
+    return real(bit_and(add(add(bits, 0x7FFF), bit_and(shr(bits, 16), 1)), _BFLOAT16_MASK))
 
 
 Parts = tuple[torch.Tensor, ...]
 Dtypes = tuple[torch.dtype, ...]
 PRECISION = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 MOST: int = 4
-ANGLES = ("sin", "cos")
-_ROW = 8192
-_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which cost less to make than tensors
+ANGLE_FUNCTION_NAMES = ("sin", "cos")
+_ROW_LENGTH = 8192
+_ARRAY_TYPE_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which cost less to make than tensors
 
 
-class Elements:
+class ElementwiseKernels:
     """A function of a few values per element, as kernels that fill tensors with its results.
 
     Args:
@@ -167,7 +169,8 @@ class Elements:
         arithmetic: the type it computes in.
         stored: dtypes of the inputs in memory.
         written: dtypes of the outputs in memory.
-        quick: the same function in fewer steps, with a mask of elements in doubt behind its terms, and its arithmetic.
+        quick_function: the same function in fewer steps, with a mask of elements in doubt behind its terms, and its
+            arithmetic.
         exact: whether the terms are numbers of `written`.
     """
 
@@ -178,28 +181,33 @@ class Elements:
         arithmetic: torch.dtype,
         stored: Dtypes,
         written: Dtypes,
-        quick: tuple[Callable[..., Terms], torch.dtype] | None = None,
+        quick_function: tuple[Callable[..., Terms], torch.dtype] | None = None,
         exact: bool = False,
     ) -> None:
-        self.name, self.function, self.arithmetic, self.quick, self.exact = name, function, arithmetic, quick, exact
+        self.name, self.function, self.arithmetic, self.exact = name, function, arithmetic, exact
+        self.quick_function = quick_function
         self.stored, self.written = stored, written
         self.label = f"{name} of {', '.join(map(str, stored))}"
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape; they may be inputs too) from inputs that broadcast to them."""
         written = tuple(outputs)
-        if written[0].numel() and not self.fill(inputs, written):
+        if written[0].numel() and not self.fill_outputs(inputs, written):
             for target, term in zip(written, self.evaluate(inputs), strict=True):
                 target.copy_(term)
 
-    def fill(self, inputs: Sequence[torch.Tensor], outputs: Parts) -> bool:
+    def fill_outputs(self, inputs: Sequence[torch.Tensor], outputs: Parts) -> bool:
         """Fill contiguous tensors of one shape from inputs that broadcast to them; False if no kernel can."""
         engine = select_engine(outputs[0].device.type)
         if engine == "llvm":
             if outputs[0].numel():
-                fill(self.kernel, inputs, outputs)
+                run_on_broadcast_operands(self.kernel, inputs, outputs)
             return True
-        kernel = self._on(outputs[0].device, outputs[0].numel() % VECTOR == 0) if engine == "triton" else None
+        kernel = (
+            self._find_triton_kernel(outputs[0].device, outputs[0].numel() % VECTOR == 0)
+            if engine == "triton"
+            else None
+        )
         if kernel is None:
             return False
         kernel(inputs, outputs)
@@ -210,7 +218,7 @@ class Elements:
         return self.function(*(part.to(self.arithmetic) for part in inputs))
 
     @functools.cached_property
-    def traced(self) -> tuple[Any, list[int]]:
+    def recorded_trace(self) -> tuple[Any, list[int]]:
         """The instructions, and which of them are results."""
         trace, results = record(self.function, self.arithmetic, len(self.stored))
         return trace, [r.number if hasattr(r, "number") else trace.emit("add", (r, 0.0)).number for r in results]
@@ -218,26 +226,28 @@ class Elements:
     @functools.cached_property
     def kernel(self) -> Callable[..., Any]:
         """The kernel of the processor."""
-        return compile_trace(self.name, *self.traced, self.stored, self.written, self._quick(), self.exact)
+        return compile_trace(
+            self.name, *self.recorded_trace, self.stored, self.written, self._record_quick_trace(), self.exact
+        )
 
-    def _quick(self) -> Quick | None:
-        if self.quick is None:
+    def _record_quick_trace(self) -> Quick | None:
+        if self.quick_function is None:
             return None
-        trace, found = record(*self.quick, len(self.stored))
+        trace, found = record(*self.quick_function, len(self.stored))
         *results, doubt = (value.number for value in found)
         return Quick(trace, tuple(results), doubt)
 
     @functools.cached_property
-    def on_triton(self) -> Pointwise:
+    def triton_kernel(self) -> Pointwise:
         """The kernel of an accelerator."""
-        return Pointwise(*self.traced, self.stored, self.written)
+        return Pointwise(*self.recorded_trace, self.stored, self.written)
 
-    def _on(self, device: torch.device, whole: bool) -> Any:
+    def _find_triton_kernel(self, device: torch.device, whole: bool) -> Any:
         """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
-        if self.on_triton.size > LONGEST:
+        if self.triton_kernel.size > LONGEST:
             note(
                 "engine",
-                f"{self.label} is too long for Triton, {self.on_triton.size} instructions: plain torch instead",
+                f"{self.label} is too long for Triton, {self.triton_kernel.size} instructions: plain torch instead",
             )
             return None
         count = 512 if whole else 515
@@ -245,23 +255,23 @@ class Elements:
             (self, whole),
             self.label,
             device,
-            lambda: self.on_triton,
-            lambda kernel, device: self._tried_on(kernel, device, count),
-            lambda: [part[:count] for part in self._wanted()],
+            lambda: self.triton_kernel,
+            lambda kernel, device: self._run_trial_on_device(kernel, device, count),
+            lambda: [part[:count] for part in self._compute_trial_by_torch()],
         )
 
-    def _tried_on(self, kernel: Pointwise, device: torch.device, count: int) -> list[torch.Tensor]:
-        inputs = [part[:count].to(device) for part in _trial(self.stored)]
+    def _run_trial_on_device(self, kernel: Pointwise, device: torch.device, count: int) -> list[torch.Tensor]:
+        inputs = [part[:count].to(device) for part in _make_trial_inputs(self.stored)]
         made = [torch.empty(count, dtype=dtype, device=device) for dtype in self.written]
         kernel(inputs, made)
         return [part.cpu() for part in made]
 
-    def _wanted(self) -> list[torch.Tensor]:
-        return [term.to(dtype) for term, dtype in zip(self.evaluate(_trial(self.stored)), self.written)]
+    def _compute_trial_by_torch(self) -> list[torch.Tensor]:
+        return [term.to(dtype) for term, dtype in zip(self.evaluate(_make_trial_inputs(self.stored)), self.written)]
 
 
 @functools.cache
-def _trial(stored: Dtypes) -> list[torch.Tensor]:
+def _make_trial_inputs(stored: Dtypes) -> list[torch.Tensor]:
     """Return fixed elements, different per input: both signs, magnitudes from 2^-12 to 2^12, zeros, infinities, NaN."""
     made = []
     for k, dtype in enumerate(stored):
@@ -273,7 +283,7 @@ def _trial(stored: Dtypes) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Call:
+class PointwiseCall:
     """The specification of a kernel: function, operands' and result's components and dtypes."""
 
     name: str
@@ -289,7 +299,7 @@ class Call:
         return torch.float32 if narrow and few and NETWORKS[self.name].any_precision else torch.float64
 
     @property
-    def working(self) -> int:
+    def working_components(self) -> int:
         """The number of components, in that arithmetic, that carry the result and a few bits more."""
         if self.arithmetic == self.dtype:
             return self.components
@@ -305,19 +315,21 @@ class Call:
             elif dtype != self.arithmetic:
                 parts = to_float64_terms(parts)
             operands.append(parts)
-        terms = NETWORKS[self.name].network(operands, self.working)
+        terms = NETWORKS[self.name].network(operands, self.working_components)
         if self.dtype == self.arithmetic:
             return terms[: self.components]
         return round_to_components(terms, self.dtype, self.components)
 
     @functools.cached_property
-    def elements(self) -> Elements:
+    def kernels(self) -> ElementwiseKernels:
         """The function as kernels of elements."""
         stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
         written = (self.dtype,) * self.components
         counts, is_one = tuple(count for _, count in self.operands), len({*stored, self.dtype}) == 1
-        short = quick(self.name, counts, self.components, self.dtype) if is_one else None
-        return Elements(f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, short, exact=True)
+        short = make_quick_function(self.name, counts, self.components, self.dtype) if is_one else None
+        return ElementwiseKernels(
+            f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, short, exact=True
+        )
 
 
 def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:
@@ -350,11 +362,11 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
             flat.append(part)
             plain = plain and type(part) is torch.Tensor
     if out is None and (not plain or torch.compiler.is_compiling()):
-        return tuple(_operator(name, flat, [count for _, count in kinds], components, dtype))
-    return _run(_call(name, tuple(kinds), components, dtype), flat, out)
+        return tuple(_pointwise_operator(name, flat, [count for _, count in kinds], components, dtype))
+    return _run_call(_make_call(name, tuple(kinds), components, dtype), flat, out)
 
 
-def combine(name: str, a: Parts, b: Parts) -> Parts:
+def evaluate_alike(name: str, a: Parts, b: Parts) -> Parts:
     """`pointwise` of two contiguous operands of one shape, dtype and number of components, in half the steps.
 
     The result is of that dtype and number too. Small operators take as long as their steps in Python.
@@ -362,11 +374,11 @@ def combine(name: str, a: Parts, b: Parts) -> Parts:
     first = a[0]
     if type(first) is not torch.Tensor or type(b[0]) is not torch.Tensor or torch.compiler.is_compiling():
         return pointwise(name, a, b, components=len(a), dtype=first.dtype)
-    elements, count = _elements(name, first.dtype, len(a)), first.numel()
+    elements, count = _find_alike_kernels(name, first.dtype, len(a)), first.numel()
     if elements is None or not count or select_engine(first.device.type) != "llvm":
         return pointwise(name, a, b, components=len(a), dtype=first.dtype)
     made = tuple([torch.empty_like(first) for _ in a])
-    row = count if count < _ROW else _ROW
+    row = count if count < _ROW_LENGTH else _ROW_LENGTH
     words = [row, count]
     for part in (*a, *b, *made):
         words += (part.data_ptr(), row, 1)
@@ -375,9 +387,9 @@ def combine(name: str, a: Parts, b: Parts) -> Parts:
 
 
 @functools.cache
-def _elements(name: str, dtype: torch.dtype, components: int) -> Elements | None:
-    """Return the kernels of `combine`; None for a division, which takes several."""
-    return None if name in DIVISIONS else _call(name, ((dtype, components),) * 2, components, dtype).elements
+def _find_alike_kernels(name: str, dtype: torch.dtype, components: int) -> ElementwiseKernels | None:
+    """Return the kernels of `evaluate_alike`; None for a division, which takes several."""
+    return None if name in DIVISIONS else _make_call(name, ((dtype, components),) * 2, components, dtype).kernels
 
 
 def names() -> tuple[str, ...]:
@@ -390,14 +402,14 @@ def names() -> tuple[str, ...]:
 
 
 @functools.cache
-def _call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dtype) -> Call:
+def _make_call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dtype) -> PointwiseCall:
     if name not in names():
         raise ValueError(f"no function {name!r} of expansions: there are {', '.join(names())}")
     wanted = 2 if name in DIVISIONS else FUNCTIONS[name].operands
     if len(operands) != wanted:
         raise ValueError(f"{name} takes {wanted} operands, got {len(operands)}")
     check_components(*operands, (dtype, components))
-    return Call(name, operands, components, dtype)
+    return PointwiseCall(name, operands, components, dtype)
 
 
 def check_components(*kinds: tuple[torch.dtype, int]) -> None:
@@ -409,25 +421,25 @@ def check_components(*kinds: tuple[torch.dtype, int]) -> None:
             raise ValueError(f"{count} components: allowed are 1 to {MOST}")
 
 
-def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
-    if call.name in ANGLES:
-        far = beyond_reach(flat[0])
+def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    if call.name in ANGLE_FUNCTION_NAMES:
+        far = find_far_angles(flat[0])
         if far is not None:
-            return _run_far(call, flat, far, out)
+            return _run_far_angles(call, flat, far, out)
     if call.name in DIVISIONS and len(call.operands) == 2:
         return _run_division(call, flat, out)
     first = flat[0]
     shape = first.shape
     for part in flat:
         if part.shape != shape:
-            shape = _broadcast({part.shape for part in flat if part.dim()})
+            shape = _broadcast_shapes({part.shape for part in flat if part.dim()})
             break
     if out is not None and all(part.is_contiguous() and part.shape == shape for part in out):
         written = out
-        flat = [part.clone() if _overlaps(part, out) else part for part in flat]
+        flat = [part.clone() if _is_written_before_read(part, out) else part for part in flat]
     else:
-        written = _made_like(first, shape, call.dtype, call.components)
-    call.elements(flat, written)
+        written = _make_outputs_like(first, shape, call.dtype, call.components)
+    call.kernels(flat, written)
     if out is not None and out is not written:
         for target, part in zip(out, written, strict=True):
             target.copy_(part)
@@ -435,17 +447,11 @@ def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
     return written
 
 
-def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
-    """Run a function of angles of which some need the exact reduction; only those take it."""
-    made = _run(call, [part.masked_fill(far, 0.0) for part in flat], None)
-    count = min(len(flat) + 1, MOST)
-    quadrants, turned = reduced_exactly([part[far] for part in flat], count)
-    kinds = ((torch.float64, count),)
-    sine, cosine = (_run(_call(name, kinds, call.components, call.dtype), turned, None) for name in ANGLES)
-    quadrants = quadrants + ANGLES.index(call.name)
-    odd, negative = (quadrants % 2).bool(), (quadrants % 4) >= 2
-    rest = [torch.where(odd, c, s) for s, c in zip(sine, cosine, strict=True)]
-    rest = [torch.where(negative, -part, part) for part in rest]
+def _run_far_angles(call: PointwiseCall, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
+    """Run a function of angles of which some are beyond the kernels' reduction."""
+    made = _run_call(call, [part.masked_fill(far, 0.0) for part in flat], None)
+    exact = evaluate_far_angles(call.name, [part[far] for part in flat])
+    rest = pointwise("renormalize", exact, components=call.components, dtype=call.dtype)
     for part, some in zip(made, rest, strict=True):
         part[far] = some
     if out is None:
@@ -455,35 +461,35 @@ def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: P
     return out
 
 
-def _run_division(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+def _run_division(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
     """Divide with remainder: steps until |r| < |b| everywhere, mostly one, then the function of (a, r, b)."""
     flat = torch.broadcast_tensors(*flat)
     (kind_a, count_a), (kind_b, count_b) = call.operands
     a = _convert_to_float64(kind_a, flat[:count_a])
     b = _convert_to_float64(kind_b, flat[count_a:])
     r = [*a, *(torch.zeros_like(a[0]) for _ in b)]
-    step = _internal(STEP, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
+    step = _make_internal_call(REMAINDER_STEP_NAME, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
     pending = True
     while pending:
-        *r, flag = _run(step, (*r, *b), None)
+        *r, flag = _run_call(step, (*r, *b), None)
         pending = bool(flag.any())
-    ended = _internal(call.name, (count_a, len(r), count_b), call.components, call.dtype)
-    return _run(ended, (*a, *r, *b), out)
+    ended = _make_internal_call(call.name, (count_a, len(r), count_b), call.components, call.dtype)
+    return _run_call(ended, (*a, *r, *b), out)
 
 
 def _convert_to_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
     if kind == torch.float64 or len(parts) == 1:
         return tuple(part.double() for part in parts)
-    return _run(_call("renormalize", ((kind, len(parts)),), len(parts), torch.float64), parts, None)
+    return _run_call(_make_call("renormalize", ((kind, len(parts)),), len(parts), torch.float64), parts, None)
 
 
 @functools.cache
-def _internal(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> Call:
+def _make_internal_call(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> PointwiseCall:
     """Return a call on float64 operands that may have more components than public ones."""
-    return Call(name, tuple((torch.float64, count) for count in counts), components, dtype)
+    return PointwiseCall(name, tuple((torch.float64, count) for count in counts), components, dtype)
 
 
-def _overlaps(part: torch.Tensor, out: Parts) -> bool:
+def _is_written_before_read(part: torch.Tensor, out: Parts) -> bool:
     """Return whether elements of an operand are written before they are read: it shares memory otherwise than alike."""
     memory = part.untyped_storage().data_ptr()
     if all(memory != other.untyped_storage().data_ptr() for other in out):
@@ -493,27 +499,27 @@ def _overlaps(part: torch.Tensor, out: Parts) -> bool:
     )
 
 
-def _broadcast(shapes: set[torch.Size]) -> torch.Size:
+def _broadcast_shapes(shapes: set[torch.Size]) -> torch.Size:
     """Return the shape that all shapes with dimensions broadcast to; mostly there is one."""
     return next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
 
 
-def _made_like(first: torch.Tensor, shape: torch.Size, dtype: torch.dtype, components: int) -> Parts:
+def _make_outputs_like(first: torch.Tensor, shape: torch.Size, dtype: torch.dtype, components: int) -> Parts:
     """Return new contiguous tensors, in half the time for a contiguous one of that shape and dtype."""
     if first.dtype is dtype and first.is_contiguous() and first.shape == shape:
         return tuple([torch.empty_like(first) for _ in range(components)])
     return tuple([torch.empty((*shape,), dtype=dtype, device=first.device) for _ in range(components)])
 
 
-def fill(kernel: Callable[..., Any], flat: Sequence[torch.Tensor], written: Parts) -> None:
+def run_on_broadcast_operands(kernel: Callable[..., Any], flat: Sequence[torch.Tensor], written: Parts) -> None:
     """Run a kernel on operands that broadcast to the results, which are contiguous and not empty."""
     shape, count = written[0].shape, written[0].numel()
-    row = count if count < _ROW else _ROW
+    row = count if count < _ROW_LENGTH else _ROW_LENGTH
     words, _alive = [row, count], flat
     for part in flat:
         at = part.data_ptr()
         if not at or part.is_neg() or part.shape != shape or not part.is_contiguous():
-            words, _alive = _spread_all(flat, shape, count)
+            words, _alive = _describe_operands(flat, shape, count)
             row = words[0]
             break
         words += (at, row, 1)
@@ -532,9 +538,9 @@ def _run_rows(kernel: Callable[..., Any], words: list[int]) -> None:
         run_chunks(kernel, np.full(rows, row, np.int64), table.buffer_info()[0])
 
 
-def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence[Any]]:
+def _describe_operands(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence[Any]]:
     """Return the table's words for operands of any shapes and strides, and the tensors that own them."""
-    row = count if count < _ROW else _ROW
+    row = count if count < _ROW_LENGTH else _ROW_LENGTH
     for part in flat:
         if part.shape != shape and part.numel() != 1:
             row = shape[-1]
@@ -543,7 +549,7 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
     alive: list[torch.Tensor | array.array[Any]] = []
     for part in map(plain, flat):
         if part.shape != shape:
-            held, words_of = _repeat_operand(part, shape, row)
+            held, words_of = _repeat_operand_values(part, shape, row)
             alive.append(held)
             words += words_of
         else:
@@ -553,13 +559,13 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
     return words, alive
 
 
-def _repeat_operand(
+def _repeat_operand_values(
     part: torch.Tensor, shape: torch.Size, row: int
 ) -> tuple[torch.Tensor | array.array[Any], tuple[int, int, int]]:
     """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
     if part.numel() == 1:
-        if part.dtype in _CODES:
-            copies = array.array(_CODES[part.dtype], (part.item(),)) * LANES
+        if part.dtype in _ARRAY_TYPE_CODES:
+            copies = array.array(_ARRAY_TYPE_CODES[part.dtype], (part.item(),)) * LANES
             return copies, (copies.buffer_info()[0], 0, 0)
         part = part.reshape(1).expand(LANES).contiguous()
         return part, (address(part), 0, 0)
@@ -573,27 +579,27 @@ def _repeat_operand(
     return part, (address(part), row, 1)
 
 
-def _implementation(
+def _run_operator(
     name: str, parts: list[torch.Tensor], counts: list[int], components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     kinds, at = [], 0
     for count in counts:
         kinds.append((parts[at].dtype, count))
         at += count
-    return list(_run(_call(name, tuple(kinds), components, dtype), parts, None))
+    return list(_run_call(_make_call(name, tuple(kinds), components, dtype), parts, None))
 
 
-def _fake(
+def _fake_pointwise(
     name: str, parts: list[torch.Tensor], counts: list[int], components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     shape = torch.broadcast_shapes(*(part.shape for part in parts))
     return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
 
 
-_operator = define_operator(
+_pointwise_operator = define_operator(
     "pointwise(str name, Tensor[] parts, int[] counts, int components, ScalarType dtype) -> Tensor[]",
-    _implementation,
-    _fake,
+    _run_operator,
+    _fake_pointwise,
 )
 
 
@@ -620,11 +626,11 @@ def merge(parts: Parts, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     True
     """
     if len(parts) > 2 and dtype == torch.float64:
-        return _beyond_a_tie(*pointwise("renormalize", parts, components=3, dtype=dtype))
+        return _break_tie(*pointwise("renormalize", parts, components=3, dtype=dtype))
     return pointwise("renormalize", parts, components=1, dtype=dtype)[0]
 
 
-def _beyond_a_tie(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
+def _break_tie(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
     """Round canonical components to one: the first, or its neighbour if a third component decides a tie."""
     other = first + 2 * second
     tie = (other - first == 2 * second) & (torch.nextafter(first, other) == other) & (second != 0)
@@ -647,18 +653,18 @@ def compare(a: Parts, b: Parts) -> torch.Tensor:
     return pointwise("compare", a, b, components=1, dtype=torch.float32)[0].to(torch.int8)
 
 
-Operand = tuple[Parts, torch.Tensor | None]
-_Kind = tuple[torch.dtype, int, bool]
+ScaledOperand = tuple[Parts, torch.Tensor | None]
+_OperandKind = tuple[torch.dtype, int, bool]
 
 
-def at_hand(name: str, operands: Sequence[Operand]) -> bool:
-    """Return whether `function_of_scaled` computes a function of these operands, which no compiler follows."""
-    if name in ANGLES or name in DIVISIONS or torch.compiler.is_compiling():
+def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> bool:
+    """Return whether `run_on_scaled_operands` computes a function of these operands, which no compiler follows."""
+    if name in ANGLE_FUNCTION_NAMES or name in DIVISIONS or torch.compiler.is_compiling():
         return False
-    return all(type(part) is torch.Tensor for parts, scale in operands for part in (*parts, *_given(scale)))
+    return all(type(part) is torch.Tensor for parts, scale in operands for part in (*parts, *_list_scale(scale)))
 
 
-def function_of_scaled(name: str, operands: Sequence[Operand], components: int) -> tuple[Parts, torch.Tensor]:
+def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], components: int) -> tuple[Parts, torch.Tensor]:
     """Return a function as float64 components, and the magnitude of each element, 0 where it is not finite.
 
     Args:
@@ -671,14 +677,16 @@ def function_of_scaled(name: str, operands: Sequence[Operand], components: int) 
     shapes = {part.shape for parts, _ in operands for part in parts}
     shape = first.shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
     device = next((parts[0] for parts, _ in operands if parts[0].dim()), first)
-    *made, size = _made_like(device, shape, torch.float64, components + 1)
-    _function(name, kinds, components)(
-        [x for parts, scale in operands for x in (*parts, *_given(scale))], (*made, size)
+    *made, size = _make_outputs_like(device, shape, torch.float64, components + 1)
+    _make_scaled_kernels(name, kinds, components)(
+        [x for parts, scale in operands for x in (*parts, *_list_scale(scale))], (*made, size)
     )
     return tuple(made), size
 
 
-def under_scale(wide: Parts, scale: torch.Tensor, components: int, dtype: torch.dtype, keeps: bool = False) -> Parts:
+def round_under_scale(
+    wide: Parts, scale: torch.Tensor, components: int, dtype: torch.dtype, keeps: bool = False
+) -> Parts:
     """Return the components whose sum times a scale is the value of float64 components.
 
     Args:
@@ -688,18 +696,18 @@ def under_scale(wide: Parts, scale: torch.Tensor, components: int, dtype: torch.
         dtype: of the result's components.
         keeps: whether no element becomes 0 that is none.
     """
-    made = _made_like(wide[0], wide[0].shape, dtype, components)
+    made = _make_outputs_like(wide[0], wide[0].shape, dtype, components)
     # A product with the reciprocal has the quotient's bits, as scales are powers of two.
-    _components(len(wide), components, dtype, keeps)([*wide, scale.double().reciprocal()], made)
+    _make_rounding_kernels(len(wide), components, dtype, keeps)([*wide, scale.double().reciprocal()], made)
     return made
 
 
-def _given(scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _list_scale(scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     return () if scale is None else (scale,)
 
 
 @functools.cache
-def _function(name: str, kinds: tuple[_Kind, ...], components: int) -> Elements:
+def _make_scaled_kernels(name: str, kinds: tuple[_OperandKind, ...], components: int) -> ElementwiseKernels:
     def function(*values: Any) -> Terms:
         rest, operands = list(values), []
         for dtype, count, scaled in kinds:
@@ -714,12 +722,12 @@ def _function(name: str, kinds: tuple[_Kind, ...], components: int) -> Elements:
         return [*made, select(is_finite(made[0]), abs(made[0]), 0.0)]
 
     stored = tuple(one for dtype, count, scaled in kinds for one in [*[dtype] * count, *[torch.float32] * scaled])
-    return Elements(f"scaled_{name}", function, torch.float64, stored, (torch.float64,) * (components + 1))
+    return ElementwiseKernels(f"scaled_{name}", function, torch.float64, stored, (torch.float64,) * (components + 1))
 
 
 @functools.cache
-def _components(count: int, components: int, dtype: torch.dtype, keeps: bool) -> Elements:
-    rounding = Call("renormalize", ((torch.float64, count),), components, dtype)
+def _make_rounding_kernels(count: int, components: int, dtype: torch.dtype, keeps: bool) -> ElementwiseKernels:
+    rounding = PointwiseCall("renormalize", ((torch.float64, count),), components, dtype)
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
     def function(*values: Any) -> Terms:
@@ -733,4 +741,4 @@ def _components(count: int, components: int, dtype: torch.dtype, keeps: bool) ->
 
     name = "components_under_scale_kept" if keeps else "components_under_scale"
     stored, written = (torch.float64,) * (count + 1), (dtype,) * components
-    return Elements(name, function, torch.float64, stored, written, exact=True)
+    return ElementwiseKernels(name, function, torch.float64, stored, written, exact=True)

@@ -25,11 +25,13 @@ from ..kernels import (
 from ..kernels.triton._expansions import Reduction
 from ..kernels.triton._launch import ready
 from ._error_free import Terms, two_sum
-from ._operators import added, gathered, multiplied, quotient, round_to_components
+from ._operators import add, divide_in_range, gather_terms, multiply, round_to_components
 from ._pointwise import PRECISION, Parts, pointwise
 
-_LARGE = 2**17  # elements of a matrix from which on its rows are reduced in segments, each by one thread
-_SEGMENT = 2**16  # elements of a segment
+_LARGE_MATRIX_ELEMENTS = (
+    2**17
+)  # elements of a matrix from which on its rows are reduced in segments, each by one thread
+_SEGMENT_ELEMENTS = 2**16  # elements of a segment
 
 
 def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
@@ -90,10 +92,10 @@ def running(parts: Parts, dim: int, components: int) -> Parts:
 
 
 def _run_reduction(kind: str, parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool) -> Parts:
-    dims = _dimensions(parts[0].dim(), dim)
+    dims = _normalize_dims(parts[0].dim(), dim)
     if torch.compiler.is_compiling() or not all(map(_is_readable, parts)):
-        return tuple(_operator(kind, list(parts), dims, components, keepdim))
-    return _reduce(kind, parts, dims, components, keepdim)
+        return tuple(_reduction_operator(kind, list(parts), dims, components, keepdim))
+    return _reduce_dims(kind, parts, dims, components, keepdim)
 
 
 def _is_readable(part: torch.Tensor) -> bool:
@@ -101,7 +103,7 @@ def _is_readable(part: torch.Tensor) -> bool:
     return type(part) is torch.Tensor and not part.is_neg() and not part._is_zerotensor()
 
 
-def _dimensions(rank: int, dim: int | Sequence[int] | None) -> list[int]:
+def _normalize_dims(rank: int, dim: int | Sequence[int] | None) -> list[int]:
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return list(range(rank))
     dims = [dim] if isinstance(dim, int) else list(dim)
@@ -113,11 +115,11 @@ def _dimensions(rank: int, dim: int | Sequence[int] | None) -> list[int]:
     return sorted({d % rank for d in dims})
 
 
-def _reduce(kind: str, parts: Parts, dims: Sequence[int], components: int, keepdim: bool) -> Parts:
+def _reduce_dims(kind: str, parts: Parts, dims: Sequence[int], components: int, keepdim: bool) -> Parts:
     shape, dtype = parts[0].shape, parts[0].dtype
     after = [1 if d in dims else shape[d] for d in range(len(shape)) if keepdim or d not in dims]
-    matrices, sizes = _matrices(parts, dims)
-    made = _columns(kind, matrices, sizes, components, dtype, after)
+    matrices, sizes = _view_as_matrices(parts, dims)
+    made = _reduce_columns(kind, matrices, sizes, components, dtype, after)
     if made[0].device.type == "cpu" and _is_finite(made[0]):  # nobody waits for a CPU
         return made
     head = matrices[0].view(sizes)
@@ -125,20 +127,26 @@ def _reduce(kind: str, parts: Parts, dims: Sequence[int], components: int, keepd
     if kind != "prod" or dtype == torch.float64:
         return _restore_special_values(made, plain)
     # A product that leaves float64's range does so in another place than one that only its components cannot hold.
-    wide = _columns(kind, matrices, sizes, _accumulator_width(dtype, len(parts), components), torch.float64, after)
+    wide = _reduce_columns(
+        kind, matrices, sizes, _count_accumulators(dtype, len(parts), components), torch.float64, after
+    )
     mended = pointwise("renormalize", _restore_special_values(wide, plain), components=components, dtype=dtype)
     lost = ~torch.isfinite(made[0])
     return tuple([torch.where(lost, other, part) for other, part in zip(mended, made)])
 
 
-def _matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[int, int, int]]:
+def _view_as_matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[int, int, int]]:
     """Return the elements as (matrices, rows, columns) without gaps, of which the rows are reduced."""
     shape = parts[0].shape
     if len(dims) == len(shape):
         return tuple([part.contiguous() for part in parts]), (1, parts[0].numel(), 1)
     before = [d for d in range(dims[0]) if d not in dims]
     behind = [d for d in range(dims[0], len(shape)) if d not in dims]
-    many, rows, columns = sizes = (_count(shape, before), _count(shape, dims), _count(shape, behind))
+    many, rows, columns = sizes = (
+        _count_elements(shape, before),
+        _count_elements(shape, dims),
+        _count_elements(shape, behind),
+    )
     order = [*before, *dims, *behind]
     if order != sorted(order):
         parts = tuple([part.permute(order) for part in parts])
@@ -150,7 +158,7 @@ def _matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[int, int,
     return beside, (1, rows, many * columns)
 
 
-def _count(shape: Sequence[int], dims: Sequence[int]) -> int:
+def _count_elements(shape: Sequence[int], dims: Sequence[int]) -> int:
     return math.prod([shape[d] for d in dims])
 
 
@@ -170,32 +178,34 @@ def _restore_special_values(made: Parts, plain: torch.Tensor) -> Parts:
     return (first, *(torch.where(lost, 0.0, part) for part in made[1:]))
 
 
-def _columns(
+def _reduce_columns(
     kind: str, parts: Parts, sizes: tuple[int, int, int], components: int, dtype: torch.dtype, shape: Sequence[int]
 ) -> Parts:
     """Reduce every column of (matrices, rows, columns); return the results in a shape."""
     many, rows, columns = sizes
     stored, count = parts[0].dtype, len(parts)
-    width = _accumulator_width(stored, count, max(components, 2) if dtype == torch.float64 else components)
+    width = _count_accumulators(stored, count, max(components, 2) if dtype == torch.float64 else components)
     reduction = _Reduction(kind, stored, count, width, True, components, dtype)
-    several = _side_by_side(rows, columns)
-    if rows * columns <= _LARGE:
-        return _reduce_segments(reduction, parts, _Cut(sizes, rows, 1, several, rows), shape)
-    length = max(2, _SEGMENT // (BLOCK * several * columns)) * BLOCK * several
+    several = _count_rows_side_by_side(rows, columns)
+    if rows * columns <= _LARGE_MATRIX_ELEMENTS:
+        return _reduce_segments(reduction, parts, _ReadingOrder(sizes, rows, 1, several, rows), shape)
+    length = max(2, _SEGMENT_ELEMENTS // (BLOCK * several * columns)) * BLOCK * several
     segments = -(-rows // length)
     inner = reduction._replace(kind="prod" if kind == "prod" else "sum", components=width, dtype=torch.float64)
-    first = _reduce_segments(inner, parts, _Cut(sizes, length, segments, several, rows), (many * segments, columns))
+    first = _reduce_segments(
+        inner, parts, _ReadingOrder(sizes, length, segments, several, rows), (many * segments, columns)
+    )
     outer = reduction._replace(stored=torch.float64, inputs=width, raw=False)
-    cut = _Cut((many, segments, columns), segments, 1, _side_by_side(segments, columns), rows)
+    cut = _ReadingOrder((many, segments, columns), segments, 1, _count_rows_side_by_side(segments, columns), rows)
     return _reduce_segments(outer, first, cut, shape)
 
 
-def _side_by_side(rows: int, columns: int) -> int:
+def _count_rows_side_by_side(rows: int, columns: int) -> int:
     """Return how many rows lie side by side in the lanes of a kernel."""
     return ACROSS if columns == 1 else max(1, min(ACROSS // max(columns, 1), rows))
 
 
-class _Cut(NamedTuple):
+class _ReadingOrder(NamedTuple):
     """The order in which a kernel reads its matrices.
 
     Attributes:
@@ -213,7 +223,7 @@ class _Cut(NamedTuple):
     divisor: int
 
 
-def _accumulator_width(dtype: torch.dtype, count: int, components: int) -> int:
+def _count_accumulators(dtype: torch.dtype, count: int, components: int) -> int:
     """Return how many float64 components accumulate a result."""
     if dtype == torch.float64:
         return max(2, components)
@@ -241,52 +251,56 @@ class _Reduction(NamedTuple):
     components: int
     dtype: torch.dtype
 
-    def step(self, *values: Any) -> Terms:
+    def add_row(self, *values: Any) -> Terms:
         """Add the next row to a block's state."""
         width, state, row = self.width, list(values[: self.width]), list(values[self.width :])
         if self.stored != torch.float64:
             row = _combine_in_float64(row)
         if self.kind == "prod":
-            return multiplied(state, row, width)
-        if not self._short:
-            return added(state, row, width)
+            return multiply(state, row, width)
+        if not self._adds_errors_plainly:
+            return add(state, row, width)
         if self.stored != torch.float64:
             # Two float32 fill 48 bits: 16 of them summed in float64 keep what they hold.
             return [state[0] + row[0], state[1]]
         high, error = two_sum(state[0], row[0])
         return [high, state[1] + (error + row[1] if len(row) > 1 else error)]
 
-    def join(self, *values: Any) -> Terms:
+    def add_block(self, *values: Any) -> Terms:
         """Add a block's state to the accumulators."""
         state = values[self.width :]
-        return self.merge(*values[: self.width], *(two_sum(*state) if self._short and self.kind != "prod" else state))
+        return self.merge_lanes(
+            *values[: self.width], *(two_sum(*state) if self._adds_errors_plainly and self.kind != "prod" else state)
+        )
 
-    def merge(self, *values: Any) -> Terms:
+    def merge_lanes(self, *values: Any) -> Terms:
         """Merge the accumulators of two lanes."""
         one, other = list(values[: self.width]), list(values[self.width :])
-        return multiplied(one, other, self.width) if self.kind == "prod" else added(one, other, self.width)
+        return multiply(one, other, self.width) if self.kind == "prod" else add(one, other, self.width)
 
-    def close(self, *values: Any) -> Terms:
+    def round_result(self, *values: Any) -> Terms:
         """Return the accumulators, divided by a mean's count, as the result's components."""
         *terms, count = values
         if self.kind == "mean":
-            terms = quotient(terms, [count], self.width)
+            terms = divide_in_range(terms, [count], self.width)
         if self.dtype != torch.float64:
             return round_to_components(terms, self.dtype, self.components)
-        return terms if self.width == self.components else gathered(terms, self.width)[: self.components]
+        return terms if self.width == self.components else gather_terms(terms, self.width)[: self.components]
 
     @property
-    def _short(self) -> bool:
+    def _adds_errors_plainly(self) -> bool:
         """Whether at most 16 rounding errors are summed plainly: 2^8 u^2 of the sum of magnitudes."""
         return self.raw and self.width == 2
 
     @property
-    def steps(self) -> ReductionSteps:
+    def device_functions(self) -> ReductionSteps:
         """The device functions, for the compiler."""
-        return ReductionSteps(self.step, self.join, self.merge, self.close, self.width, self.start)
+        return ReductionSteps(
+            self.add_row, self.add_block, self.merge_lanes, self.round_result, self.width, self.neutral_element
+        )
 
     @property
-    def start(self) -> float:
+    def neutral_element(self) -> float:
         """The neutral element."""
         return 1.0 if self.kind == "prod" else 0.0
 
@@ -299,7 +313,7 @@ def _combine_in_float64(row: Terms) -> Terms:
     return list(two_sum(high, low + sum(row[3:], row[2])))
 
 
-def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Parts:
+def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, shape: Sequence[int]) -> Parts:
     """Reduce every segment; return the results in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
     engine = select_engine(parts[0].device.type)
@@ -315,7 +329,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequ
     for part in (*parts, *made):
         words.append(address(part))
     table = array.array("q", words)
-    kernel = _kernel(reduction, "line" if columns == 1 else "narrow" if columns < ACROSS else "wide")
+    kernel = _compile_kernel(reduction, "line" if columns == 1 else "narrow" if columns < ACROSS else "wide")
     if count == 1 or many * rows * columns < SERIAL_BELOW or torch.get_num_threads() == 1:
         kernel(0, count, table.buffer_info()[0])
     else:
@@ -324,9 +338,9 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequ
 
 
 @functools.cache
-def _kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
+def _compile_kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
     stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
-    return compile_reduction(f"reduce_{reduction.kind}", reduction.steps, stored, written, shape)
+    return compile_reduction(f"reduce_{reduction.kind}", reduction.device_functions, stored, written, shape)
 
 
 def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
@@ -341,11 +355,15 @@ def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
     def reference() -> list[torch.Tensor]:
         return [part for cut, parts in trials() for part in _reduce_by_reference(reduction, parts, cut)]
 
-    trials = functools.partial(_trials, reduction)
-    return ready(reduction, name, device, lambda: Reduction(reduction.steps, stored, written), run, reference)
+    trials = functools.partial(_make_trial_matrices, reduction)
+    return ready(
+        reduction, name, device, lambda: Reduction(reduction.device_functions, stored, written), run, reference
+    )
 
 
-def _run_on_triton(reduction: _Reduction, kernel: Reduction, parts: Sequence[torch.Tensor], cut: _Cut) -> Parts:
+def _run_on_triton(
+    reduction: _Reduction, kernel: Reduction, parts: Sequence[torch.Tensor], cut: _ReadingOrder
+) -> Parts:
     """Return the results as (matrices and segments, columns)."""
     shape = cut.sizes[0] * cut.segments, cut.sizes[2]
     made = [torch.empty(shape, dtype=reduction.dtype, device=parts[0].device) for _ in range(reduction.components)]
@@ -353,10 +371,10 @@ def _run_on_triton(reduction: _Reduction, kernel: Reduction, parts: Sequence[tor
     return tuple(made)
 
 
-def _trials(reduction: _Reduction) -> Iterator[tuple[_Cut, list[torch.Tensor]]]:
+def _make_trial_matrices(reduction: _Reduction) -> Iterator[tuple[_ReadingOrder, list[torch.Tensor]]]:
     """Yield fixed matrices of one, a few and many columns."""
     for columns in (1, 5, ACROSS + 3):
-        cut = _Cut((2, 75, columns), 50, 2, _side_by_side(75, columns), 75)
+        cut = _ReadingOrder((2, 75, columns), 50, 2, _count_rows_side_by_side(75, columns), 75)
         made = []
         for k in range(reduction.inputs):
             ramp = torch.linspace(-1, 1, math.prod(cut.sizes), dtype=torch.float64, device="cpu").roll(31 * k)
@@ -364,37 +382,41 @@ def _trials(reduction: _Reduction) -> Iterator[tuple[_Cut, list[torch.Tensor]]]:
         yield cut, made
 
 
-def _reduce_by_reference(reduction: _Reduction, parts: Sequence[torch.Tensor], cut: _Cut) -> Parts:
+def _reduce_by_reference(reduction: _Reduction, parts: Sequence[torch.Tensor], cut: _ReadingOrder) -> Parts:
     """Return the results as (matrices and segments, columns)."""
     length, wide = cut.length, [part.reshape(cut.sizes).double() for part in parts]
     pieces_of = [[part[:, k * length : (k + 1) * length] for part in wide] for k in range(cut.segments)]
-    terms = [torch.stack(some, 1) for some in zip(*(_segment(reduction, some, cut) for some in pieces_of))]
+    terms = [
+        torch.stack(some, 1) for some in zip(*(_reduce_segment_by_torch(reduction, some, cut) for some in pieces_of))
+    ]
     return tuple([part.to(reduction.dtype).flatten(0, 1) for part in terms])
 
 
-def _segment(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Terms:
+def _reduce_segment_by_torch(reduction: _Reduction, parts: list[torch.Tensor], cut: _ReadingOrder) -> Terms:
     """Reduce one segment in torch, in the order of the kernel: rows side by side, then lanes by halves."""
     (many, rows, columns), several = parts[0].shape, cut.several
     turns = -(-rows // several)
-    lanes = [_pad_rows(part, turns * several, 0.0 if k else reduction.start) for k, part in enumerate(parts)]
-    held = _in_blocks(reduction, [part.reshape(many, turns, several * columns) for part in lanes])
+    lanes = [_pad_rows(part, turns * several, 0.0 if k else reduction.neutral_element) for k, part in enumerate(parts)]
+    held = _reduce_in_blocks(reduction, [part.reshape(many, turns, several * columns) for part in lanes])
     while several > 1:
         half = (several + 1) // 2
         own, alone, other = (several - half) * columns, half * columns, several * columns
-        merged = reduction.merge(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
+        merged = reduction.merge_lanes(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
         held = [torch.cat([new, old[:, own:alone]], 1) for new, old in zip(merged, held)]
         several = half
-    return reduction.close(*held, held[0].new_tensor(float(cut.divisor)))
+    return reduction.round_result(*held, held[0].new_tensor(float(cut.divisor)))
 
 
-def _in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms:
+def _reduce_in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms:
     many, turns, width = lanes[0].shape
-    held = begin = [lanes[0].new_full((many, width), 0.0 if k else reduction.start) for k in range(reduction.width)]
+    held = begin = [
+        lanes[0].new_full((many, width), 0.0 if k else reduction.neutral_element) for k in range(reduction.width)
+    ]
     for top in range(0, turns, BLOCK):
         state = begin
         for turn in range(top, min(top + BLOCK, turns)):
-            state = reduction.step(*state, *(part[:, turn] for part in lanes))
-        held = reduction.join(*held, *state)
+            state = reduction.add_row(*state, *(part[:, turn] for part in lanes))
+        held = reduction.add_block(*held, *state)
     return held
 
 
@@ -403,18 +425,22 @@ def _pad_rows(part: torch.Tensor, rows: int, value: float) -> torch.Tensor:
     return torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[1]), value=value)
 
 
-def _implementation(
+def _run_operator(
     kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool
 ) -> list[torch.Tensor]:
-    return list(_reduce(kind, tuple(parts), dims, components, keepdim))
+    return list(_reduce_dims(kind, tuple(parts), dims, components, keepdim))
 
 
-def _fake(kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool) -> list[torch.Tensor]:
+def _fake_reduction(
+    kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool
+) -> list[torch.Tensor]:
     shape = parts[0].shape
     after = [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
     return [parts[0].new_empty(after) for _ in range(components)]
 
 
-_operator = define_operator(
-    "reduce(str kind, Tensor[] parts, int[] dims, int components, bool keepdim) -> Tensor[]", _implementation, _fake
+_reduction_operator = define_operator(
+    "reduce(str kind, Tensor[] parts, int[] dims, int components, bool keepdim) -> Tensor[]",
+    _run_operator,
+    _fake_reduction,
 )

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 
 import torch
 
-KEPT_BYTES = 64 << 20
+MOST_KEPT_BYTES = 64 << 20
 _ALIGNMENT = 64
-_mine = threading.local()
+_thread_memory = threading.local()
 
-Spec = tuple[tuple[int, ...], torch.dtype]
-Layout = tuple[tuple[Spec, ...], ...]
+TensorSpec = tuple[tuple[int, ...], torch.dtype]
+WorkspaceLayout = tuple[tuple[TensorSpec, ...], ...]
 
 
 @contextlib.contextmanager
-def workspace(layout: Layout, device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
+def borrow_workspace(layout: WorkspaceLayout, device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
     """Return uninitialized contiguous tensors from the thread's scratch memory.
 
     Args:
@@ -26,43 +26,43 @@ def workspace(layout: Layout, device: torch.device) -> Iterator[list[list[torch.
         device: of the tensors. On the CPU the ones used last are kept for the next call, up to KEPT_BYTES a thread.
     """
     if device.type != "cpu":
-        yield _built(layout, device)[0]
+        yield _allocate_workspace(layout, device)[0]
         return
-    kept = _mine.__dict__.setdefault("kept", {})
+    kept = _thread_memory.__dict__.setdefault("kept", {})
     # Taken out while in use, so that a call inside a call gets memory of its own.
-    made = kept.pop(layout, None) or _built(layout, device)
+    made = kept.pop(layout, None) or _allocate_workspace(layout, device)
     try:
         yield made[0]
     finally:
         kept[layout] = made
-        if sum(size for _, size in kept.values()) > KEPT_BYTES:
+        if sum(size for _, size in kept.values()) > MOST_KEPT_BYTES:
             _forget_oldest(kept)
 
 
-def _forget_oldest(kept: dict[Layout, tuple[list, int]]) -> None:
+def _forget_oldest(kept: dict[WorkspaceLayout, tuple[list, int]]) -> None:
     for layout in list(kept):
-        if sum(size for _, size in kept.values()) <= KEPT_BYTES:
+        if sum(size for _, size in kept.values()) <= MOST_KEPT_BYTES:
             return
         del kept[layout]
 
 
-def _built(layout: Layout, device: torch.device) -> tuple[list[list[torch.Tensor]], int]:
-    start = sum(_bytes_of(spec) for spec in layout[0])
-    size = start + max((sum(_bytes_of(spec) for spec in group) for group in layout[1:]), default=0)
+def _allocate_workspace(layout: WorkspaceLayout, device: torch.device) -> tuple[list[list[torch.Tensor]], int]:
+    start = sum(_count_aligned_bytes(spec) for spec in layout[0])
+    size = start + max((sum(_count_aligned_bytes(spec) for spec in group) for group in layout[1:]), default=0)
     block = torch.empty(size, dtype=torch.uint8, device=device)
     groups = [_carve_views(block, 0, layout[0]), *(_carve_views(block, start, group) for group in layout[1:])]
     return groups, size
 
 
-def _carve_views(block: torch.Tensor, at: int, group: tuple[Spec, ...]) -> list[torch.Tensor]:
+def _carve_views(block: torch.Tensor, at: int, group: tuple[TensorSpec, ...]) -> list[torch.Tensor]:
     out = []
     for shape, dtype in group:
         size = math.prod(shape) * dtype.itemsize
         out.append(block[at : at + size].view(dtype).view(shape))
-        at += _bytes_of((shape, dtype))
+        at += _count_aligned_bytes((shape, dtype))
     return out
 
 
-def _bytes_of(spec: Spec) -> int:
+def _count_aligned_bytes(spec: TensorSpec) -> int:
     shape, dtype = spec
     return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

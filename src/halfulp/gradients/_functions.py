@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..arithmetic import _float32_products
-from ..arithmetic._float32_products import CELLS, PRODUCT_NAMES
+from ..arithmetic._float32_products import PRODUCT_NAMES, RECURRENT_CELL_NAMES
 
 # A region asks at every call.
-get_function_name = functools.cache(_float32_products.name_of)
+get_function_name = functools.cache(_float32_products.read_operator_name)
 OperatorKind = Literal["product", "cell", "shape", "fact", "in-place", "plain", "property"]
 
 # Only their first argument has a gradient.
@@ -32,7 +32,10 @@ _FUNCTIONS_WITHOUT_GRADIENT = {
 }
 _FUNCTIONS_BY_KIND: tuple[tuple[OperatorKind, set[str]], ...] = (
     ("product", PRODUCT_NAMES),
-    ("cell", CELLS),  # all steps share a site, that of the state, which several parts of such a function read
+    (
+        "cell",
+        RECURRENT_CELL_NAMES,
+    ),  # all steps share a site, that of the state, which several parts of such a function read
     ("shape", _FIRST_ARGUMENT_FUNCTIONS),
     ("fact", _FUNCTIONS_WITHOUT_GRADIENT),
 )

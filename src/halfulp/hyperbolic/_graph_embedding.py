@@ -51,7 +51,7 @@ def ranking_gradient(points: torch.Tensor, sets: torch.Tensor, scale: float = 1.
     """
     check_sets(points, sets)
     first, others = sets[:, :1], sets[:, 1:]
-    distance, by_first, by_others = _distances(points[first], points[others])
+    distance, by_first, by_others = _compute_distances_and_gradients(points[first], points[others])
     share = (distance * -scale).log_softmax(-1)
     loss = -share[:, 0].mean()
     pull = share.exp_().mul_(-scale / len(sets))
@@ -62,7 +62,9 @@ def ranking_gradient(points: torch.Tensor, sets: torch.Tensor, scale: float = 1.
     return loss.to(points.dtype), gradient.to(points.dtype)
 
 
-def _distances(u: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _compute_distances_and_gradients(
+    u: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return d(u, v) in float64, and its derivatives by the coordinates of u and of v."""
     if type(u) is torch.Tensor:
         u, v = u.double(), v.double()
@@ -150,8 +152,8 @@ class RankingSets:
         """Return the sets of some edges, int64 of shape (len(edges), 2 + K)."""
         sources = edges[:, 0]
         tries = min(10 * self.others if popular else int(_CANDIDATES_PER_NEGATIVE * self.others) + 8, 32_000)
-        candidates = self._candidates((len(edges), tries), generator, popular)
-        good = ~self._barred[sources.unsqueeze(1), candidates] & self._first_of_each(candidates)
+        candidates = self._draw_candidates((len(edges), tries), generator, popular)
+        good = ~self._barred[sources.unsqueeze(1), candidates] & self._find_first_occurrences(candidates)
         rank = good.cumsum(1)
         found = rank[:, -1]
         good &= rank <= self.others
@@ -177,21 +179,21 @@ class RankingSets:
         place = torch.arange(self.others, dtype=torch.int64, device="cpu")
         return in_front.gather(1, torch.where(place < found, place, again.long()))
 
-    def _candidates(self, shape: tuple[int, int], generator: torch.Generator, popular: bool) -> torch.Tensor:
+    def _draw_candidates(self, shape: tuple[int, int], generator: torch.Generator, popular: bool) -> torch.Tensor:
         if not popular:
             return torch.randint(self.nodes, shape, generator=generator, dtype=torch.int64, device="cpu")
         ends = self._popular.cumsum(0)
         marks = torch.rand(shape, dtype=torch.float64, generator=generator, device="cpu") * ends[-1]
         return torch.searchsorted(ends, marks, right=True).clamp_(max=self.nodes - 1)
 
-    def _first_of_each(self, candidates: torch.Tensor) -> torch.Tensor:
+    def _find_first_occurrences(self, candidates: torch.Tensor) -> torch.Tensor:
         """Return where each candidate occurs for the first time in its row."""
         columns = torch.arange(candidates.shape[1], dtype=torch.int16, device="cpu").expand(candidates.shape)
         seen = torch.full((len(candidates), self.nodes), 32_767, dtype=torch.int16, device="cpu")
         return seen.scatter_reduce_(1, candidates, columns, "amin").gather(1, candidates) == columns
 
 
-_ROWS = 128
+_ROWS_AT_ONCE = 128
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ def reconstruction(points: torch.Tensor, edges: torch.Tensor, manifold: Manifold
     wanted = edges.new_zeros(count, count, dtype=torch.bool)
     wanted[edges[:, 0], edges[:, 1]] = True
     precision, ranks = 0.0, 0.0
-    for rows in sources.split(_ROWS):
+    for rows in sources.split(_ROWS_AT_ONCE):
         distance = space.distance(points[rows].unsqueeze(1), points.unsqueeze(0), dtype=torch.float64)
         distance.scatter_(1, rows.unsqueeze(1), torch.inf)
         ordered, order = distance.sort(1)

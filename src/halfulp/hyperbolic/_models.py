@@ -29,14 +29,14 @@ def match_width(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return x if isinstance(other, MCTensor) else round_to_plain(x)
 
 
-def norm(x: torch.Tensor) -> torch.Tensor:
+def compute_norm(x: torch.Tensor) -> torch.Tensor:
     """Return the length along the last dimension, which is kept; its derivative at 0 is 0."""
     squares = (x * x).sum(-1, keepdim=True)
     still = squares == 0
     return torch.where(still, squares, torch.where(still, torch.ones_like(squares), squares).sqrt())
 
 
-def direction_and_length(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def find_direction_and_length(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the direction and the length along the last dimension; where the length is 0, so is the direction.
 
     The largest magnitude is taken out first, so that no square leaves the range.
@@ -44,7 +44,7 @@ def direction_and_length(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     size = round_to_plain(x).detach().abs().amax(-1, keepdim=True)
     size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
     part = x / size
-    length = norm(part)
+    length = compute_norm(part)
     return part / torch.where(length == 0, torch.ones_like(length), length), length * size
 
 
@@ -57,27 +57,27 @@ def split_tanh(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return grown / (grown + 2), 2 / (grown + 2)
 
 
-def rotate(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+def rotate_vector(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
     """Rotate a vector by the rotation that takes one unit vector to another and moves nothing across both."""
-    middle, _ = direction_and_length(start + end)
+    middle, _ = find_direction_and_length(start + end)
     return (
         vector - 2 * middle * (middle * vector).sum(-1, keepdim=True) + 2 * end * (start * vector).sum(-1, keepdim=True)
     )
 
 
-def write(target: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
+def write_rows(target: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
     """Assign value to target[rows], or to all of target, outside autograd."""
     if isinstance(target, MCTensor) and isinstance(value, MCTensor) and target.scale is None and value.scale is None:
         torch.autograd.graph.increment_version(target)
         for part, new in zip(target.components, value.components, strict=True):
-            write(part.detach(), rows, new)
+            write_rows(part.detach(), rows, new)
     elif rows is None:
         target.copy_(value)
     else:
         target[rows] = value
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_POINT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Manifold(abc.ABC):
@@ -106,19 +106,19 @@ class Manifold(abc.ABC):
         Returns:
             Distances (...).
         """
-        a = self._spread(u, v, dtype)
+        a = self._compute_squared_half_sinh(u, v, dtype)
         near = a == 0
         return torch.where(near, torch.zeros_like(a), 2 * torch.where(near, torch.ones_like(a), a).sqrt().asinh())
 
     def squared_distance(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the square of `distance`, smooth also where the points coincide."""
-        a = self._spread(u, v, dtype)
+        a = self._compute_squared_half_sinh(u, v, dtype)
         near = a == 0
         half = torch.where(near, torch.ones_like(a), a).sqrt().asinh()
         return torch.where(near, 4 * a, 4 * half * half)
 
     @abc.abstractmethod
-    def _spread(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def _compute_squared_half_sinh(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         """Return sinh^2(d / 2)."""
 
     @abc.abstractmethod
@@ -148,16 +148,12 @@ class Manifold(abc.ABC):
         """Return the point, or the nearest admissible one where rounding left it outside or on the edge."""
 
     @abc.abstractmethod
-    def _outside(self, point: torch.Tensor) -> torch.Tensor:
+    def _find_points_outside(self, point: torch.Tensor) -> torch.Tensor:
         """Return which points do not belong to the model, as booleans (...)."""
 
     @abc.abstractmethod
-    def _rule(self) -> str:
+    def _describe_condition(self) -> str:
         """Return the condition on points, in words."""
-
-    def retract(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """Return point + step, projected: `exp` to first order, for a fraction of its time."""
-        return self.project(point + step)
 
     def gradient(self, point: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
@@ -177,7 +173,7 @@ class Manifold(abc.ABC):
             TypeError: no floating tensor.
             ValueError: too few coordinates, or points outside; how many, and which is the first.
         """
-        if not isinstance(points, torch.Tensor) or points.dtype not in _DTYPES:
+        if not isinstance(points, torch.Tensor) or points.dtype not in _POINT_DTYPES:
             kind = points.dtype if isinstance(points, torch.Tensor) else type(points).__name__
             raise TypeError(f"points of {self.name} are a tensor of floating numbers, got {kind}")
         if points.dim() == 0 or points.shape[-1] < self.least:
@@ -186,12 +182,13 @@ class Manifold(abc.ABC):
                 f"{tuple(points.shape)}"
             )
         with torch.no_grad():
-            bad = self._outside(points) | ~round_to_plain(points).isfinite().all(-1)
+            bad = self._find_points_outside(points) | ~round_to_plain(points).isfinite().all(-1)
         if bad.any():
             first = tuple(bad.nonzero()[0].tolist())
             raise ValueError(
-                f"{int(bad.sum())} of {bad.numel()} points are outside {self.name}, which needs {self._rule()}; the "
-                f"first is at {first}: {round_to_plain(points.detach())[first].tolist()}"
+                f"{int(bad.sum())} of {bad.numel()} points are outside {self.name}, which needs "
+                f"{self._describe_condition()}; the first is at {first}: "
+                f"{round_to_plain(points.detach())[first].tolist()}"
             )
 
 
@@ -212,8 +209,8 @@ class PoincareBall(Manifold):
 
     name: ClassVar[str] = "ball"
 
-    def _spread(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        difference, a, b = u - v, margin(u), margin(v)
+    def _compute_squared_half_sinh(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        difference, a, b = u - v, compute_margin(u), compute_margin(v)
         if dtype is not None:
             difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
         ratio = difference / (a.sqrt() * b.sqrt())
@@ -225,25 +222,25 @@ class PoincareBall(Manifold):
         It is the Möbius addition p + m t (v + t p) / n of t = tanh(s / 2) along the unit vector v, where m = 1 - |p|^2,
         s is the length of the step and n = 1 + 2 t <p, v> + t^2 |p|^2.
         """
-        m = margin(point)
+        m = compute_margin(point)
         place = match_width(point, step)
-        direction, t, radius, inwards, both = self._course(place, match_width(m, step), step)
+        direction, t, radius, inwards, both = self._compute_geodesic(place, match_width(m, step), step)
         n = inwards * inwards + radius * t * both
         return self.project(point + m * (t * (direction + t * place) / n))
 
-    def _course(self, place: torch.Tensor, gap: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _compute_geodesic(self, place: torch.Tensor, gap: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2, computed without cancellation."""
-        direction, length = direction_and_length(step)
+        direction, length = find_direction_and_length(step)
         t, rest = split_tanh(2 * (length / gap))
-        along, radius = direction_and_length(place)
+        along, radius = find_direction_and_length(place)
         both = along + direction
         return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
 
     def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """Return the step to another point: d (1 - |p|^2) / 2 along (1 - |p|^2) (q - p) - |q - p|^2 p."""
-        m, difference = margin(point), other - point
+        m, difference = compute_margin(point), other - point
         squares = (difference * difference).sum(-1, keepdim=True)
-        direction, _ = direction_and_length(m * difference - squares * point)
+        direction, _ = find_direction_and_length(m * difference - squares * point)
         return direction * (m * (self.distance(point, other).unsqueeze(-1) / 2))
 
     def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
@@ -253,48 +250,48 @@ class PoincareBall(Manifold):
         direction from the point to its rounded end would turn vectors at small steps.
         """
         point = match_width(point, vector)
-        m = margin(point)
+        m = compute_margin(point)
         place = match_width(point, step)
-        before, t, radius, inwards, both = self._course(place, match_width(m, step), step)
+        before, t, radius, inwards, both = self._compute_geodesic(place, match_width(m, step), step)
         x = t * radius
-        after, _ = direction_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
-        return margin(self.exp(point, step)) / m * rotate(vector, before, after)
+        after, _ = find_direction_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
+        return compute_margin(self.exp(point, step)) / m * rotate_vector(vector, before, after)
 
     def size(self, point: torch.Tensor) -> torch.Tensor:
         """Return (1 - |p|^2) / 2."""
-        return margin(point) / 2
+        return compute_margin(point) / 2
 
     def project(self, point: torch.Tensor) -> torch.Tensor:
         """Move points beyond the radius 1 - 4 ulps back to it."""
-        room = 4 * _step(point)
-        outside = round_to_plain(margin(point)).detach() < 2 * room
+        room = 4 * _find_last_ulp(point)
+        outside = round_to_plain(compute_margin(point)).detach() < 2 * room
         if not torch.compiler.is_compiling() and not outside.any():
             return point
-        direction, _ = direction_and_length(round_to_plain(point))
+        direction, _ = find_direction_and_length(round_to_plain(point))
         return torch.where(outside, direction * (1 - 2 * room), point)
 
-    def _outside(self, point: torch.Tensor) -> torch.Tensor:
-        return ~(round_to_plain(margin(point)[..., 0]) > 0)
+    def _find_points_outside(self, point: torch.Tensor) -> torch.Tensor:
+        return ~(round_to_plain(compute_margin(point)[..., 0]) > 0)
 
-    def _rule(self) -> str:
+    def _describe_condition(self) -> str:
         return "a length below 1"
 
 
-def _step(point: torch.Tensor) -> float:
+def _find_last_ulp(point: torch.Tensor) -> float:
     """Return the distance of neighbouring numbers just below 1, with all components."""
     count = len(point.components) if isinstance(point, MCTensor) else 1
     return 2.0 ** -(arithmetic.PRECISION[point.dtype] * count)
 
 
-def margin(point: torch.Tensor) -> torch.Tensor:
+def compute_margin(point: torch.Tensor) -> torch.Tensor:
     """Return 1 - |p|^2 without cancellation, (..., 1); of plain tensors exact, rounded once or to 2^-100."""
     if isinstance(point, MCTensor):
         return 1 - (point * point).sum(-1, keepdim=True)
-    rounded_once: Callable[..., torch.Tensor] = _Margin.apply
+    rounded_once: Callable[..., torch.Tensor] = _MarginFunction.apply
     return rounded_once(point)
 
 
-class _Margin(torch.autograd.Function):
+class _MarginFunction(torch.autograd.Function):
     """1 - |p|^2 of plain coordinates, by squares of two components each, with its derivative."""
 
     @staticmethod
@@ -334,7 +331,7 @@ class HalfSpace(Manifold):
     name: ClassVar[str] = "half-space"
     least: ClassVar[int] = 2
 
-    def _spread(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    def _compute_squared_half_sinh(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         difference, a, b = u - v, u[..., -1:], v[..., -1:]
         if dtype is not None:
             difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
@@ -350,14 +347,14 @@ class HalfSpace(Manifold):
         x' = x + y 2 t h / n, y' = y + y 2 t (w - t) / n = y (1 - t^2) / n, n = (1 - w t)^2 + t^2 |h|^2.
         """
         x, y = point[..., :-1], point[..., -1:]
-        aside, rise, factor = self._move(y, step)[:3]
+        aside, rise, factor = self._compute_move(y, step)[:3]
         # The sum keeps a small step's digits beyond the height's own; the product those of a height that shrinks.
         height = torch.where(round_to_plain(rise).abs() < 0.5, y + y * rise, y * factor)
-        return torch.cat([x + y * aside, _above_zero(height)], -1)
+        return torch.cat([x + y * aside, _raise_above_zero(height)], -1)
 
-    def _move(self, y: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _compute_move(self, y: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return 2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t), as in `exp`."""
-        direction, length = direction_and_length(step / match_width(y, step))
+        direction, length = find_direction_and_length(step / match_width(y, step))
         h, w = direction[..., :-1], direction[..., -1:]
         t, rest = split_tanh(length)
         flat = (h * h).sum(-1, keepdim=True)
@@ -371,7 +368,7 @@ class HalfSpace(Manifold):
     def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """Return the step to another point (see Manifold): sinh(d) (h, w) = ((x' - x) / y', cosh(d) - y / y')."""
         y, up = point[..., -1:], other[..., -1:]
-        a = self._spread(point, other, None).unsqueeze(-1)
+        a = self._compute_squared_half_sinh(point, other, None).unsqueeze(-1)
         sine = 2 * (a.sqrt() * (1 + a).sqrt())
         slope = (other - point) / up
         direction = torch.cat([slope[..., :-1], 2 * a + slope[..., -1:]], -1)
@@ -383,10 +380,10 @@ class HalfSpace(Manifold):
 
     def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
         """Move a vector along a geodesic (see Manifold): it keeps its length over the height, and its angle."""
-        _, _, factor, direction, t, rest, n = self._move(match_width(point[..., -1:], vector), step)
+        _, _, factor, direction, t, rest, n = self._compute_move(match_width(point[..., -1:], vector), step)
         w = direction[..., -1:]
         end = torch.cat([direction[..., :-1] * factor, (w * (1 + t * t) - 2 * t) / n / rest], -1)
-        return factor * rotate(vector, direction, end)
+        return factor * rotate_vector(vector, direction, end)
 
     def size(self, point: torch.Tensor) -> torch.Tensor:
         """Return the height."""
@@ -394,16 +391,16 @@ class HalfSpace(Manifold):
 
     def project(self, point: torch.Tensor) -> torch.Tensor:
         """Raise heights below the smallest normal number to it."""
-        return torch.cat([point[..., :-1], _above_zero(point[..., -1:])], -1)
+        return torch.cat([point[..., :-1], _raise_above_zero(point[..., -1:])], -1)
 
-    def _outside(self, point: torch.Tensor) -> torch.Tensor:
+    def _find_points_outside(self, point: torch.Tensor) -> torch.Tensor:
         return ~(round_to_plain(point[..., -1]) > 0)
 
-    def _rule(self) -> str:
+    def _describe_condition(self) -> str:
         return "a last coordinate above 0"
 
 
-def _above_zero(height: torch.Tensor) -> torch.Tensor:
+def _raise_above_zero(height: torch.Tensor) -> torch.Tensor:
     least = torch.finfo(height.dtype).tiny
     if not isinstance(height, MCTensor):
         return height.clamp(min=least)
@@ -411,7 +408,7 @@ def _above_zero(height: torch.Tensor) -> torch.Tensor:
     return torch.where(low, torch.full_like(height, least), height) if low.any() else height
 
 
-_MODELS: dict[str, Manifold] = {model.name: model for model in (HalfSpace(), PoincareBall())}
+_MANIFOLDS_BY_NAME: dict[str, Manifold] = {model.name: model for model in (HalfSpace(), PoincareBall())}
 
 
 def manifold(which: str | Manifold) -> Manifold:
@@ -425,6 +422,6 @@ def manifold(which: str | Manifold) -> Manifold:
     """
     if isinstance(which, Manifold):
         return which
-    if which not in _MODELS:
-        raise ValueError(f"manifold={which!r} is unknown: choose one of {', '.join(map(repr, _MODELS))}")
-    return _MODELS[which]
+    if which not in _MANIFOLDS_BY_NAME:
+        raise ValueError(f"manifold={which!r} is unknown: choose one of {', '.join(map(repr, _MANIFOLDS_BY_NAME))}")
+    return _MANIFOLDS_BY_NAME[which]

@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ..mctensor import MCTensor
-from ._models import Manifold, manifold, write
+from ._models import Manifold, manifold, write_rows
 
 _Loss = TypeVar("_Loss", bound=float | torch.Tensor)
 
@@ -72,11 +72,13 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step_one(group, parameter, parameter.grad, manifold(group["manifold"]))
+                    self._step_parameter(group, parameter, parameter.grad, manifold(group["manifold"]))
         return loss
 
-    def _step_one(self, group: dict[str, Any], parameter: torch.Tensor, given: torch.Tensor, space: Manifold) -> None:
-        rows, gradient = _rows_with_gradient(given)
+    def _step_parameter(
+        self, group: dict[str, Any], parameter: torch.Tensor, given: torch.Tensor, space: Manifold
+    ) -> None:
+        rows, gradient = _find_rows_with_gradient(given)
         if not torch.isfinite(gradient).all():
             raise ValueError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is not finite: no point was moved; "
@@ -86,7 +88,7 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
             return
         point = parameter.detach() if rows is None else parameter.detach()[rows]
         moved = self._move_points(group, parameter, rows, space, point, space.gradient(point, gradient))
-        write(parameter, rows, moved)
+        write_rows(parameter, rows, moved)
 
     @abc.abstractmethod
     def _move_points(
@@ -120,12 +122,7 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
             self.state[parameter][name][rows] = value
 
 
-def follow(group: dict[str, Any], space: Manifold, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """Return the end of a step: along the geodesic, or by retraction if the group asks for it."""
-    return space.retract(point, step) if group["retraction"] else space.exp(point, step)
-
-
-def check_share(name: str, value: float) -> None:
+def check_in_unit_interval(name: str, value: float) -> None:
     """Raise unless 0 <= value < 1."""
     if not 0 <= value < 1:
         raise ValueError(f"{name}={value} is not allowed: it lies in [0, 1)")
@@ -136,7 +133,7 @@ def _check_not_negative(name: str, value: float) -> None:
         raise ValueError(f"{name}={value} is not allowed: it is at least 0")
 
 
-def _rows_with_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+def _find_rows_with_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the rows that have a gradient, each once, and their gradients; None for all rows."""
     if isinstance(gradient, MCTensor) or gradient.layout == torch.strided:
         return None, gradient
@@ -157,7 +154,6 @@ class RiemannianSGD(RiemannianOptimizer):
         lr: learning rate.
         manifold: "half-space", "ball", or a Manifold.
         momentum: m <- momentum * m + grad p in place of the gradient; m is transported in parallel with its point.
-        retraction: move straight on and project, instead of along the geodesic.
 
     Raises:
         ValueError: see RiemannianOptimizer; momentum outside [0, 1).
@@ -179,11 +175,9 @@ class RiemannianSGD(RiemannianOptimizer):
         lr: float | torch.Tensor,
         manifold: str | Manifold = "half-space",
         momentum: float = 0.0,
-        *,
-        retraction: bool = False,
     ) -> None:
-        check_share("momentum", momentum)
-        super().__init__(params, {"lr": lr, "manifold": manifold, "momentum": momentum, "retraction": retraction})
+        check_in_unit_interval("momentum", momentum)
+        super().__init__(params, {"lr": lr, "manifold": manifold, "momentum": momentum})
 
     def _move_points(
         self,
@@ -195,12 +189,12 @@ class RiemannianSGD(RiemannianOptimizer):
         gradient: torch.Tensor,
     ) -> torch.Tensor:
         if not group["momentum"]:
-            return follow(group, space, point, -group["lr"] * gradient)
+            return space.exp(point, -group["lr"] * gradient)
         held = self._read_state("momentum_buffer", parameter, rows, gradient, gradient.shape[-1])
         held = group["momentum"] * held + gradient
         step = -group["lr"] * held
         self._write_state("momentum_buffer", parameter, rows, space.transport(point, step, held))
-        return follow(group, space, point, step)
+        return space.exp(point, step)
 
 
 class RiemannianAdam(RiemannianOptimizer):
@@ -217,7 +211,6 @@ class RiemannianAdam(RiemannianOptimizer):
         manifold: "half-space", "ball", or a Manifold.
         betas: decay of the two moments.
         eps: added to the root.
-        retraction: move straight on and project, instead of along the geodesic.
 
     Raises:
         ValueError: see RiemannianOptimizer; betas outside [0, 1), eps below 0.
@@ -238,13 +231,11 @@ class RiemannianAdam(RiemannianOptimizer):
         manifold: str | Manifold = "half-space",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        *,
-        retraction: bool = False,
     ) -> None:
         for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
-            check_share(name, beta)
+            check_in_unit_interval(name, beta)
         _check_not_negative("eps", eps)
-        defaults = {"lr": lr, "manifold": manifold, "betas": tuple(betas), "eps": eps, "retraction": retraction}
+        defaults = {"lr": lr, "manifold": manifold, "betas": tuple(betas), "eps": eps}
         super().__init__(params, defaults)
 
     def _move_points(
@@ -267,4 +258,4 @@ class RiemannianAdam(RiemannianOptimizer):
         scale = (square / (1 - gamma**number)).sqrt() + group["eps"]
         step = mean * (-group["lr"] / (1 - beta**number) / scale)
         self._write_state("exp_avg", parameter, rows, space.transport(point, step, mean))
-        return follow(group, space, point, step)
+        return space.exp(point, step)

@@ -27,14 +27,13 @@ from ..subclass.models._conversion import (
 )
 from ..subclass.models._parameter_holders import check_holders
 from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
-from ._encode import check_count, check_dtype
-from ._mctensor import MCTensor, decoded, wrap
-from .rules import _attention as _recurrent
+from ._encode import check_component_count, check_dtype
+from ._mctensor import MCTensor, decode_to_plain, wrap_parts
 
-# Layout of the entries below; a file of a later layout is refused. In layout 1 `weight` was without `weight.scale`.
-VERSION = 2
-_SUFFIX = re.compile(r"\.(component_[1-3]|component_scale|scale)$")
-_SCALE = "component_scale"
+# Layout of the entries below; a file of another layout is refused.
+STATE_DICT_VERSION = 2
+_ENTRY_SUFFIX = re.compile(r"\.(component_[1-3]|component_scale)$")
+_SCALE_SUFFIX = "component_scale"
 
 
 def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -58,30 +57,29 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     check_state_dict(state_dict, "plain_state_dict")
     for metadata in getattr(state_dict, "_metadata", {}).values():
         check_version(metadata)
-    bases = {_SUFFIX.sub("", name) for name in state_dict if _SUFFIX.search(name)}
-    bases = {base for base in bases if f"{base}.payload" not in state_dict}  # the scale is an older scaled tensor's
+    bases = {_ENTRY_SUFFIX.sub("", name) for name in state_dict if _ENTRY_SUFFIX.search(name)}
     plain = {}
     for name, value in state_dict.items():
-        base = _SUFFIX.sub("", name)
+        base = _ENTRY_SUFFIX.sub("", name)
         if base not in bases:
             plain[name] = value
         elif name == base:
-            whole = _tensor_from_entries(state_dict, base)
+            whole = _read_tensor(state_dict, base)
             assert whole is not None  # `name` is one of its entries
-            plain[name] = decoded(whole, dtype)
+            plain[name] = decode_to_plain(whole, dtype)
     for base in bases - plain.keys():
-        _tensor_from_entries(state_dict, base)
+        _read_tensor(state_dict, base)
     return plain
 
 
-def _entries(name: str, value: MCTensor) -> dict[str, Tensor]:
+def _make_entries(name: str, value: MCTensor) -> dict[str, Tensor]:
     """Return the entries of a parameter: under its own name the leading component times the scale, for any loader."""
-    entries = {name: _leading(value)}
+    entries = {name: _scale_leading_component(value)}
     entries |= {f"{name}.component_{i}": part for i, part in enumerate(value._parts) if i}
-    return entries if value._scale is None else entries | {f"{name}.{_SCALE}": value._scale}
+    return entries if value._scale is None else entries | {f"{name}.{_SCALE_SUFFIX}": value._scale}
 
 
-def _leading(x: MCTensor) -> Tensor:
+def _scale_leading_component(x: MCTensor) -> Tensor:
     """Return the leading component; times a scale in float32, or in float64 where float32 would lose something."""
     first = x._parts[0]
     if x._scale is None:
@@ -92,7 +90,7 @@ def _leading(x: MCTensor) -> Tensor:
     return values if exact else wide
 
 
-def _copy(parameter: MCTensor, value: MCTensor) -> None:
+def _copy_components(parameter: MCTensor, value: MCTensor) -> None:
     """Copy components and scale of `value` into `parameter`, bit for bit."""
     with torch.no_grad():
         for target, part in zip(parameter._parts, value._parts, strict=True):
@@ -102,13 +100,13 @@ def _copy(parameter: MCTensor, value: MCTensor) -> None:
             parameter._scale.copy_(value._scale)
 
 
-def _fitting(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> MCTensor | None:
+def _read_fitting_tensor(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> MCTensor | None:
     """Return a parameter's entries as an MCTensor of its own dtype and components; None where the file has none.
 
     Raises:
         ValueError: they hold more digits than the parameter, or are of another layout.
     """
-    value = _tensor_from_entries(state_dict, name, parameter.dtype)
+    value = _read_tensor(state_dict, name, parameter.dtype)
     if value is None:
         return None
     count, own = len(value._parts), len(parameter._parts)
@@ -122,7 +120,7 @@ def _fitting(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> M
     scaled = parameter._scale is not None
     if (count, value.dtype, value._scale is not None) == (own, parameter.dtype, scaled):
         parts = tuple(_copy_to_own_memory(part) for part in value._parts) if scaled else value._parts
-        return wrap(parts, value._scale, parameter._gradients)
+        return wrap_parts(parts, value._scale, parameter._gradients)
     scale = "auto" if scaled else "none"
     return MCTensor.encode(value, own, parameter.dtype, scale, gradients=parameter._gradients)
 
@@ -132,12 +130,12 @@ def _copy_to_own_memory(part: Tensor) -> Tensor:
     return part if part.untyped_storage().nbytes() == part.numel() * part.element_size() else part.clone()
 
 
-def _tensor_from_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
+def _read_tensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
     """Return all entries of one parameter as an MCTensor; dtype: of a single component stored beside its scale."""
     beside = {
         match[1]: value
         for entry, value in state_dict.items()
-        if (match := _SUFFIX.search(entry)) and _SUFFIX.sub("", entry) == name
+        if (match := _ENTRY_SUFFIX.search(entry)) and _ENTRY_SUFFIX.sub("", entry) == name
     }
     first = state_dict.get(name)
     if first is None:
@@ -148,17 +146,16 @@ def _tensor_from_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.
         return first.detach()
     names = [f"component_{i}" for i in range(1, 1 + sum(bool(re.match(r"component_\d", part)) for part in beside))]
     rest = [beside.get(part) for part in names]
-    scale = beside.get("scale")
-    if _SCALE in beside:
-        first, scale = _unscale_entry(
-            name, first, beside[_SCALE], rest[0].dtype if rest and rest[0] is not None else dtype
-        )
+    scale = None
+    if _SCALE_SUFFIX in beside:
+        kind = rest[0].dtype if rest and rest[0] is not None else dtype
+        first, scale = _unscale_entry(name, first, beside[_SCALE_SUFFIX], kind)
     parts = [part for part in (first, *rest) if isinstance(part, Tensor)]
     if len(parts) <= len(rest) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
     if parts[0].dtype not in PRECISION:
         raise ValueError(f"{name!r} is {parts[0].dtype} in the file: components are floating point")
-    return wrap(tuple(part.detach() for part in parts), scale, "first")
+    return wrap_parts(tuple(part.detach() for part in parts), scale, "first")
 
 
 def _unscale_entry(name: str, first: Tensor, scale: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
@@ -170,8 +167,8 @@ def _unscale_entry(name: str, first: Tensor, scale: Tensor, dtype: torch.dtype |
     if first.is_meta or bool(((back == first) | (back.isnan() & first.isnan())).all()):
         return part, scale
     raise ValueError(
-        f"{name!r} is no {dtype} times {name}.{_SCALE}: it was written without the entries beside it; take these away "
-        "to load it as a plain tensor"
+        f"{name!r} is no {dtype} times {name}.{_SCALE_SUFFIX}: it was written without the entries beside it; "
+        "take these away to load it as a plain tensor"
     )
 
 
@@ -179,21 +176,21 @@ register(
     StateDictLayout(
         MCTensor,
         key="halfulp_components",
-        version=VERSION,
+        version=STATE_DICT_VERSION,
         what="components",
         plain="plain_state_dict",
-        suffix=_SUFFIX,
-        older=(1,),
-        entries=_entries,
-        fitting=_fitting,
-        copy=_copy,
+        suffix=_ENTRY_SUFFIX,
+        older=(),
+        entries=_make_entries,
+        fitting=_read_fitting_tensor,
+        copy=_copy_components,
     )
 )
 
 
 Model = TypeVar("Model", bound=nn.Module)
 # Name of a module's record of the dtypes that its parameters had before.
-_BEFORE = "_halfulp_dtypes"
+_FORMER_DTYPES_KEY = "_halfulp_dtypes"
 
 
 def multicomponent(
@@ -217,7 +214,8 @@ def multicomponent(
 
     Args:
         model: any module; its parameters are floating tensors, plain or MCTensors. Inputs are MCTensors or
-            plain, of any floating dtype: they enter with all digits, and a wider dtype widens the results.
+            plain, of any floating dtype: they enter with all digits, and a wider dtype widens the results. Recurrent
+            layers take inputs of the components' dtype, as torch's do: MCTensor.encode(x, components, dtype).
         components: 1 to 4.
         dtype: of the components, one of float16, bfloat16, float32 and float64; each parameter's own by default.
         where: which parameters and such buffers, a glob over qualified names ("encoder.*.weight"), several of them, or
@@ -239,19 +237,18 @@ def multicomponent(
     torch.Size([2])
     """
     check_module(model, "multicomponent")
-    check_count(components)
+    check_component_count(components)
     check_gradients(gradients)
     if dtype is not None:
         check_dtype(dtype)
     found = matching_parameters(module_parameters(model, constants=True), where)
     for ref in found:
-        _check(ref)
+        _check_parameter(ref)
     _check_holders(found, "multicomponent")
     values = converted(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
     for ref in found:
-        ref.module.__dict__.setdefault(_BEFORE, {}).setdefault(ref.key, ref.value.dtype)
+        ref.module.__dict__.setdefault(_FORMER_DTYPES_KEY, {}).setdefault(ref.key, ref.value.dtype)
     put_converted(model, found, values)
-    _recurrent.install(model)
     return model
 
 
@@ -282,13 +279,12 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     _check_holders(found, "single_component")
 
     def plain(ref: ParameterRef) -> Tensor:
-        before = ref.module.__dict__.get(_BEFORE, {}).get(ref.key, ref.value.dtype)
+        before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.key, ref.value.dtype)
         return decoded_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
     put_plain(model, found, converted(found, plain))
-    _recurrent.remove(model)
     for module in model.modules():
-        module.__dict__.pop(_BEFORE, None)
+        module.__dict__.pop(_FORMER_DTYPES_KEY, None)
     return model
 
 
@@ -297,7 +293,7 @@ def _check_holders(found: list[ParameterRef], what: str) -> None:
     check_holders(named, what, replaced=True)
 
 
-def _check(ref: ParameterRef) -> None:
+def _check_parameter(ref: ParameterRef) -> None:
     check_has_shape(ref)
     if not isinstance(ref.value, MCTensor) and hasattr(ref.value, "decode"):
         raise ValueError(

@@ -17,31 +17,31 @@ from ..subclass._collectives import collective_rule, is_collective
 from ..subclass._foreach import foreach_rule
 from ..subclass._in_backward import gives_plain_gradient, unrounded_results
 from ..subclass._rule_table import functional_form, is_written
-from ._mctensor import RULES, MCTensor, decoded, derives, implements, wrap
+from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
 from ._result_type import (
     ResultType,
     encode_plain_operands,
-    has_plain,
+    has_plain_operand,
+    limit_large_elements,
     make_result,
-    parts_of,
     result_type,
-    without_large_elements,
+    to_components,
 )
 from ._write import check_takes_fractions, copy_received, write_value
 
 aten = torch_operators("aten")
-_RESIZE = (
+_RESIZING_OPERATORS = (
     *(aten.resize_.default, aten.resize_as_.default, aten.set_.default),
     *(aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset),
     *(aten.set_.source_Storage, aten.set_.source_Tensor_storage_offset),
 )
 # torch writes a number into integers here, cut.
-_FILLS = (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar)
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FILLING_OPERATORS = (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar)
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@derives
-def derive(operator: OpOverload) -> Callable:
+@register_derivation
+def derive_rule(operator: OpOverload) -> Callable:
     """Make the rule of an operator that has none.
 
     A foreach operator becomes a loop, an in-place or out= one its functional form and a copy, a composite one
@@ -52,49 +52,51 @@ def derive(operator: OpOverload) -> Callable:
     name = operator._schema.name.removeprefix("aten::")
     if (rule := foreach_rule(operator)) is not None:
         return rule
-    if operator in _RESIZE:
-        return functools.partial(_refuse, operator, "changes memory that views share")
+    if operator in _RESIZING_OPERATORS:
+        return functools.partial(_refuse_operator, operator, "changes memory that views share")
     if operator._can_decompose():
-        return functools.partial(_composite, operator)
-    return _primitive(operator, name)
+        return functools.partial(_run_composite, operator)
+    return _derive_primitive_rule(operator, name)
 
 
-def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run torch's own decomposition of a composite operator, or treat it as one that has none."""
     results = operator.decompose(*arguments, **options)
     if results is NotImplemented:
-        return _primitive(operator, operator._schema.name.removeprefix("aten::"))(*arguments, **options)
+        return _derive_primitive_rule(operator, operator._schema.name.removeprefix("aten::"))(*arguments, **options)
     return results
 
 
-def _primitive(operator: OpOverload, name: str) -> Callable:
+def _derive_primitive_rule(operator: OpOverload, name: str) -> Callable:
     if operator._schema.is_mutable:
         functional = functional_form(operator)
         if functional is None:
-            return functools.partial(_refuse, operator, "writes into its argument")
+            return functools.partial(_refuse_operator, operator, "writes into its argument")
         return functools.partial(write_results, operator, functional)
     if operator.is_view:
-        return functools.partial(_refuse, operator, "is a view")
-    return functools.partial(_compute_rule, operator)
+        return functools.partial(_refuse_operator, operator, "is a view")
+    return functools.partial(_run_without_rule, operator)
 
 
-def in_float64(operator: Callable[..., Any], arguments: tuple, options: dict, form: ResultType | None = None) -> Any:
+def run_in_float64(
+    operator: Callable[..., Any], arguments: tuple, options: dict, form: ResultType | None = None
+) -> Any:
     """Run an operator on the values in float64 and return its floating results as components."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, (Tensor, torch.dtype))]
-    wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in _FLOATS]
+    wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in _FLOAT_DTYPES]
     form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
-    arguments, options = tree_map(_wide, (arguments, options))
+    arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
     if form.scaled:
-        results = tree_map(lambda x: without_large_elements((x,), leaves)[0] if _is_floating(x) else x, results)
+        results = tree_map(lambda x: limit_large_elements((x,), leaves)[0] if _is_floating(x) else x, results)
     return tree_map(lambda x: make_result((x,), form) if _is_floating(x) else x, results)
 
 
-def _wide(x: Any) -> Any:
+def _convert_to_float64(x: Any) -> Any:
     if isinstance(x, MCTensor):
-        return decoded(x, torch.float64)
+        return decode_to_plain(x, torch.float64)
     if isinstance(x, torch.dtype):
-        return torch.float64 if x in _FLOATS else x
+        return torch.float64 if x in _FLOAT_DTYPES else x
     return x.double() if _is_floating(x) else x
 
 
@@ -102,11 +104,11 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _compute_rule(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def _run_without_rule(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     if form.fits_float64:
-        return in_float64(operator, arguments, options)
-    decomposition = _decompositions().get(operator)
+        return run_in_float64(operator, arguments, options)
+    decomposition = _collect_decompositions().get(operator)
     if decomposition is None:
         return fall_back_to_float64(operator, arguments, options)
     results = run_in_steps(decomposition, form, arguments, options)
@@ -123,10 +125,10 @@ def fall_back_to_float64(operator: OpOverload, arguments: tuple, options: dict) 
             "register one by MCTensor.implements",
             "It ran in float64 and lost the digits beyond it",
         )
-    return in_float64(operator, arguments, options)
+    return run_in_float64(operator, arguments, options)
 
 
-def beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:
+def implements_beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[Callable], Callable]:
     """Register a rule for operands whose digits float64 does not hold; others run the operator itself in float64.
 
     exactly: float64 only for operands that it holds exactly: for operators that copy digits, as components may leave
@@ -135,16 +137,16 @@ def beyond_float64(*operators: OpOverload, exactly: bool = False) -> Callable[[C
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator)(float64_or_rule(operator, rule, exactly))
+            implements(operator)(choose_float64_or_rule(operator, rule, exactly))
         return rule
 
     return register
 
 
-beyond_exact_float64 = functools.partial(beyond_float64, exactly=True)
+implements_beyond_exact_float64 = functools.partial(implements_beyond_float64, exactly=True)
 
 
-def _is_exact(x: Any) -> bool:
+def _is_exact_in_float64(x: Any) -> bool:
     """Return whether float64 holds the sum of all components, element by element."""
     if not isinstance(x, MCTensor) or x.dtype == torch.float16:
         return True
@@ -159,15 +161,15 @@ def _is_exact(x: Any) -> bool:
     return True
 
 
-def float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
+def choose_float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool = False) -> Callable:
     """Return a rule that runs the operator in float64 where that holds the operands, and `rule` elsewhere."""
 
     @functools.wraps(rule)
     def either(*arguments: Any, **options: Any) -> Any:
         leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
         form = result_type(leaves)
-        if form.fits_float64 and not (exactly and not all(map(_is_exact, leaves))):
-            return in_float64(operator, arguments, options)
+        if form.fits_float64 and not (exactly and not all(map(_is_exact_in_float64, leaves))):
+            return run_in_float64(operator, arguments, options)
         return run_in_steps(rule, form, arguments, options)
 
     return either
@@ -175,17 +177,17 @@ def float64_or_rule(operator: OpOverload, rule: Callable, exactly: bool = False)
 
 def run_in_steps(rule: Callable, form: ResultType, arguments: tuple, options: dict) -> Any:
     """Run a rule of several operators with every operand as an MCTensor, and round its results once, at the end."""
-    if has_plain(arguments, options) and not gives_plain_gradient(form.gradients, form.has_gradient):
+    if has_plain_operand(arguments, options) and not gives_plain_gradient(form.gradients, form.has_gradient):
         arguments, options = encode_plain_operands((arguments, options), form)
     with unrounded_results():
         results = rule(*arguments, **options)
     if gives_plain_gradient(form.gradients, form.has_gradient):
-        return tree_map(lambda x: decoded(x, x.dtype) if isinstance(x, MCTensor) else x, results)
+        return tree_map(lambda x: decode_to_plain(x, x.dtype) if isinstance(x, MCTensor) else x, results)
     return results
 
 
 @functools.cache
-def _decompositions() -> dict[OpOverload, Callable]:
+def _collect_decompositions() -> dict[OpOverload, Callable]:
     """Return torch's decompositions, by operator."""
     from torch._decomp import core_aten_decompositions, decomposition_table
 
@@ -209,7 +211,7 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
                 f"{operator}: a result of shape {list(result.shape)} for an output of shape {list(target.shape)}, "
                 "which is not resized as an MCTensor's memory is its views' too: give one of the result's shape"
             )
-        if isinstance(result, MCTensor) and operator not in _FILLS:
+        if isinstance(result, MCTensor) and operator not in _FILLING_OPERATORS:
             check_takes_fractions(target)
     for target, result in zip(targets, results, strict=True):
         if isinstance(target, MCTensor) or isinstance(result, MCTensor):
@@ -225,12 +227,12 @@ def _drop_large_elements(target: Tensor, result: Any, given: dict) -> Any:
     """Return a result to be written without large elements, where plain operands do not decide the memory's scale."""
     if not isinstance(target, MCTensor) or target._scale is None or not isinstance(result, Tensor):
         return result
-    parts = tuple(part.double() for part in parts_of(result, target.device))
-    found = without_large_elements(parts, tree_leaves(given))
-    return result if found is parts else wrap(found, None, target._gradients)
+    parts = tuple(part.double() for part in to_components(result, target.device))
+    found = limit_large_elements(parts, tree_leaves(given))
+    return result if found is parts else wrap_parts(found, None, target._gradients)
 
 
-def _refuse(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
+def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:
     raise NotImplementedError(
         f"{operator} {why} and has no rule for MCTensors: register one by MCTensor.implements, or use x.decode()"
     )

@@ -15,25 +15,25 @@ from torch import Tensor
 
 from .._messages import a_kind
 from ..arithmetic import MOST, PRECISION, Parts, merge, pointwise, renormalize
-from ..arithmetic._pointwise import under_scale
+from ..arithmetic._pointwise import round_under_scale
 from ..kernels import require_float64, resolved
 
-_FLOAT32 = struct.Struct("f")
+_FLOAT32_STRUCT = struct.Struct("f")
 # Between these, a float32 and what it leaves are both in float32's normal range.
 _LEAST, _MOST = 2.0**-70, 2.0**100
-_NAMES = "float16, bfloat16, float32 or float64"
+_COMPONENT_DTYPE_NAMES = "float16, bfloat16, float32 or float64"
 
 
 def encode_components(
     x: Any, components: int, dtype: torch.dtype | None, scale: Any, device: Any
 ) -> tuple[Parts, Tensor | None]:
     """Return the components and the scale of `MCTensor.encode`."""
-    check_count(components)
+    check_component_count(components)
     if device is not None or isinstance(x, Tensor):
         require_float64(torch.device(x.device if device is None else device), "MCTensors")
-    wide, own = _as_parts(x, device)
+    wide, own = _convert_to_parts(x, device)
     dtype = check_dtype(dtype or own)
-    held = _requested_scale(scale, wide[0], dtype)
+    held = _make_requested_scale(scale, wide[0], dtype)
     if held is None:
         parts = tuple(part.clone() for part in wide) if wide[0].dtype == dtype and len(wide) == components else None
         parts = parts or renormalize(wide, components, dtype)
@@ -43,7 +43,7 @@ def encode_components(
     return tuple(part.contiguous() for part in parts), held
 
 
-def new_tensor(data: Any, components: int, dtype: torch.dtype, scaled: bool, device: Any) -> Any:
+def encode_new_tensor(data: Any, components: int, dtype: torch.dtype, scaled: bool, device: Any) -> Any:
     """Return the components and the scale of `x.new_tensor`; a plain tensor of a dtype that components cannot have."""
     if dtype not in PRECISION:
         return torch.tensor(data.decode() if hasattr(data, "decode") else data, dtype=dtype, device=device)
@@ -54,10 +54,10 @@ def new_tensor(data: Any, components: int, dtype: torch.dtype, scaled: bool, dev
     )
 
 
-def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
+def canonicalize_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
     """Return the components and the scale of `MCTensor.from_components`."""
     tensors = tuple(components)
-    check_count(len(tensors))
+    check_component_count(len(tensors))
     for part in tensors:
         if not isinstance(part, Tensor):
             raise TypeError(f"components are plain tensors, got {a_kind(part)}: use MCTensor.encode")
@@ -73,10 +73,10 @@ def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
     parts = renormalize(parts, len(tensors), tensors[0].dtype)
     if not _has_no_values(parts[0]) and bool((parts[0].isinf() & torch.stack(tensors).isfinite().all(0)).any()):
         raise ValueError(f"the sum of these components is out of {tensors[0].dtype}'s range: scale them down")
-    return parts, None if scale is None or isinstance(scale, str) else power_of_two(scale, parts[0].device)
+    return parts, None if scale is None or isinstance(scale, str) else make_scale(scale, parts[0].device)
 
 
-def check_count(components: int) -> None:
+def check_component_count(components: int) -> None:
     """Raise unless this is a number of components."""
     if isinstance(components, bool) or not isinstance(components, int) or not 1 <= components <= MOST:
         raise ValueError(f"components={components!r}: allowed are 1 to {MOST}")
@@ -86,8 +86,9 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
     """Raise unless components can have this dtype."""
     if dtype not in PRECISION:
         raise ValueError(
-            f"{dtype} data: components are {_NAMES}. Convert integers with x.double() (exact up to 2**53) or give the "
-            "numbers as a list; keep the real and the imaginary part of complex data as two tensors"
+            f"{dtype} data: components are {_COMPONENT_DTYPE_NAMES}. Convert integers with x.double() (exact "
+            "up to 2**53) or give the numbers as a list; keep the real and the imaginary part of complex data as two "
+            "tensors"
         )
     return dtype
 
@@ -101,11 +102,11 @@ def check_range(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
         largest = value[lost].abs().max()
         raise ValueError(
             f"{dtype} ends at {torch.finfo(dtype).max:.6g} and a value is {float(largest):.6g}: give scale='auto' or "
-            f"scale=2.0**{_exponent(float(largest), dtype)}, or wider components"
+            f"scale=2.0**{_find_fitting_exponent(float(largest), dtype)}, or wider components"
         )
 
 
-def integer_components(x: Tensor) -> Parts:
+def split_integers(x: Tensor) -> Parts:
     """Return an integer or boolean tensor exactly, as one or two float64 tensors."""
     if x.dtype.itemsize < 8:
         return (x.double(),)
@@ -113,16 +114,16 @@ def integer_components(x: Tensor) -> Parts:
     return renormalize(((x - low).double(), low.double()), 2, torch.float64)
 
 
-def number_components(x: Any, device: torch.device) -> Parts:
+def split_number(x: Any, device: torch.device) -> Parts:
     """Return a Python number as 0-d float64 tensors: one, or several for a large integer."""
     if isinstance(x, complex):
         raise ValueError(f"{x!r} is complex, an MCTensor is real: keep the real and the imaginary part as two tensors")
     if type(x) is int and abs(x) > 2**53:
-        return tuple(torch.tensor(part, dtype=torch.float64, device=device) for part in _terms(Fraction(x)))
+        return tuple(torch.tensor(part, dtype=torch.float64, device=device) for part in _split_exact_value(Fraction(x)))
     return (torch.scalar_tensor(x, dtype=torch.float64, device=device),)
 
 
-def number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | None:
+def split_number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | None:
     """Return a Python number as one or two 0-d float32 tensors, or None where they do not hold it.
 
     A kernel whose operands are all float32 stays in float32.
@@ -132,9 +133,9 @@ def number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | 
     """
     if type(x) not in (int, float) or not (x == 0 or _LEAST < abs(x) < _MOST):
         return None
-    first = _single(x)
+    first = _round_to_float32(x)
     rest = x - first
-    second = _single(rest)
+    second = _round_to_float32(rest)
     if second != rest and not is_factor:
         return None
     return tuple(
@@ -142,68 +143,68 @@ def number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | 
     )
 
 
-def _single(x: float) -> float:
-    return _FLOAT32.unpack(_FLOAT32.pack(x))[0]
+def _round_to_float32(x: float) -> float:
+    return _FLOAT32_STRUCT.unpack(_FLOAT32_STRUCT.pack(x))[0]
 
 
-def _requested_scale(scale: Any, value: Tensor, dtype: torch.dtype) -> Tensor | None:
+def _make_requested_scale(scale: Any, value: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return the scale tensor that `scale` asks for, measured where it is "auto"; None for no scale."""
     if isinstance(scale, str):
         if scale not in ("auto", "none"):
             raise ValueError(f"scale={scale!r}: allowed are a power of two, 'auto', 'none' and None")
-        return scale_for(magnitude(value), dtype) if scale == "auto" else None
+        return choose_scale(find_magnitude(value), dtype) if scale == "auto" else None
     if scale is None:
-        return scale_for(magnitude(value), dtype) if dtype == torch.float16 else None
-    return power_of_two(scale, value.device)
+        return choose_scale(find_magnitude(value), dtype) if dtype == torch.float16 else None
+    return make_scale(scale, value.device)
 
 
-def _as_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
+def _convert_to_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
     """Return any input as components of some dtype, and the default dtype of its encoding."""
     if isinstance(x, np.ndarray):
         if x.dtype.kind == "O":
-            return _from_python(x.tolist(), device)
+            return _convert_numbers_to_parts(x.tolist(), device)
         x = torch.from_numpy(x) if x.flags.writeable else torch.from_numpy(x.copy())
     if not isinstance(x, Tensor):
-        return _from_python(x, device)
+        return _convert_numbers_to_parts(x, device)
     x = x if device is None else x.to(device)
     if hasattr(x, "_parts"):
-        return (x._parts if x._scale is None else to_float64(x._parts, x._scale)), x.dtype
+        return (x._parts if x._scale is None else convert_to_float64(x._parts, x._scale)), x.dtype
     if hasattr(x, "decode"):
         x = x.decode()
     return (resolved(x.detach(), "x"),), check_dtype(x.dtype)
 
 
-def _from_python(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
+def _convert_numbers_to_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
     flat: list = []
-    shape = _flatten(x, flat)
-    rows = [_terms(_exact(value)) for value in flat]
+    shape = _flatten_lists(x, flat)
+    rows = [_split_exact_value(_find_exact_value(value)) for value in flat]
     parts = torch.tensor(rows, dtype=torch.float64, device=device).reshape(-1, MOST)
     used = max(1, int((parts != 0).any(0).nonzero().max()) + 1) if parts.numel() and bool(parts.any()) else 1
     return tuple(parts[:, i].reshape(shape).contiguous() for i in range(used)), torch.get_default_dtype()
 
 
-def _flatten(x: Any, flat: list) -> tuple[int, ...]:
+def _flatten_lists(x: Any, flat: list) -> tuple[int, ...]:
     """Append all leaves of nested lists to `flat`; return the shape of the nesting."""
     if not isinstance(x, (list, tuple)):
         flat.append(x)
         return ()
-    shapes = [_flatten(value, flat) for value in x]
+    shapes = [_flatten_lists(value, flat) for value in x]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError("nested lists of different lengths have no shape")
     return (len(x), *(shapes[0] if shapes else ()))
 
 
-def _exact(value: Any) -> Fraction | float:
+def _find_exact_value(value: Any) -> Fraction | float:
     """Return a number's exact value; infinities and NaN as floats."""
     if isinstance(value, (str, bytes)):
-        return _from_text(value)
+        return _parse_number(value)
     if hasattr(value, "_mpf_"):
         sign, mantissa, exponent, _ = value._mpf_
         if mantissa == 0 and exponent:
             return float(value)
         return (-1 if sign else 1) * Fraction(int(mantissa)) * Fraction(2) ** int(exponent)
     if isinstance(value, Tensor) and value.dim() == 0:
-        parts, _ = _as_parts(value.detach(), None)
+        parts, _ = _convert_to_parts(value.detach(), None)
         first = float(parts[0])
         return sum((Fraction(float(part)) for part in parts[1:]), Fraction(first)) if math.isfinite(first) else first
     if isinstance(value, (complex, np.complexfloating)):
@@ -223,7 +224,7 @@ def _exact(value: Any) -> Fraction | float:
     )
 
 
-def _from_text(text: str | bytes) -> Fraction | float:
+def _parse_number(text: str | bytes) -> Fraction | float:
     text = text.decode() if isinstance(text, bytes) else text
     try:
         return Fraction(text)
@@ -238,7 +239,7 @@ def _from_text(text: str | bytes) -> Fraction | float:
     return Fraction(value) if math.isfinite(value) else value
 
 
-def _terms(value: Fraction | float) -> list[float]:
+def _split_exact_value(value: Fraction | float) -> list[float]:
     """Return a number as four float64, each the nearest to what is left."""
     if isinstance(value, float):
         return [value] + [0.0] * (MOST - 1)
@@ -247,24 +248,21 @@ def _terms(value: Fraction | float) -> list[float]:
         try:
             term = float(value)
         except OverflowError:
-            raise ValueError(f"a value of about 2**{_size(value)} is out of float64's range: divide it first") from None
+            raise ValueError(
+                f"a value of about 2**{_find_exponent(value)} is out of float64's range: divide it first"
+            ) from None
         if term == 0 and value != 0 and not terms:
-            raise ValueError(f"a value of about 2**{_size(value)} is below float64's range: multiply it first")
+            raise ValueError(f"a value of about 2**{_find_exponent(value)} is below float64's range: multiply it first")
         terms.append(term)
         value -= Fraction(term)
     return terms
 
 
-def number_terms(text: str) -> tuple[float, ...]:
-    """Return a decimal string as four float64."""
-    return tuple(_terms(Fraction(text)))
-
-
-def _size(value: Fraction) -> int:
+def _find_exponent(value: Fraction) -> int:
     return abs(value.numerator).bit_length() - value.denominator.bit_length()
 
 
-def _exponent(largest: float, dtype: torch.dtype) -> int:
+def _find_fitting_exponent(largest: float, dtype: torch.dtype) -> int:
     return math.frexp(largest)[1] - math.frexp(torch.finfo(dtype).max)[1] + 4
 
 
@@ -274,12 +272,12 @@ def _has_no_values(x: Tensor) -> bool:
 
 
 # A payload's largest magnitude lies in [2^(top - HEADROOM - 1), 2^(top - HEADROOM)): writes in place may grow by 16.
-HEADROOM = 4
-TOP = {torch.float16: 16, torch.bfloat16: 128, torch.float32: 128, torch.float64: 1024}
-_BIAS = 127
+HEADROOM_BINADES = 4
+TOP_EXPONENTS = {torch.float16: 16, torch.bfloat16: 128, torch.float32: 128, torch.float64: 1024}
+_FLOAT32_BIAS = 127
 
 
-def to_float64(parts: Parts, scale: Tensor | None) -> Parts:
+def convert_to_float64(parts: Parts, scale: Tensor | None) -> Parts:
     """Return scaled components as float64 ones without a scale: one for float16, else as many as there are."""
     if parts[0].dtype == torch.float16:
         value = merge(parts, torch.float64)
@@ -288,18 +286,20 @@ def to_float64(parts: Parts, scale: Tensor | None) -> Parts:
     return wide if scale is None else tuple(part * scale for part in wide)
 
 
-def magnitude(x: Tensor) -> Tensor:
+def find_magnitude(x: Tensor) -> Tensor:
     """Return the largest finite magnitude as a 0-d tensor; 0 without elements."""
     if not x.numel():
         return x.new_zeros(())
     return x.abs().nan_to_num_(0.0, 0.0, 0.0).amax()
 
 
-def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
+def choose_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the power of two by which values of this largest magnitude fill a dtype up to HEADROOM binades."""
     # In float64: a product of scaled values may be out of float32's range where its payload is not.
-    exponent = (largest.double().view(torch.int64) >> 52) - (1023 - _BIAS + min(TOP[dtype], 128) - HEADROOM - 1)
-    exponent = torch.where(largest == 0, _BIAS, exponent.clamp(1, 2 * _BIAS))
+    exponent = (largest.double().view(torch.int64) >> 52) - (
+        1023 - _FLOAT32_BIAS + min(TOP_EXPONENTS[dtype], 128) - HEADROOM_BINADES - 1
+    )
+    exponent = torch.where(largest == 0, _FLOAT32_BIAS, exponent.clamp(1, 2 * _FLOAT32_BIAS))
     return (exponent.to(torch.int32) << 23).view(torch.float32)
 
 
@@ -309,7 +309,7 @@ def divide_by_scale(wide: Parts, scale: Tensor, components: int, dtype: torch.dt
     keeps: whether none is 0 where the value is not, so that what is divided by a sum stays finite.
     """
     if type(scale) is Tensor and type(wide[0]) is Tensor and not torch.compiler.is_compiling():
-        return under_scale(wide, scale, components, dtype, keeps)
+        return round_under_scale(wide, scale, components, dtype, keeps)
     parts = renormalize(tuple(part / scale for part in wide), components, dtype)
     if not keeps:
         return parts
@@ -319,7 +319,7 @@ def divide_by_scale(wide: Parts, scale: Tensor, components: int, dtype: torch.dt
     return (torch.where(vanished, held, parts[0]), *parts[1:])
 
 
-def power_of_two(scale: Tensor | float, device: torch.device) -> Tensor:
+def make_scale(scale: Tensor | float, device: torch.device) -> Tensor:
     """Return a scale as a 0-d float32 tensor.
 
     Raises:
@@ -331,31 +331,32 @@ def power_of_two(scale: Tensor | float, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=torch.float32, device=device)
 
 
-_EDGE, _MOST_PRINTED = 3, 1000
-
-
-def held_digits(parts: Parts) -> int:
+def count_held_digits(parts: Parts) -> int:
     """Return how many decimal digits the components hold."""
     return int(len(parts) * PRECISION[parts[0].dtype] * math.log10(2))
 
 
-def exact_values(parts: Parts, scale: Tensor | None) -> list[Fraction | float]:
+def compute_exact_values(parts: Parts, scale: Tensor | None) -> list[Fraction | float]:
     """Return every element's exact value, flattened; infinities and NaN as floats."""
-    factor = Fraction(1) if scale is None else Fraction(float(scale))
+    factor = _convert_scale_to_fraction(scale)
     columns = [part.detach().double().reshape(-1).tolist() for part in parts]
-    return [_value(row, factor) for row in zip(*columns, strict=True)]
+    return [_add_up_exactly(row, factor) for row in zip(*columns, strict=True)]
 
 
-def strings(parts: Parts, scale: Tensor | None, digits: int | None = None) -> str | list[Any]:
+def _convert_scale_to_fraction(scale: Tensor | None) -> Fraction:
+    return Fraction(1) if scale is None else Fraction(float(scale))
+
+
+def format_values(parts: Parts, scale: Tensor | None, digits: int | None = None) -> str | list[Any]:
     """Return the values as nested lists of decimal strings."""
     if digits is not None and digits < 1:
         raise ValueError(f"digits={digits}: allowed are 1 and more")
-    flat = [decimal(value, digits or held_digits(parts)) for value in exact_values(parts, scale)]
+    flat = [format_decimal(value, digits or count_held_digits(parts)) for value in compute_exact_values(parts, scale)]
     nested: str | list[Any] = np.array(flat, dtype=object).reshape(parts[0].shape).tolist()
     return nested
 
 
-def representation(x: Tensor, parts: Parts, scale: Tensor | None, gradients: str) -> str:
+def format_tensor(x: Tensor, parts: Parts, scale: Tensor | None, gradients: str) -> str:
     """Return the repr of an MCTensor x: values, component count, dtype, and what torch prints of a plain tensor."""
     said = [f"components={len(parts)}", f"dtype={x.dtype}"]
     if scale is not None and type(scale) is Tensor and scale.device.type != "meta":
@@ -369,13 +370,13 @@ def representation(x: Tensor, parts: Parts, scale: Tensor | None, gradients: str
     elif x.requires_grad:
         said.append("requires_grad=True")
     head = "Parameter containing:\n" if getattr(x, "_is_param", False) else ""
-    return f"{head}MCTensor({_body(parts, scale)}, {', '.join(said)})"
+    return f"{head}MCTensor({_format_elements(parts, scale)}, {', '.join(said)})"
 
 
-def decimal(value: Fraction | float, digits: int) -> str:
+def format_decimal(value: Fraction | float, digits: int) -> str:
     """Return a number in decimal, rounded to so many significant digits.
 
-    >>> decimal(Fraction(1, 3), 5), decimal(Fraction(-12345678, 1), 3)
+    >>> format_decimal(Fraction(1, 3), 5), format_decimal(Fraction(-12345678, 1), 3)
     ('0.33333', '-1.23e+7')
     """
     if isinstance(value, float):
@@ -388,38 +389,26 @@ def decimal(value: Fraction | float, digits: int) -> str:
     return format(rounded, f".{digits - 1}e")
 
 
-def _value(row: tuple[float, ...], scale: Fraction) -> Fraction | float:
+def _add_up_exactly(row: tuple[float, ...], scale: Fraction) -> Fraction | float:
     if not math.isfinite(row[0]) or row[0] == 0:
         return row[0]
     return sum(map(Fraction, row), Fraction(0)) * scale
 
 
-def _body(parts: Parts, scale: Tensor | None) -> str:
+def _format_elements(parts: Parts, scale: Tensor | None) -> str:
     first = parts[0]
     if type(first) not in (Tensor, torch.nn.Parameter) or first.device.type == "meta":
         return f"..., size={tuple(first.shape)}"
     if not first.numel():
         return f"[], size={tuple(first.shape)}"
-    shown = tuple(map(_printed_elements, parts)) if first.numel() > _MOST_PRINTED else parts
-    flat = [decimal(value, held_digits(parts)) for value in exact_values(shown, scale)]
-    width = max(map(len, flat))
-    return _brackets([text.rjust(width) for text in flat], list(shown[0].shape), list(first.shape), len("MCTensor("))
+    flat, factor = [part.detach().reshape(-1) for part in parts], _convert_scale_to_fraction(scale)
 
+    def format_element(index: int) -> str:
+        value = _add_up_exactly(tuple(float(part[index]) for part in flat), factor)
+        return format_decimal(value, count_held_digits(parts))
 
-def _printed_elements(x: Tensor) -> Tensor:
-    """Return the elements that are printed: along each long dimension the first and the last ones."""
-    for dim, size in enumerate(x.shape):
-        if size > 2 * _EDGE:
-            x = torch.cat([x.narrow(dim, 0, _EDGE), x.narrow(dim, size - _EDGE, _EDGE)], dim)
-    return x
-
-
-def _brackets(flat: list[str], shape: list[int], full: list[int], indent: int) -> str:
-    if not shape:
-        return flat[0].strip()
-    step = len(flat) // shape[0]
-    rows = [_brackets(flat[i * step : i * step + step], shape[1:], full[1:], indent + 1) for i in range(shape[0])]
-    if shape[0] != full[0]:
-        rows.insert(_EDGE, "...")
-    gap = ", " if len(shape) == 1 else "," + "\n" * (len(shape) - 1) + " " * (indent + 1)
-    return f"[{gap.join(rows)}]"
+    formatter: Any = {"int": format_element}
+    places = np.arange(first.numel()).reshape(first.shape)
+    return np.array2string(
+        places, 100, separator=", ", prefix="MCTensor(", formatter=formatter, threshold=1000, edgeitems=3
+    )

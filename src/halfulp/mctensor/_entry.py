@@ -15,15 +15,15 @@ from ..kernels import present, torch_operators, untraced
 from ..subclass._in_backward import refuse_jvp
 from ..subclass._rule_table import functional_form
 from ._derivation import write_results
-from ._mctensor import ENTRY_KEY, ENTRY_KEY_NAME, MCTensor
-from ._result_type import encode_plain_operands, has_plain, is_plain, result_type
-from .rules._layers import BY_FACTORS, FORWARD
-from .rules._pointwise import half_root
+from ._mctensor import ENTRY_DISPATCH_KEY, ENTRY_KEY_NAME, MCTensor
+from ._result_type import encode_plain_operands, has_plain_operand, is_plain, result_type
+from .rules._layers import INTERPOLATION_RULES, INTERPOLATION_RULES_BY_FACTORS
+from .rules._pointwise import make_root_of_half
 
 aten = torch_operators("aten")
 
 # Those whose operands must all have one dtype.
-PROMOTED = (
+PROMOTED_OPERATORS = (
     *(aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding, aten.conv3d.default),
     *(aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
     *(aten.convolution.default, aten.conv_tbc.default, aten.prelu.default, aten.bilinear.default),
@@ -33,7 +33,7 @@ PROMOTED = (
 )
 
 
-def of_several_dtypes(arguments: Iterable[Any]) -> bool:
+def have_several_dtypes(arguments: Iterable[Any]) -> bool:
     """Return whether arguments, apart from nested ones, hold tensors of several dtypes."""
     first = None
     for x in arguments:
@@ -44,7 +44,7 @@ def of_several_dtypes(arguments: Iterable[Any]) -> bool:
     return False
 
 
-def in_one_dtype(arguments: Any) -> Any:
+def promote_operands(arguments: Any) -> Any:
     """Return an operator's arguments, nested ones too, with all floating tensors as MCTensors of the promoted dtype.
 
     They stay as they are where they have one dtype, or none is an MCTensor.
@@ -63,21 +63,21 @@ def in_one_dtype(arguments: Any) -> Any:
     return tree_map(promoted, arguments)
 
 
-def _with_components(steps: Callable) -> Callable:
+def _encode_operands_before(steps: Callable) -> Callable:
     """Return steps that encode plain tensors first where an operand is an MCTensor, else give NotImplemented."""
 
     def own(*arguments: Any, **options: Any) -> Any:
         leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
         if not any(isinstance(x, MCTensor) for x in leaves):
             return NotImplemented
-        if has_plain(arguments, options):
+        if has_plain_operand(arguments, options):
             arguments, options = encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
         return steps(*arguments, **options)
 
     return own
 
 
-def _number_beside(value: Any, x: Any) -> Any:
+def _encode_number_like(value: Any, x: Any) -> Any:
     """Return a number as a tensor without dimensions that leaves x's dtype."""
     if not isinstance(x, MCTensor) or isinstance(value, complex):
         return NotImplemented
@@ -86,11 +86,11 @@ def _number_beside(value: Any, x: Any) -> Any:
     return MCTensor.encode(value, len(x._parts), x.dtype, device=x.device)
 
 
-def _where(condition: Tensor, x: Any, other: Any) -> Any:
+def _select_or_decline(condition: Tensor, x: Any, other: Any) -> Any:
     return NotImplemented if x is NotImplemented or other is NotImplemented else torch.where(condition, x, other)
 
 
-def _quantile(operator: Any) -> Callable:
+def _make_quantile_rule(operator: Any) -> Callable:
     def quantile(x: Any, q: float, dim: int | None = None, keepdim: bool = False, **options: Any) -> Any:
         if not isinstance(x, MCTensor):
             return NotImplemented
@@ -112,23 +112,25 @@ def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None
 def cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Sum a / max(|a|, eps) times b / max(|b|, eps), with the gradients that torch gives it."""
     a, b = torch.broadcast_tensors(a, b)
-    return (_normalize(a, dim, eps) * _normalize(b, dim, eps)).sum(dim)
+    return (_divide_by_norm(a, dim, eps) * _divide_by_norm(b, dim, eps)).sum(dim)
 
 
-def _normalize(x: Tensor, dim: int, eps: float) -> Tensor:
+def _divide_by_norm(x: Tensor, dim: int, eps: float) -> Tensor:
     size = torch.linalg.vector_norm(x, 2, dim, True).clone()
     with torch.no_grad():
         size.clamp_min_(eps)
     return x / size
 
 
-BY_NUMBERS = {
-    aten.where.ScalarOther: lambda condition, x, other: _where(condition, x, _number_beside(other, x)),
-    aten.where.ScalarSelf: lambda condition, number, x: _where(condition, _number_beside(number, x), x),
-    aten.quantile.scalar: _quantile(aten.quantile.default),
-    aten.nanquantile.scalar: _quantile(aten.nanquantile.default),
-    aten.rms_norm.default: _with_components(rms_norm),
-    aten.cosine_similarity.default: _with_components(cosine_similarity),
+RULES_WITH_NUMBERS = {
+    aten.where.ScalarOther: lambda condition, x, other: _select_or_decline(condition, x, _encode_number_like(other, x)),
+    aten.where.ScalarSelf: lambda condition, number, x: _select_or_decline(
+        condition, _encode_number_like(number, x), x
+    ),
+    aten.quantile.scalar: _make_quantile_rule(aten.quantile.default),
+    aten.nanquantile.scalar: _make_quantile_rule(aten.nanquantile.default),
+    aten.rms_norm.default: _encode_operands_before(rms_norm),
+    aten.cosine_similarity.default: _encode_operands_before(cosine_similarity),
 }
 
 
@@ -158,7 +160,7 @@ def pad_packed_sequence(
         raise ValueError(
             f"total_length={total_length}: the longest sequence has {batch_sizes.numel()} steps, give that or more"
         )
-    places, is_row = _places(batch_sizes, steps, rows.device)
+    places, is_row = _find_packed_rows(batch_sizes, steps, rows.device)
     padded = rows.index_select(0, places.flatten()).unflatten(0, places.shape)
     outside = ~is_row.reshape(*is_row.shape, *[1] * (rows.dim() - 1))
     padded = padded.masked_fill(outside, padding_value)
@@ -166,7 +168,7 @@ def pad_packed_sequence(
     return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
-def _places(batch_sizes: Tensor, steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _find_packed_rows(batch_sizes: Tensor, steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the row of every step of every sequence, and which of these there are."""
     counts = F.pad(batch_sizes, (0, steps - batch_sizes.numel()))
     starts = counts.cumsum(0) - counts
@@ -215,34 +217,34 @@ def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: An
     return exponents if exponents is NotImplemented else torch.pow(base, exponents)
 
 
-def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Any:
+def _draw_normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Any:
     if not isinstance(std, MCTensor) and not isinstance(mean, MCTensor):
         return NotImplemented
     like = std if isinstance(std, MCTensor) else mean
     return mean + std * torch.empty_like(like).normal_(generator=generator)
 
 
-def _of_three(function: Callable, packet: Any) -> dict:
+def _register_three_overloads(function: Callable, packet: Any) -> dict:
     return {getattr(packet, name): function for name in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")}
 
 
-INTO_PLAIN = {
+RULES_OF_PLAIN_TARGETS = {
     aten.pad_sequence.default: pad_sequence,
     aten._pad_packed_sequence.default: pad_packed_sequence,
     aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,
     aten.vander.default: vander,
-    aten.normal.float_Tensor: _normal,
-    **_of_three(linspace, aten.linspace),
-    **_of_three(logspace, aten.logspace),
+    aten.normal.float_Tensor: _draw_normal,
+    **_register_three_overloads(linspace, aten.linspace),
+    **_register_three_overloads(logspace, aten.logspace),
 }
 
 
 # The mode in which AOTAutograd traces: older versions of torch say that they compile to Dynamo alone.
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+_FAKE_MODE_KEY = torch._C._TorchDispatchModeKey.FAKE
 
 # Those in which operands meet one another, or a constant, before they meet all others. Those that hand all operands to
 # one operator with a rule, as linear does, and those that write running statistics, as batch_norm, need none.
-COMPOSITES = (
+COMPOSITE_OPERATORS = (
     *(aten.einsum.default, aten.linalg_multi_dot.default, aten.chain_matmul.default, aten.bilinear.default),
     *(aten.scaled_dot_product_attention.default, aten.rms_norm.default, aten._weight_norm.default),
     *(aten.kl_div.default, aten.poisson_nll_loss.default, aten.margin_ranking_loss.default),
@@ -257,24 +259,28 @@ COMPOSITES = (
     *(aten.float_power.Tensor_Tensor, aten.float_power.Scalar, aten.float_power.Tensor_Scalar),
 )
 # Those with one rule whose derivative has a step of plain operands alone: what autograd saves has components too.
-DIFFERENTIATED = (
+DIFFERENTIATED_OPERATORS = (
     *(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Tensor, aten.atan2.default),
     *(aten.pow.Tensor_Tensor, aten.ldexp.Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default),
     *(aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default),
 )
 # Those that put a tensor subclass's result in another tensor than the one given, which stays as it was.
-REPLACED = tuple(
+REPLACED_OUT_OPERATORS = tuple(
     getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name
 )
-_PROMOTED = frozenset(present(PROMOTED))
+_PROMOTED_SET = frozenset(present(PROMOTED_OPERATORS))
 # Keys above would find the way back to this one.
-_BELOW = torch._C._dispatch_keyset_full_after(ENTRY_KEY)
-_library = torch.library.Library("aten", "IMPL")
+_KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
+_aten_library = torch.library.Library("aten", "IMPL")
 
 
-def _entry(operator: OpOverload) -> Callable:
+def _make_entry(operator: OpOverload) -> Callable:
     """Return an operator's kernel for the key: its function in OWN, else torch's steps on operands with components."""
-    own, is_promoted, is_encoded = OWN.get(operator), operator in _PROMOTED, operator in _ENCODED
+    own, is_promoted, is_encoded = (
+        OWN_FUNCTIONS.get(operator),
+        operator in _PROMOTED_SET,
+        operator in _ENCODED_OPERATORS,
+    )
 
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
@@ -282,32 +288,39 @@ def _entry(operator: OpOverload) -> Callable:
             result = NotImplemented if own is None else own(*arguments, **options)
             if result is not NotImplemented:
                 return result
-            if is_promoted and of_several_dtypes((*arguments, *options.values())):
+            if is_promoted and have_several_dtypes((*arguments, *options.values())):
                 refuse_jvp((x for x in arguments if isinstance(x, Tensor)), str(operator))
-                arguments, options = in_one_dtype((arguments, options))
-            if is_encoded and has_plain(arguments, options):
+                arguments, options = promote_operands((arguments, options))
+            if is_encoded and has_plain_operand(arguments, options):
                 leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
                 if any(isinstance(x, MCTensor) for x in leaves):
                     form = result_type(leaves)
                     arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
-        return operator.redispatch(keys & _BELOW, *arguments, **options)
+        if operator is not aten.lstm.input:
+            return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
+        fused = torch._C._get_mkldnn_enabled()
+        torch._C._set_mkldnn_enabled(False)  # its kernel reads memory as plain numbers
+        try:
+            return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
+        finally:
+            torch._C._set_mkldnn_enabled(fused)
 
     return untraced(entered)
 
 
 def ndtr(x: MCTensor) -> Tensor:
     """Compute the normal distribution function, as torch's formula 1 + erf has no digits far below zero."""
-    factor = -half_root(x)
+    factor = -make_root_of_half(x)
     # Without dimensions it leaves the dtype of what has some.
     factor = MCTensor.encode(factor, len(x._parts), torch.float64 if x.dim() else x.dtype)
     return torch.erfc(x * factor) * 0.5
 
 
-def _interpolate_when_traced(steps: Callable) -> Callable:
+def _make_traced_interpolation(steps: Callable) -> Callable:
     """Let a function interpolate where a compiler traces, as torch decomposes it there before it asks a rule."""
 
     def interpolate(x: Any, *arguments: Any, **options: Any) -> Any:
-        traced = torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None
+        traced = torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE_MODE_KEY) is not None
         if not traced or not isinstance(x, MCTensor) or result_type((x,)).fits_float64:
             return NotImplemented
         return steps(x, *arguments, **options)
@@ -316,13 +329,16 @@ def _interpolate_when_traced(steps: Callable) -> Callable:
 
 
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
-OWN = {aten.special_ndtr.default: ndtr}
-OWN |= {operator: _interpolate_when_traced(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
-_ENCODED = frozenset(present((*COMPOSITES, *DIFFERENTIATED)))
-OWN |= BY_NUMBERS | INTO_PLAIN
+OWN_FUNCTIONS = {aten.special_ndtr.default: ndtr}
+OWN_FUNCTIONS |= {
+    operator: _make_traced_interpolation(rule)
+    for operator, rule in (INTERPOLATION_RULES | INTERPOLATION_RULES_BY_FACTORS).items()
+}
+_ENCODED_OPERATORS = frozenset(present((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
+OWN_FUNCTIONS |= RULES_WITH_NUMBERS | RULES_OF_PLAIN_TARGETS
 
 
-def _with_out(operator: OpOverload) -> Callable:
+def _make_out_entry(operator: OpOverload) -> Callable:
     functional = functional_form(operator)
     assert functional is not None
 
@@ -332,8 +348,10 @@ def _with_out(operator: OpOverload) -> Callable:
     return untraced(entered)
 
 
-_ENTERED = dict.fromkeys((*COMPOSITES, *DIFFERENTIATED, *OWN, *PROMOTED))
-for _operators, _entering in ((_ENTERED, _entry), (REPLACED, _with_out)):
+_ENTERED_OPERATORS = dict.fromkeys(
+    (*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *PROMOTED_OPERATORS)
+)
+for _operators, _entering in ((_ENTERED_OPERATORS, _make_entry), (REPLACED_OUT_OPERATORS, _make_out_entry)):
     for _operator in present(_operators):
         _name = _operator.name().removeprefix("aten::")
-        _library.impl(_name, _entering(_operator), ENTRY_KEY_NAME, with_keyset=True)
+        _aten_library.impl(_name, _entering(_operator), ENTRY_KEY_NAME, with_keyset=True)

@@ -30,12 +30,12 @@ from ..subclass._rule_table import Given, RuleTable
 from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _encode as _numbers
 from . import _encode as _text
-from ._encode import to_float64
+from ._encode import convert_to_float64
 
-_table = RuleTable()
-RULES = _table.rules
-rule_of = _table.of
-derives = _table.derives
+_rule_table = RuleTable()
+RULES = _rule_table.rules
+find_rule = _rule_table.of
+register_derivation = _rule_table.derives
 
 
 def implements(*operators: OpOverload) -> Callable[[Given], Given]:
@@ -59,20 +59,20 @@ def implements(*operators: OpOverload) -> Callable[[Given], Given]:
     >>> torch.ops.halfulp_doc.twice(MCTensor.encode("0.1")).to_strings()
     '0.20000000000000'
     """
-    return _table.implements(*operators)
+    return _rule_table.implements(*operators)
 
 
-def with_history(x: Tensor, made: Any) -> Any:
+def attach_history(x: Tensor, made: Any) -> Any:
     """Return an encoded MCTensor with autograd's history, forward tangents included, back to x."""
     transformed = under_transform()
     if not transformed and not (x.requires_grad and torch.is_grad_enabled()):
         return made
-    chosen: type[torch.autograd.Function] = _TransformedEncode if transformed else _Encode
+    chosen: type[torch.autograd.Function] = _ForwardModeEncodeFunction if transformed else _EncodeFunction
     connect: Callable[..., Any] = chosen.apply
     return connect(x, made)
 
 
-class _Encode(torch.autograd.Function):
+class _EncodeFunction(torch.autograd.Function):
     """Connect an MCTensor to the graph of the tensor that it encodes."""
 
     @staticmethod
@@ -92,7 +92,7 @@ class _Encode(torch.autograd.Function):
 
 
 # Dynamo refuses Functions with a jvp: those are chosen only where one is needed.
-class _TransformedEncode(_Encode):
+class _ForwardModeEncodeFunction(_EncodeFunction):
     """The same in forward mode."""
 
     @staticmethod
@@ -102,7 +102,7 @@ class _TransformedEncode(_Encode):
         return made
 
 
-def remember_decoding(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def save_for_decoding_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save what the gradient of a decoding needs."""
     x, ctx.target = inputs
     ctx.kind, ctx.decoded = x.dtype, type(x)
@@ -110,26 +110,26 @@ def remember_decoding(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 
 @untraced
-def decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+def compute_decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
     """Return the gradient of a decoded tensor, with components where it keeps such gradients."""
     if not context.count or isinstance(gradient, context.decoded):
         return gradient.to(context.kind), None
     return context.decoded.encode(gradient, context.count, context.kind, gradients=COMPONENTS), None
 
 
-_make = torch.Tensor._make_wrapper_subclass
-_data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_data_descriptor: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 # Of what pickle stores; a file of another layout is refused.
-SAVED_LAYOUT = 1
+PICKLED_LAYOUT_VERSION = 1
 
 # A dispatch key above autograd's of which torch's operators have no kernel: see entry. torch left it to
 # extensions, of which the one that used it is no longer maintained.
 ENTRY_KEY_NAME = "DeferredInit"
-ENTRY_KEY = torch._C._dispatch_key_parse(ENTRY_KEY_NAME)
-_entry_keys = torch._C.DispatchKeySet(ENTRY_KEY)
-_fallthrough = torch.library.Library("_", "IMPL")
+ENTRY_DISPATCH_KEY = torch._C._dispatch_key_parse(ENTRY_KEY_NAME)
+_entry_key_set = torch._C.DispatchKeySet(ENTRY_DISPATCH_KEY)
+_fallthrough_library = torch.library.Library("_", "IMPL")
 try:
-    _fallthrough.fallback(torch.library.fallthrough_kernel, ENTRY_KEY_NAME)
+    _fallthrough_library.fallback(torch.library.fallthrough_kernel, ENTRY_KEY_NAME)
 except RuntimeError as error:
     raise ImportError(
         f"another library in this process has taken the dispatch key {ENTRY_KEY_NAME}, which torch has one of: use "
@@ -183,7 +183,7 @@ class MCTensor(CompositeTensor):
         cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         refuse_make_fx("MCTensor")
-        return rule_of(operator)(*arguments, **(options or {}))
+        return find_rule(operator)(*arguments, **(options or {}))
 
     @staticmethod
     def encode(
@@ -224,8 +224,8 @@ class MCTensor(CompositeTensor):
             refuse_jit_trace("MCTensor")
         source = x.detach() if isinstance(x, Tensor) else x
         parts, held = _numbers.encode_components(source, components, dtype, scale, device)
-        made = wrap(parts, held, gradients)
-        connected: MCTensor = with_history(x, made) if isinstance(x, Tensor) else made
+        made = wrap_parts(parts, held, gradients)
+        connected: MCTensor = attach_history(x, made) if isinstance(x, Tensor) else made
         return connected
 
     @staticmethod
@@ -247,8 +247,8 @@ class MCTensor(CompositeTensor):
         (tensor(2.), tensor(5.9605e-08), tensor(0.))
         """
         check_gradients(gradients)
-        parts, held = _numbers.from_components(components, scale)
-        return wrap(parts, held, gradients)
+        parts, held = _numbers.canonicalize_components(components, scale)
+        return wrap_parts(parts, held, gradients)
 
     @staticmethod
     def implements(*operators: Any) -> Callable[[Given], Given]:
@@ -283,13 +283,13 @@ class MCTensor(CompositeTensor):
         >>> MCTensor.encode(0.1, dtype=torch.bfloat16, components=3).decode(torch.float32)
         tensor(0.1000)
         """
-        plain: Tensor = _decode(self, dtype)
+        plain: Tensor = _differentiable_decode(self, dtype)
         return plain
 
     def with_gradients(self, gradients: str) -> MCTensor:
         """Return a leaf of the same components, sharing memory, that keeps gradients of another kind."""
         check_gradients(gradients)
-        made = wrap(self._parts, self._scale, gradients)
+        made = wrap_parts(self._parts, self._scale, gradients)
         made.requires_grad_(self.requires_grad)
         return made
 
@@ -302,22 +302,22 @@ class MCTensor(CompositeTensor):
         >>> MCTensor.encode(["0.1", "2e5"]).to_strings(5)
         ['0.10000', '2.0000e+5']
         """
-        return _text.strings(self._parts, self._scale, digits)
+        return _text.format_values(self._parts, self._scale, digits)
 
     def apply_(self, function: Callable[..., Any]) -> MCTensor:
         """Refuse: no Python function takes a sum of components."""
         raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return _text.representation(self, self._parts, self._scale, self._gradients)
+        return _text.format_tensor(self, self._parts, self._scale, self._gradients)
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
     ) -> Tensor:
         """Return data with all digits as an MCTensor like this one, or as a plain tensor for another kind of dtype."""
         kind, place = dtype or self.dtype, device or self.device
-        made = _numbers.new_tensor(data, len(self._parts), kind, self._scale is not None, place)
-        made = wrap(made[0], made[1], self._gradients) if isinstance(made, tuple) else made
+        made = _numbers.encode_new_tensor(data, len(self._parts), kind, self._scale is not None, place)
+        made = wrap_parts(made[0], made[1], self._gradients) if isinstance(made, tuple) else made
         return made.requires_grad_(requires_grad)
 
     def new(self, *arguments: Any, device: Any = None) -> Tensor:  # type: ignore[override]
@@ -345,19 +345,19 @@ class MCTensor(CompositeTensor):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         marks = saved_marks(self)
         parts = tuple(part.detach() for part in self._parts)
-        return rebuild_mctensor, (SAVED_LAYOUT, parts, self._scale, self._gradients, *marks)
+        return rebuild_mctensor, (PICKLED_LAYOUT_VERSION, parts, self._scale, self._gradients, *marks)
 
     @property
     def data(self) -> Tensor:
         """The same components without history; assigning replaces the components."""
-        detached: Tensor = _data.__get__(self)
+        detached: Tensor = _data_descriptor.__get__(self)
         return detached
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, MCTensor):
             raise TypeError("x.data of an MCTensor takes an MCTensor: write values with x.copy_(tensor) under no_grad")
-        _data.__set__(self, value)
+        _data_descriptor.__set__(self, value)
         self._parts, self._scale, self._gradients = value._parts, value._scale, value._gradients
 
     def _inner(self) -> list[Tensor]:
@@ -365,7 +365,7 @@ class MCTensor(CompositeTensor):
 
     def _like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
         count = len(self._parts)
-        made = wrap(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
+        made = wrap_parts(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
         made.requires_grad_(requires_grad)
         return made
 
@@ -389,7 +389,7 @@ class MCTensor(CompositeTensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[str, int, bool], size: Any, stride: Any
     ) -> MCTensor:
-        return wrap(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
+        return wrap_parts(tuple(inner[f"_part_{i}"] for i in range(context[1])), inner.get("_scale"), context[0])
 
     def _stable_hash_for_caching(self) -> str:
         return graph_key(self, RULES.values())
@@ -401,22 +401,24 @@ class MCTensor(CompositeTensor):
 
     @untraced
     def __coerce_tangent_metadata__(self) -> MCTensor:
-        return wrap((to_plain(self),), None, FIRST) if self._gradients == FIRST else self
+        return wrap_parts((round_to_plain(self),), None, FIRST) if self._gradients == FIRST else self
 
     @untraced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
         if expected is torch.Tensor:
-            return to_plain(self)
+            return round_to_plain(self)
         return self._of_tangent(self, context) if expected in (None, MCTensor) else None
 
 
 @untraced
-def wrap(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
+def wrap_parts(parts: Parts, scale: Tensor | None, gradients: str) -> MCTensor:
     """Make an MCTensor over components of equal shape and strides, without copying or checking."""
     first = parts[0]
     shape, strides, offset = first.shape, first.stride(), first.storage_offset()
     dtype, device = first.dtype, first.device
-    made = _make(MCTensor, shape, strides, offset, dtype=dtype, device=device, _extra_dispatch_keys=_entry_keys)
+    made = _make_wrapper(
+        MCTensor, shape, strides, offset, dtype=dtype, device=device, _extra_dispatch_keys=_entry_key_set
+    )
     made._parts = parts
     made._scale = scale
     made._gradients = gradients
@@ -431,41 +433,43 @@ def rebuild_mctensor(
     Raises:
         ValueError: the file was written by a version of another layout.
     """
-    check_layout(layout, SAVED_LAYOUT, "MCTensor", "x.components and x.scale")
-    return with_saved_marks(wrap(tuple(parts), scale, gradients), requires_grad, is_parameter)
+    check_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
+    return with_saved_marks(wrap_parts(tuple(parts), scale, gradients), requires_grad, is_parameter)
 
 
-def decoded(x: MCTensor, dtype: torch.dtype) -> Tensor:
+def decode_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:
     """Return the value as a plain tensor of a dtype, rounded once."""
     if x._scale is None:
         return merge(x._parts, dtype)
-    wide = to_float64(x._parts, x._scale)
+    wide = convert_to_float64(x._parts, x._scale)
     return wide[0].to(dtype) if len(wide) == 1 else merge(wide, dtype)
 
 
-def to_plain(x: MCTensor) -> Tensor:
+def round_to_plain(x: MCTensor) -> Tensor:
     """Return the value rounded to a plain tensor of the components' dtype: a gradient in the mode "first"."""
-    return x._parts[0] if x._scale is None else decoded(x, x.dtype)
+    return x._parts[0] if x._scale is None else decode_to_plain(x, x.dtype)
 
 
 torch.serialization.add_safe_globals([rebuild_mctensor])
 
 
-decode = define_operator(
+decode_operator = define_operator(
     "decode(Tensor x, ScalarType dtype) -> Tensor",
     lambda x, dtype: x.to(dtype, copy=True),
     lambda x, dtype: torch.empty_like(x, dtype=dtype),
 )
 
 
-@implements(decode)
+@implements(decode_operator)
 def decode_components(x: MCTensor, dtype: torch.dtype) -> Tensor:
     """Return the value as a plain tensor of a dtype, rounded once."""
-    return decoded(x, dtype)
+    return decode_to_plain(x, dtype)
 
 
-def _tangent_of_decoding(context: Any, tangent: Tensor, *_: object) -> Tensor:
+def _decode_tangent(context: Any, tangent: Tensor, *_: object) -> Tensor:
     return tangent.decode(context.target) if hasattr(tangent, "decode") else tangent.to(context.target)
 
 
-_decode = differentiable(decode, remember_decoding, decoding_gradient, _tangent_of_decoding)
+_differentiable_decode = differentiable(
+    decode_operator, save_for_decoding_gradient, compute_decoding_gradient, _decode_tangent
+)

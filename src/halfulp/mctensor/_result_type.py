@@ -1,4 +1,4 @@
-"""Type promotion of MCTensors (`result_type`), plain operands and constants beside them, and results of that type."""
+"""Type promotion of MCTensors, plain operands and constants beside them, and results of the promoted type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
-from ..arithmetic._pointwise import at_hand, combine, function_of_scaled
+from ..arithmetic._pointwise import can_run_on_scaled_operands, evaluate_alike, run_on_scaled_operands
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
@@ -21,21 +21,21 @@ from ..subclass._in_backward import (
 )
 from ..subclass._rule_table import in_quotient_formula, stand_ins
 from ._encode import (
+    choose_scale,
+    convert_to_float64,
     divide_by_scale,
-    integer_components,
-    magnitude,
-    number_components,
-    number_in_float32,
-    scale_for,
-    to_float64,
+    find_magnitude,
+    split_integers,
+    split_number,
+    split_number_in_float32,
 )
-from ._mctensor import MCTensor, with_history, wrap
+from ._mctensor import MCTensor, attach_history, wrap_parts
 
 # float64 holds every value of so many bits that the components promise.
-_WIDE_BITS = 53
+_FLOAT64_BITS = 53
 # A sum of positive numbers is not to become 0 beside large ones: it may be divided by.
-SUMS = ("add", "sub", "addcmul", "hypot")
-_FACTORS = ("mul", "div", "addcmul")
+SUM_FUNCTION_NAMES = ("add", "sub", "addcmul", "hypot")
+_FACTOR_FUNCTION_NAMES = ("mul", "div", "addcmul")
 
 
 class ResultType(NamedTuple):
@@ -57,7 +57,7 @@ class ResultType(NamedTuple):
     @property
     def fits_float64(self) -> bool:
         """Whether one float64 holds as many bits as the components together."""
-        return self.components * PRECISION[self.dtype] <= _WIDE_BITS
+        return self.components * PRECISION[self.dtype] <= _FLOAT64_BITS
 
 
 def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> ResultType:
@@ -108,35 +108,37 @@ def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Re
     return ResultType(dtype, count, gradients, scaled, device, has_gradient)
 
 
-def parts_of(x: Any, device: torch.device) -> Parts:
+def to_components(x: Any, device: torch.device) -> Parts:
     """Return any operand (an MCTensor, a plain tensor, a number) as components without a scale."""
     if isinstance(x, MCTensor):
-        return x._parts if x._scale is None else to_float64(x._parts, x._scale)
+        return x._parts if x._scale is None else convert_to_float64(x._parts, x._scale)
     if isinstance(x, Tensor):
-        return (x,) if x.dtype.is_floating_point else integer_components(x)
-    return number_components(x, device)
+        return (x,) if x.dtype.is_floating_point else split_integers(x)
+    return split_number(x, device)
 
 
-def evaluate(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
+def run_function(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
     """Run a function of `arithmetic.pointwise` on MCTensors, tensors and numbers."""
-    if form is None and len(operands) == 2 and are_alike(*operands):
+    if form is None and len(operands) == 2 and are_operands_alike(*operands):
         x, y = operands
         if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():
-            return wrap(combine(name, x._parts, y._parts), None, x._gradients)
+            return wrap_parts(evaluate_alike(name, x._parts, y._parts), None, x._gradients)
         parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
-        return wrap(parts, None, x._gradients)
+        return wrap_parts(parts, None, x._gradients)
     form = form or result_type(operands)
     if form.scaled and not gives_plain_gradient(form.gradients, form.has_gradient):
         given = [
-            (x._parts, x._scale) if isinstance(x, MCTensor) else (parts_of(x, form.device), None) for x in operands
+            (x._parts, x._scale) if isinstance(x, MCTensor) else (to_components(x, form.device), None) for x in operands
         ]
-        if at_hand(name, given):
-            wide, sizes = function_of_scaled(name, given, float64_count(form))
-            return _scale_result(wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUMS)
-    return run_pointwise(name, operand_parts(name, operands, form.dtype, form.components, form.device), form)
+        if can_run_on_scaled_operands(name, given):
+            wide, sizes = run_on_scaled_operands(name, given, count_float64_components(form))
+            return _scale_result(
+                wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUM_FUNCTION_NAMES
+            )
+    return run_pointwise(name, convert_operands(name, operands, form.dtype, form.components, form.device), form)
 
 
-def are_alike(a: Any, b: Any) -> bool:
+def are_operands_alike(a: Any, b: Any) -> bool:
     """Return whether two operands need no promotion, scale or rounding: the shortcut for the most frequent call."""
     return (
         type(a) is MCTensor
@@ -150,15 +152,17 @@ def are_alike(a: Any, b: Any) -> bool:
     )
 
 
-def operand_parts(name: str, operands: Iterable, dtype: torch.dtype, components: int, device: Any) -> list[Parts]:
+def convert_operands(name: str, operands: Iterable, dtype: torch.dtype, components: int, device: Any) -> list[Parts]:
     """Return all operands as components; numbers as float32 where the kernel can then stay in float32."""
     narrow = dtype == torch.float32 and components <= 2
     found = []
     for position, x in enumerate(operands):
         parts = None
         if narrow and not isinstance(x, Tensor):
-            parts = number_in_float32(x, device, name in _FACTORS and (position > 0 or name != "addcmul"))
-        found.append(parts or parts_of(x, device))
+            parts = split_number_in_float32(
+                x, device, name in _FACTOR_FUNCTION_NAMES and (position > 0 or name != "addcmul")
+            )
+        found.append(parts or to_components(x, device))
     return found
 
 
@@ -167,12 +171,12 @@ def run_pointwise(name: str, operands: list[Parts], form: ResultType) -> Tensor:
     if gives_plain_gradient(form.gradients, form.has_gradient):
         return pointwise(name, *operands, components=1, dtype=form.dtype)[0]
     if form.scaled:
-        wide = pointwise(name, *operands, components=float64_count(form), dtype=torch.float64)
-        return _scale_result(wide, magnitude(wide[0]), form, name in SUMS)
-    return wrap(pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients)
+        wide = pointwise(name, *operands, components=count_float64_components(form), dtype=torch.float64)
+        return _scale_result(wide, find_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
+    return wrap_parts(pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients)
 
 
-def float64_count(form: ResultType) -> int:
+def count_float64_components(form: ResultType) -> int:
     """Return how many float64 hold a value of a result type."""
     return 1 if form.fits_float64 else form.components
 
@@ -182,35 +186,35 @@ def make_result(parts: Parts, form: ResultType) -> Tensor:
     if gives_plain_gradient(form.gradients, form.has_gradient):
         return _round_to_components(parts, 1, form.dtype)[0]
     if form.scaled:
-        return make_scaled(tuple(part.double() for part in parts), form)
-    return wrap(_round_to_components(parts, form.components, form.dtype), None, form.gradients)
+        return make_scaled_result(tuple(part.double() for part in parts), form)
+    return wrap_parts(_round_to_components(parts, form.components, form.dtype), None, form.gradients)
 
 
-def make_scaled(wide: Parts, form: ResultType) -> MCTensor:
+def make_scaled_result(wide: Parts, form: ResultType) -> MCTensor:
     """Make a scaled result from float64 components; the scale is measured."""
-    return _scale_result(wide, magnitude(wide[0]), form)
+    return _scale_result(wide, find_magnitude(wide[0]), form)
 
 
 def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = False) -> MCTensor:
-    scale = scale_for(largest, form.dtype)
-    return wrap(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
+    scale = choose_scale(largest, form.dtype)
+    return wrap_parts(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
 
 
-def align_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
+def align_operands(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:
     """Return operands as components of one dtype, number and scale, for an operator that copies elements."""
     operands = list(operands)
-    parts = [parts_of(x, form.device) for x in operands]
+    parts = [to_components(x, form.device) for x in operands]
     if not form.scaled:
         return [_round_to_components(part, form.components, form.dtype) for part in parts], None
     wide = [tuple(part.double() for part in some) for some in parts]
-    wide = without_large_constants(operands, wide)
-    scale = scale_for(torch.stack([magnitude(some[0]) for some in wide]).amax(), form.dtype)
+    wide = limit_large_constants(operands, wide)
+    scale = choose_scale(torch.stack([find_magnitude(some[0]) for some in wide]).amax(), form.dtype)
     return [divide_by_scale(some, scale, form.components, form.dtype) for some in wide], scale
 
 
-def with_component_gradients(x: MCTensor) -> MCTensor:
+def keep_component_gradients(x: MCTensor) -> MCTensor:
     """Return x with gradients="components", so that an operator's inner steps are not rounded in a backward pass."""
-    return wrap(x._parts, x._scale, COMPONENTS)
+    return wrap_parts(x._parts, x._scale, COMPONENTS)
 
 
 def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -220,97 +224,72 @@ def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> P
 
 
 # From this magnitude on a constant stands for infinity.
-STAND_IN = 2.0**24
+LEAST_STAND_IN = 2.0**24
 # To at least so much it saturates: exp(-128) is 0 in float32; and to so many times the largest of the others, beside
 # which these keep all digits.
-_LEAST, _TIMES = 128.0, 2.0**8
+_LEAST_LIMIT, _LIMIT_FACTOR = 128.0, 2.0**8
 
 
-def without_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[Parts]:
+def limit_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[Parts]:
     """Return the components of operands that are chosen among, with large constants brought nearer to the others.
 
     Args:
         operands: MCTensors, plain tensors and numbers.
         wide: their values as float64 components.
     """
-    large = {i: _stand_ins(parts[0]) for i, parts in enumerate(wide) if not isinstance(operands[i], MCTensor)}
-    if not any(map(_may_hold, large.values())):
+    large = {i: _find_stand_ins(parts[0]) for i, parts in enumerate(wide) if not isinstance(operands[i], MCTensor)}
+    if not any(map(_may_hold_any, large.values())):
         return wide
     others = [torch.where(large[i], 0.0, parts[0]) if i in large else parts[0] for i, parts in enumerate(wide)]
-    limit = _limit(torch.stack([magnitude(part) for part in others]).amax())
-    return [_clamp_parts(parts, large[i], limit) if i in large else parts for i, parts in enumerate(wide)]
+    limit = _find_limit(torch.stack([find_magnitude(part) for part in others]).amax())
+    return [_clamp_components(parts, large[i], limit) if i in large else parts for i, parts in enumerate(wide)]
 
 
-def without_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
+def limit_large_elements(result: Parts, operands: Sequence[Any], own: Parts | None = None) -> Parts:
     """Return a result's float64 components, those that are large brought nearer to the others if an operand is plain.
 
     Args:
-        result: of an operator that writes at places.
+        result: of an operator that writes at places, or element by element.
         operands: all that it was given.
+        own: components that are written over; where they are large, so may be the result.
     """
-    plain = [x for x in operands if is_plain(x)]
-    if not any(_may_hold(_stand_ins(x)) for x in plain) or not _may_hold(places := _is_large(result[0])):
+    if not any(_may_hold_any(_find_stand_ins(x)) for x in operands if is_plain(x)):
         return result
-    return _clamp_parts(result, places, _limit(magnitude(torch.where(places, 0.0, result[0]))))
-
-
-def saturated(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
-    """Return a result's float64 components, brought nearer to the others where plain operands make it large.
-
-    Args:
-        result: of an elementwise function.
-        name: of the function: "div", a name of another with factors, "addcmul" for x + b c, "addcdiv" for x + b / c.
-        operands: x, and one other, or b, c and a number.
-    """
-    if name in ("addcmul", "addcdiv") and not any(isinstance(x, MCTensor) for x in operands[1:]):
-        first, second, *factors = (x.double() if isinstance(x, Tensor) else float(x) for x in operands[1:])
-        product = first / second if name == "addcdiv" else first * second
-        for factor in factors:
-            product = product * factor
-        large = [_stand_ins(product) if isinstance(product, Tensor) and product.dim() else None]
-    else:
-        large = [_leads_to_large(x, name) for x in operands if is_plain(x)]
-    places = [place for place in large if place is not None and _may_hold(place)]
-    if not places or result[0].shape != torch.broadcast_shapes(result[0].shape, *(p.shape for p in places)):
+    places = (
+        _find_large_elements(result[0])
+        if own is None
+        else _find_large_elements(result[0]) & ~_find_large_elements(own[0])
+    )
+    if not _may_hold_any(places):
         return result
-    found = places[0]
-    for place in places[1:]:
-        found = found | place
-    found = found.expand(result[0].shape)
-    return _clamp_parts(result, found, _limit(magnitude(torch.where(found, 0.0, result[0]))))
+    return _clamp_components(result, places, _find_limit(find_magnitude(torch.where(places, 0.0, result[0]))))
 
 
-def _leads_to_large(x: Tensor, name: str) -> Tensor | None:
-    if not x.dim():
-        return None
-    return _stand_ins(torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x, among_zeros=name != "mul")
+def _find_stand_ins(x: Tensor) -> Tensor:
+    large = _find_large_elements(x)
+    return stand_ins(x, LEAST_STAND_IN) if _may_hold_any(large) else large
 
 
-def _stand_ins(x: Tensor, among_zeros: bool = True) -> Tensor:
-    large = _is_large(x)
-    return stand_ins(x, STAND_IN, among_zeros) if _may_hold(large) else large
+def _find_large_elements(x: Tensor) -> Tensor:
+    return (x.abs() >= LEAST_STAND_IN) & x.isfinite()
 
 
-def _is_large(x: Tensor) -> Tensor:
-    return (x.abs() >= STAND_IN) & x.isfinite()
-
-
-def _may_hold(places: Tensor) -> bool:
+def _may_hold_any(places: Tensor) -> bool:
     return type(places) is not Tensor or places.device.type != "cpu" or bool(places.any())
 
 
-def _limit(largest: Tensor) -> Tensor:
+def _find_limit(largest: Tensor) -> Tensor:
     """Return the bound for large elements beside others of this magnitude; infinity beside zeros."""
-    return torch.where(largest == 0, torch.inf, (largest * _TIMES).clamp(min=_LEAST))
+    return torch.where(largest == 0, torch.inf, (largest * _LIMIT_FACTOR).clamp(min=_LEAST_LIMIT))
 
 
-def _clamp_parts(parts: Parts, places: Tensor, limit: Tensor) -> Parts:
+def _clamp_components(parts: Parts, places: Tensor, limit: Tensor) -> Parts:
     beyond = places & (parts[0].abs() > limit)
     first = torch.where(beyond, limit.copysign(parts[0]), parts[0])
     return (first, *(torch.where(beyond, 0.0, part) for part in parts[1:]))
 
 
-_NESTS = (list, tuple, dict)
+_NESTING_CLASSES = (list, tuple, dict)
 
 
 def is_plain(x: Any) -> bool:
@@ -318,10 +297,10 @@ def is_plain(x: Any) -> bool:
     return isinstance(x, Tensor) and not isinstance(x, MCTensor) and x.is_floating_point()
 
 
-def has_plain(arguments: tuple, options: dict) -> bool:
+def has_plain_operand(arguments: tuple, options: dict) -> bool:
     """Return whether any operand, lists of operands included, is a plain floating-point tensor."""
     for x in (*arguments, *options.values()):
-        if is_plain(x) or (isinstance(x, _NESTS) and any(map(is_plain, tree_leaves(x)))):
+        if is_plain(x) or (isinstance(x, _NESTING_CLASSES) and any(map(is_plain, tree_leaves(x)))):
             return True
     return False
 
@@ -341,15 +320,15 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
         if not is_plain(x):
             return x
         made = _encode_plain_operand(x.detach(), form, ranked)
-        return with_history(x, made) if with_gradients else made
+        return attach_history(x, made) if with_gradients else made
 
     return tree_map(lift, operands)
 
 
 def _encode_plain_operand(x: Tensor, form: ResultType, ranked: bool) -> MCTensor:
-    parts = parts_of(x, form.device)
+    parts = to_components(x, form.device)
     if ranked and not x.dim():
-        return wrap(renormalize(parts, form.components, x.double().dtype), None, form.gradients)
+        return wrap_parts(renormalize(parts, form.components, x.double().dtype), None, form.gradients)
     if form.scaled:
-        return make_scaled(tuple(part.double() for part in parts), form)
-    return wrap(renormalize(parts, form.components, form.dtype), None, form.gradients)
+        return make_scaled_result(tuple(part.double() for part in parts), form)
+    return wrap_parts(renormalize(parts, form.components, form.dtype), None, form.gradients)

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Parts, renormalize
-from ._encode import HEADROOM, divide_by_scale, magnitude, scale_for
-from ._mctensor import MCTensor, decoded
-from ._result_type import ResultType, float64_count, parts_of
+from ._encode import HEADROOM_BINADES, choose_scale, divide_by_scale, find_magnitude
+from ._mctensor import MCTensor, decode_to_plain
+from ._result_type import ResultType, count_float64_components, to_components
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
 _ROOM_BELOW = 8
 
 
-def inner_tensors(x: Tensor) -> list[Tensor]:
+def list_inner_tensors(x: Tensor) -> list[Tensor]:
     """Return the plain tensors that hold a tensor's value: components and scale, or the tensor itself."""
     return x._inner() if isinstance(x, MCTensor) else [x]
 
 
 def copy_received(x: Tensor, value: Tensor) -> None:
     """Copy a received value into a tensor: bit for bit between MCTensors alike that own their memory."""
-    mine, arrived = inner_tensors(x), inner_tensors(value)
+    mine, arrived = list_inner_tensors(x), list_inner_tensors(value)
     alike = isinstance(x, MCTensor) and isinstance(value, MCTensor) and x.shape == value.shape
     alike = alike and [part.dtype for part in mine] == [part.dtype for part in arrived]
     if alike and all(part.numel() * part.element_size() == part.untyped_storage().nbytes() for part in mine):
@@ -34,15 +34,17 @@ def copy_received(x: Tensor, value: Tensor) -> None:
         x.copy_(value)
 
 
-def computing_type(x: MCTensor) -> ResultType:
+def choose_computing_type(x: MCTensor) -> ResultType:
     """Return the result type to compute in before writing into x: without a scale, in float64 where x has one."""
     form = ResultType(x.dtype, len(x._parts), x._gradients, False, x.device)
     if x._scale is None:
         return form
-    return form._replace(dtype=torch.float64, components=float64_count(form))
+    return form._replace(dtype=torch.float64, components=count_float64_components(form))
 
 
-def write(x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None, is_sum: bool = False) -> Tensor:
+def write_components(
+    x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None, is_sum: bool = False
+) -> Tensor:
     """Copy a result's components, without a scale, into x; all its views see it.
 
     exact: makes the result in float64, to tell an infinity from a finite value that does not fit.
@@ -60,13 +62,13 @@ def write(x: Tensor, parts: Parts, exact: Callable[[], Tensor] | None = None, is
         return _write_scaled(x, x._scale, parts, is_sum)
     if len(parts) != len(x._parts) or parts[0].dtype != x.dtype:
         parts = renormalize(parts, len(x._parts), x.dtype)
-    check_fits(x, parts[0], exact)
+    check_in_range(x, parts[0], exact)
     for target, part in zip(x._parts, parts):
         target.copy_(part)
     return x
 
 
-def writes_directly(x: MCTensor, operands: list[Parts]) -> bool:
+def can_write_directly(x: MCTensor, operands: list[Parts]) -> bool:
     """Return whether a result may be written into x while the operands are read.
 
     That is where each is x itself, or lies in other memory and is not larger than x.
@@ -88,14 +90,14 @@ def writes_directly(x: MCTensor, operands: list[Parts]) -> bool:
 def write_value(x: Tensor, value: Any) -> Tensor:
     """Copy a value, a tensor of any kind or a number, into x."""
     if isinstance(x, MCTensor):
-        parts = parts_of(value, x.device)
-        return write(x, parts, lambda: parts[0])
+        parts = to_components(value, x.device)
+        return write_components(x, parts, lambda: parts[0])
     check_shape(x, value.shape)
-    plain = decoded(value, x.dtype) if x.dtype.is_floating_point else integral(value, x.dtype)
+    plain = decode_to_plain(value, x.dtype) if x.dtype.is_floating_point else truncate_to_integers(value, x.dtype)
     return x.copy_(plain)
 
 
-def integral(x: MCTensor, dtype: torch.dtype) -> Tensor:
+def truncate_to_integers(x: MCTensor, dtype: torch.dtype) -> Tensor:
     """Return the value as integers, truncated toward zero, or as booleans."""
     if dtype == torch.bool:
         return x._parts[0] != 0
@@ -104,7 +106,9 @@ def integral(x: MCTensor, dtype: torch.dtype) -> Tensor:
             f"an MCTensor is real and {dtype} is not: torch.complex(x.decode(), zeros) makes one of its value"
         )
     whole = torch.trunc(x)
-    return sum((part.to(dtype) for part in parts_of(whole, x.device)[1:]), parts_of(whole, x.device)[0].to(dtype))
+    return sum(
+        (part.to(dtype) for part in to_components(whole, x.device)[1:]), to_components(whole, x.device)[0].to(dtype)
+    )
 
 
 def check_takes_fractions(x: Tensor) -> None:
@@ -124,7 +128,7 @@ def check_shape(x: Tensor, shape: torch.Size) -> None:
         )
 
 
-def check_fits(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | None) -> None:
+def check_in_range(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | None) -> None:
     """Raise if a finite result became infinite in its components."""
     if exact is None or type(first) is not Tensor or first.device.type == "meta" or bool(first.sum().isfinite()):
         return
@@ -137,20 +141,22 @@ def check_fits(x: MCTensor, first: Tensor, exact: Callable[[], Tensor] | None) -
 
 def _write_scaled(x: MCTensor, scale: Tensor, parts: Parts, is_sum: bool) -> MCTensor:
     wide = tuple(part.double() for part in parts)
-    wanted = _wanted_scale(x, scale, magnitude(wide[0]))
+    wanted = _choose_written_scale(x, scale, find_magnitude(wide[0]))
     _rescale(x, scale, wanted)
     for target, part in zip(x._parts, divide_by_scale(wide, scale, len(x._parts), x.dtype, is_sum)):
         target.copy_(part)
     return x
 
 
-def _wanted_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> Tensor:
+def _choose_written_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> Tensor:
     """Return a scale for values up to `largest` beside those in x's memory: x's own if it leaves room."""
     if largest.numel() and not _covers_memory(x):
-        largest = torch.maximum(largest, torch.stack([magnitude(_memory(x)[0]).double() * scale]).amax())
-    ideal = scale_for(largest, x.dtype)
+        largest = torch.maximum(
+            largest, torch.stack([find_magnitude(_view_whole_memory(x)[0]).double() * scale]).amax()
+        )
+    ideal = choose_scale(largest, x.dtype)
     distance = torch.log2(ideal) - torch.log2(scale)
-    fits = (distance < HEADROOM) & (distance > -_ROOM_BELOW)
+    fits = (distance < HEADROOM_BINADES) & (distance > -_ROOM_BELOW)
     return torch.where(fits | (largest == 0), scale, ideal)
 
 
@@ -158,7 +164,7 @@ def _rescale(x: MCTensor, scale: Tensor, wanted: Tensor) -> None:
     """Rescale all of the memory that x is a view of: exact, except for values that become subnormal."""
     if type(wanted) is Tensor and wanted.device.type == "cpu" and bool(wanted == scale):
         return
-    for part in _memory(x):
+    for part in _view_whole_memory(x):
         part.copy_(part.double() * (scale.double() / wanted.double()))
     scale.copy_(wanted)
 
@@ -167,7 +173,7 @@ def _covers_memory(x: MCTensor) -> bool:
     return x.numel() * x.dtype.itemsize == x._parts[0].untyped_storage().nbytes()
 
 
-def _memory(x: MCTensor) -> Parts:
+def _view_whole_memory(x: MCTensor) -> Parts:
     """Return all elements of the memory that x's components are views of."""
     if _covers_memory(x) and x.is_contiguous():
         return x._parts

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfulp.arithmetic import _exact_sums as kernels
-from halfulp.arithmetic._exact_sum_kernels import LIMBS, TERMS, UNIT, WORDS, Reach
+from halfulp.arithmetic._exact_sum_kernels import LIMB_COUNT, LOWEST_EXPONENT, TERMS, WORD_COUNT, LimbRange
 from halfulp.formats import get
 from halfulp.formats._reference import round_exact
 from halfulp.kernels import engine, same_bits
@@ -23,7 +23,7 @@ def value(limbs: torch.Tensor) -> int:
 def carried(limbs: torch.Tensor, run_by: str) -> torch.Tensor:
     """All limbs of an accumulator that reaches as far as those given, with carries passed on; the last has the sign."""
     rows = torch.cat([limbs, torch.zeros(len(limbs), 4, dtype=torch.int64)], 1)
-    return kernels._settle(run_by, rows, Reach(limbs=limbs.shape[1]), None)[:, :LIMBS]
+    return kernels._round_windows(run_by, rows, LimbRange(limbs=limbs.shape[1]), None)[:, :LIMB_COUNT]
 
 
 @pytest.mark.parametrize("run_by", ENGINES)
@@ -46,11 +46,11 @@ def test_carries_run_through_any_number_of_limbs(run_by, seed):
 def test_words_are_the_exact_sum(run_by, seed):
     x = torch.from_numpy(np.ldexp(torch.randn(2, 400).double().numpy(), torch.randint(-1060, 1020, (2, 400)).numpy()))
     with engine(run_by):
-        words = kernels.partial(x, None)
-    assert words.shape == (2, WORDS)
+        words = kernels.accumulate_rows(x, None)
+    assert words.shape == (2, WORD_COUNT)
     assert words[:, TERMS].tolist() == [400, 400]
     for row, made in zip(x.tolist(), words):
-        assert Fraction(value(made[:LIMBS])) * Fraction(2) ** UNIT == sum(map(Fraction, row))
+        assert Fraction(value(made[:LIMB_COUNT])) * Fraction(2) ** LOWEST_EXPONENT == sum(map(Fraction, row))
 
 
 def test_rounding_of_any_integer(seed):
@@ -68,15 +68,15 @@ def test_rounding_of_any_integer(seed):
             mantissa = random.choice([random.getrandbits(precision), 2**precision - 1, 2 ** (precision - 1), 1])
             whole = (2 * mantissa + 1 << 80) + random.choice([-1, 0, 1])
             lowest = round(torch.tensor(torch.finfo(dtype).smallest_normal, dtype=torch.float64).log2().item())
-            exponent = random.randint(max(UNIT, lowest - 90 - 2 * precision), -lowest - 70)
+            exponent = random.randint(max(LOWEST_EXPONENT, lowest - 90 - 2 * precision), -lowest - 70)
             exact = Fraction(random.choice([-1, 1]) * whole) * Fraction(2) ** exponent
-            integer = int(exact / Fraction(2) ** UNIT)
-            limbs = [integer >> (32 * i) & (2**32 - 1) for i in range(LIMBS - 1)]
-            limbs.append(integer >> (32 * (LIMBS - 1)))
+            integer = int(exact / Fraction(2) ** LOWEST_EXPONENT)
+            limbs = [integer >> (32 * i) & (2**32 - 1) for i in range(LIMB_COUNT - 1)]
+            limbs.append(integer >> (32 * (LIMB_COUNT - 1)))
             words = torch.tensor([*limbs, 0, 0, 0, 1])
             wanted = torch.tensor(round_exact(exact, format), dtype=torch.float64).to(dtype)
             made.append(words)
             correct.append(wanted)
         for run_by in ENGINES:
             with engine(run_by):
-                assert same_bits(kernels.rounded(torch.stack(made), dtype), torch.stack(correct))
+                assert same_bits(kernels.round_accumulators(torch.stack(made), dtype), torch.stack(correct))

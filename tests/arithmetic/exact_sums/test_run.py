@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from halfulp.arithmetic import _exact_sums as kernels
-from halfulp.arithmetic._exact_sum_kernels import LAYOUTS, LIMBS, UNIT, block_of, cuts_of
+from halfulp.arithmetic._exact_sum_kernels import (
+    ELEMENT_FORMATS,
+    LIMB_COUNT,
+    LOWEST_EXPONENT,
+    count_block_elements,
+    count_cuts,
+)
 from halfulp.kernels import engine, same_bits
 
 from .cases import DTYPES, RESULTS
@@ -16,12 +22,12 @@ from .cases import DTYPES, RESULTS
 
 @pytest.fixture(autouse=True)
 def always_blocks(monkeypatch):
-    monkeypatch.setattr(kernels, "_FEW", 0)
+    monkeypatch.setattr(kernels, "_FEWEST_FOR_BLOCKS", 0)
 
 
 def words_of(a: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
     with engine("reference"):
-        return kernels.partial(a, b)
+        return kernels.accumulate_rows(a, b)
 
 
 def gapped(dtype: torch.dtype, gaps: torch.Tensor, columns: int, top: int) -> torch.Tensor:
@@ -40,14 +46,14 @@ def powers(exponents: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("product", [False, True], ids=["sum", "dot"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_gap_between_exponents(dtype, product, seed):
-    layout = LAYOUTS[dtype]
+    layout = ELEMENT_FORMATS[dtype]
     gaps = torch.arange(0, min(130, layout.bias - 1))
     top = int(torch.randint(0, 12, ()))
-    a = gapped(dtype, gaps, block_of(dtype, product) + 50, top)
+    a = gapped(dtype, gaps, count_block_elements(dtype, product) + 50, top)
     signs = torch.where(torch.rand(a.shape) < 0.5, -1.0, 1.0).to(dtype)
     for x in (a, -a, a * signs):
         b = gapped(dtype, gaps // 2, a.shape[1], -top).roll(3, 1) if product else None
-        assert torch.equal(kernels.partial(x, b), words_of(x, b))
+        assert torch.equal(kernels.accumulate_rows(x, b), words_of(x, b))
 
 
 @pytest.mark.parametrize("product", [False, True], ids=["sum", "dot"])
@@ -66,7 +72,7 @@ def test_rests_that_add_up(product, seed):
         a[40:] = 1 + 2.0**-41 - 2.0**-52
         gaps[40:] = torch.arange(28, 48)
     a[:, 7::13] = powers(-gaps)[:, None] * (1.0 + 2.0**-52)
-    assert torch.equal(kernels.partial(a, b), words_of(a, b))
+    assert torch.equal(kernels.accumulate_rows(a, b), words_of(a, b))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -76,13 +82,13 @@ def test_each_way_is_taken(dtype, monkeypatch, seed):
     reach = {torch.float16: 1, torch.float64: 120}.get(dtype, 100)
     far, special = near * powers(torch.randint(-reach, 1, near.shape)), near.clone()
     special[0, ::1024] = float("inf")
-    kernels.partial(near.to(dtype), None)  # a kernel's first call tries it on numbers of its own
-    first, second = cuts_of(dtype, False)
-    tables, original = [], kernels._kernel
-    monkeypatch.setattr(kernels, "_kernel", lambda by, table: tables.append(table) or original(by, table))
+    kernels.accumulate_rows(near.to(dtype), None)  # a kernel's first call tries it on numbers of its own
+    first, second = count_cuts(dtype, False)
+    tables, original = [], kernels._compile_table_kernel
+    monkeypatch.setattr(kernels, "_compile_table_kernel", lambda by, table: tables.append(table) or original(by, table))
     for data, wanted in ((near, [first]), (far, [first, second][: 1 + (reach > 1)]), (special, [first, second])):
         tables.clear()
-        kernels.partial(data.to(dtype), None)
+        kernels.accumulate_rows(data.to(dtype), None)
         assert [len(table.trace.sums) - 2 for table in tables if table.block] == wanted
     assert len([table for table in tables if not table.block]) == 4  # parts twice, lost elements, the words
 
@@ -99,42 +105,46 @@ def test_a_processor_that_flushes_subnormals_changes_nothing(dtype, product, see
     if not torch.set_flush_denormal(True):
         return
     try:
-        made = kernels.partial(a, b)
+        made = kernels.accumulate_rows(a, b)
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(made, wanted)
-    assert torch.equal(kernels.partial(a, b), wanted)
+    assert torch.equal(kernels.accumulate_rows(a, b), wanted)
 
 
 def test_blocks_at_the_ends_of_float64(seed):
     for scale in (2.0**1022, 2.0**1009, 2.0**-969, 2.0**-1021, 2.0**-1060):
         x = torch.rand(1, 3000, dtype=torch.float64) * 1.9 * scale
-        words = kernels.partial(x, None)
+        words = kernels.accumulate_rows(x, None)
         exact = sum((Fraction(v) for v in x[0].tolist()), Fraction())
-        value = sum(int(w) << (32 * i) for i, w in enumerate(words[0, :LIMBS].tolist()))
-        assert Fraction(value) * Fraction(2) ** UNIT == exact
+        value = sum(int(w) << (32 * i) for i, w in enumerate(words[0, :LIMB_COUNT].tolist()))
+        assert Fraction(value) * Fraction(2) ** LOWEST_EXPONENT == exact
         for other in (scale, 1.0 / scale if scale < 1e300 and scale > 1e-300 else 1.0, 3.0):
             y = torch.rand(1, 3000, dtype=torch.float64) * other
-            assert torch.equal(kernels.partial(x, y), words_of(x, y))
+            assert torch.equal(kernels.accumulate_rows(x, y), words_of(x, y))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [1, 5, 130])
 def test_rows_in_pieces(rows, threads, monkeypatch, seed):
-    for name, value in {"_AT_ONCE": {"llvm": 9000, "reference": 7000}, "_ROWS": 3, "_PIECE": 4096}.items():
+    for name, value in {
+        "_ELEMENTS_AT_ONCE": {"llvm": 9000, "reference": 7000},
+        "_ROWS_AT_ONCE": 3,
+        "_PIECE_LENGTH": 4096,
+    }.items():
         monkeypatch.setattr(kernels, name, value)
     x, y = torch.randn(2, rows, 140_000 // rows)
     words, dots = words_of(x), words_of(x, y)
     torch.set_num_threads(threads)
     try:
-        assert torch.equal(kernels.partial(x, None), words)
-        assert torch.equal(kernels.partial(x, y), dots)
+        assert torch.equal(kernels.accumulate_rows(x, None), words)
+        assert torch.equal(kernels.accumulate_rows(x, y), dots)
         for dtype in (torch.float16, torch.float64):
             with engine("reference"):
-                sums, dot = kernels.rounded(words, dtype), kernels.summed(x, y, dtype)
-            assert same_bits(kernels.summed(x, None, dtype), sums)
-            assert same_bits(kernels.summed(x, y, dtype), dot)
-            assert same_bits(kernels.rounded(dots, dtype), dot)
+                sums, dot = kernels.round_accumulators(words, dtype), kernels.sum_rows(x, y, dtype)
+            assert same_bits(kernels.sum_rows(x, None, dtype), sums)
+            assert same_bits(kernels.sum_rows(x, y, dtype), dot)
+            assert same_bits(kernels.round_accumulators(dots, dtype), dot)
     finally:
         torch.set_num_threads(1)
 
@@ -144,9 +154,9 @@ def test_rows_in_pieces(rows, threads, monkeypatch, seed):
 def test_rows_whose_sums_two_floats_hold(columns, product, seed):
     """Rows of one block are rounded as accumulators of the same terms are, at every edge of the result's range."""
     rows = 90
-    for dtype, layout in LAYOUTS.items():
+    for dtype, layout in ELEMENT_FORMATS.items():
         for result in RESULTS[product][dtype]:
-            other = LAYOUTS[result]
+            other = ELEMENT_FORMATS[result]
             least, others_least = (form.emin - form.mantissa_bits for form in (layout, other))
             lows = [0, -1, -20, least + 3, layout.emin, others_least - 1, other.emin]
             tops = [layout.bias - 2, other.bias, other.bias - 6]
@@ -159,5 +169,5 @@ def test_rows_whose_sums_two_floats_hold(columns, product, seed):
             x[-1], x[-2], x[-3, 0], x[-4, -1] = -0.0, 0.0, float("inf"), float("nan")
             x = x.to(dtype)
             y = torch.randint(-3, 4, (rows, columns)).to(dtype) * x.sign() if product else None
-            expected = kernels.rounded(kernels.partial(x, y), result)
-            assert same_bits(kernels.summed(x, y, result), expected), (dtype, result)
+            expected = kernels.round_accumulators(kernels.accumulate_rows(x, y), result)
+            assert same_bits(kernels.sum_rows(x, y, result), expected), (dtype, result)

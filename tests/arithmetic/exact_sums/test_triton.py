@@ -10,12 +10,19 @@ import torch
 
 import halfulp as hu
 from halfulp.arithmetic import _exact_sums as kernels
-from halfulp.arithmetic._exact_sum_kernels import LAYOUTS, LIMBS, WORDS, Reach, settling_table, terms_table
+from halfulp.arithmetic._exact_sum_kernels import (
+    ELEMENT_FORMATS,
+    LIMB_COUNT,
+    WORD_COUNT,
+    LimbRange,
+    make_accumulator_rounding_table,
+    make_term_adding_table,
+)
 from halfulp.kernels import same_bits
 
 from ...kernels.triton.interpreted import interpreted
 
-DTYPES = tuple(LAYOUTS)
+DTYPES = tuple(ELEMENT_FORMATS)
 KINDS = ("near", "wide", "special", "cancelled", "minus zero")
 
 
@@ -48,10 +55,14 @@ def compare(seed, device, share=0, shares=1):
         here = x.to(device), y.to(device) if product else None
         to = DTYPES[(seed + number) % 4]
         with hu.kernels.engine("reference"):
-            words, total = kernels.partial(x, y), kernels.summed(x, y, to)
-            wanted = words, total, kernels.rounded(words, dtype)
+            words, total = kernels.accumulate_rows(x, y), kernels.sum_rows(x, y, to)
+            wanted = words, total, kernels.round_accumulators(words, dtype)
         with hu.kernels.engine("triton"), np.errstate(all="ignore"):
-            made = kernels.partial(*here), kernels.summed(*here, to), kernels.rounded(words.to(device), dtype)
+            made = (
+                kernels.accumulate_rows(*here),
+                kernels.sum_rows(*here, to),
+                kernels.round_accumulators(words.to(device), dtype),
+            )
         if not all(same_bits(one.cpu(), other) for one, other in zip(made, wanted)):
             found.append(f"{kind} of {dtype}, {shape}, product {product}")
     return found
@@ -61,15 +72,16 @@ def unsettled(device):
     """Whether any words, as sums of partials are, give torch's roundings."""
     generator = torch.Generator().manual_seed(3)
     choices = torch.tensor([0, 1, -1, 2**32 - 1, 2**32, -(2**32), 2**62, -(2**62), -(2**63)])
-    words = choices[torch.randint(0, len(choices), (4, WORDS), generator=generator)]
-    words[0, :LIMBS], words[0, 0] = 2**32 - 1, 2**32  # a carry through all
-    words[1, :LIMBS], words[1, 0] = 0, -1  # a borrow
-    words[:, LIMBS - 2 : LIMBS] >>= 32
-    words[:, LIMBS:] = torch.tensor([[0, 0, 5, 5], [0, 0, 0, 1], [1, 0, 0, 1], [2, 1, 0, 3]])
+    words = choices[torch.randint(0, len(choices), (4, WORD_COUNT), generator=generator)]
+    words[0, :LIMB_COUNT], words[0, 0] = 2**32 - 1, 2**32  # a carry through all
+    words[1, :LIMB_COUNT], words[1, 0] = 0, -1  # a borrow
+    words[:, LIMB_COUNT - 2 : LIMB_COUNT] >>= 32
+    words[:, LIMB_COUNT:] = torch.tensor([[0, 0, 5, 5], [0, 0, 0, 1], [1, 0, 0, 1], [2, 1, 0, 3]])
     found = []
     for dtype in (torch.bfloat16, torch.float64):
         made = [
-            kernels._settle(by, words.to(on), Reach(), dtype) for by, on in (("triton", device), ("reference", "cpu"))
+            kernels._round_windows(by, words.to(on), LimbRange(), dtype)
+            for by, on in (("triton", device), ("reference", "cpu"))
         ]
         found.append(same_bits(made[0].cpu(), made[1]))
     return found
@@ -117,7 +129,7 @@ def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
     def compiled(table):
-        kernel = kernels._kernel("triton", table)
+        kernel = kernels._compile_table_kernel("triton", table)
         names = kernel.run.arg_names
         types = {"chunks": "*i64", "pointers": "*i64", "aligned": "constexpr"}
         source = triton.compiler.ASTSource(
@@ -132,9 +144,9 @@ def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability
         return ptx
 
     for dtype in (torch.bfloat16, torch.float64):
-        ptx = compiled(terms_table(dtype, product, Reach.of(dtype, product)))
+        ptx = compiled(make_term_adding_table(dtype, product, LimbRange.for_terms(dtype, product)))
         assert any(f"ld.global.v{count}.b{bits}" in ptx for count, bits in ((2, 32), (4, 32), (2, 64)))
-    compiled(settling_table(Reach.of(torch.float32, product), torch.float32))
+    compiled(make_accumulator_rounding_table(LimbRange.for_terms(torch.float32, product), torch.float32))
 
 
 def kernel_options():

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from halfulp.arithmetic import names, pointwise
-from halfulp.arithmetic._functions import DIVISIONS, NETWORKS, STEP
-from halfulp.arithmetic._pointwise import Call
+from halfulp.arithmetic._functions import DIVISIONS, NETWORKS, REMAINDER_STEP_NAME
+from halfulp.arithmetic._pointwise import PointwiseCall
 from halfulp.kernels import engine, record, same_bits
 
 
@@ -34,7 +34,7 @@ def test_the_arithmetic_is_float32s_where_two_of_them_are_enough(name):
     """Which decides the bits of the last component: a function that any precision serves, of one or two float32."""
     for counts in itertools.product((1, 2, 3), repeat=2):
         for operand, result in itertools.product((torch.float32, torch.bfloat16, torch.float64), repeat=2):
-            call = Call(name, ((operand, counts[0]), (torch.float32, 1)), counts[1], result)
+            call = PointwiseCall(name, ((operand, counts[0]), (torch.float32, 1)), counts[1], result)
             few = max(counts) <= 2 and operand == result == torch.float32
             wanted = torch.float32 if few and NETWORKS[name].any_precision else torch.float64
             assert call.arithmetic == wanted, call
@@ -107,8 +107,12 @@ def _to_compile(trace, known: set) -> int:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_compiler_sees_few_instructions(name):
     """Ten thousand take about a second to compile; erf of four components has a hundred thousand to run."""
-    counts = (8, 4) if name == STEP else (4, 8, 4) if name in DIVISIONS else (4,) * NETWORKS[name].operands
-    call = Call(name, tuple((torch.float64, count) for count in counts), 9 if name == STEP else 4, torch.float64)
+    counts = (
+        (8, 4) if name == REMAINDER_STEP_NAME else (4, 8, 4) if name in DIVISIONS else (4,) * NETWORKS[name].operands
+    )
+    call = PointwiseCall(
+        name, tuple((torch.float64, count) for count in counts), 9 if name == REMAINDER_STEP_NAME else 4, torch.float64
+    )
     assert _to_compile(record(call.evaluate, torch.float64, sum(counts))[0], set()) < 15_000
 
 

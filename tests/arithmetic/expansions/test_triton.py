@@ -14,11 +14,11 @@ from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic._pointwise import (
     DIVISIONS,
     FUNCTIONS,
-    _call,
-    _components,
-    _function,
-    function_of_scaled,
-    under_scale,
+    _make_call,
+    _make_rounding_kernels,
+    _make_scaled_kernels,
+    round_under_scale,
+    run_on_scaled_operands,
 )
 from halfulp.arithmetic._reductions import _Reduction, average, product, total
 from halfulp.kernels import same_bits
@@ -90,8 +90,12 @@ def compare(seed, device, share=0, shares=1):
 
             def scaled(*operands, name=name, dtype=dtype, n=components):
                 *operands, (here, *_) = operands
-                made, size = function_of_scaled(name, list(zip(operands, (here, None))), n)
-                return *made, size, *(x for keeps in (False, True) for x in under_scale(made, here, n, dtype, keeps))
+                made, size = run_on_scaled_operands(name, list(zip(operands, (here, None))), n)
+                return (
+                    *made,
+                    size,
+                    *(x for keeps in (False, True) for x in round_under_scale(made, here, n, dtype, keeps)),
+                )
 
             if differ(scaled, [*parts, (scales[0],)]) or differ(scaled, [*parts, (scales[1],)]):
                 found.append(f"{name} of {components} x {dtype} with a scale")
@@ -124,14 +128,14 @@ def _sources(kept):
     for name, dtype, components in _sample(kept):
         count = 2 if name in DIVISIONS else FUNCTIONS[name].operands
         elements = (
-            _call(name, ((dtype, components),) * count, components, dtype).elements if name in FUNCTIONS else None
+            _make_call(name, ((dtype, components),) * count, components, dtype).kernels if name in FUNCTIONS else None
         )
         if elements is not None:
-            trace, numbers = elements.traced
+            trace, numbers = elements.recorded_trace
             yield name, pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
-        yield one.kind, reduction_source(one.steps, stored, written)
+        yield one.kind, reduction_source(one.device_functions, stored, written)
 
 
 def test_every_function_is_written_in_what_triton_can_compile(seed):
@@ -181,12 +185,14 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
         assert (errors == 0) == ("fma.rn" not in ptx)
 
     cases = [("add", torch.float32), ("mul", torch.float32), ("exp", torch.float64), ("div", torch.bfloat16)]
-    kinds = {name: _call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).elements for name, dtype in cases}
+    kinds = {
+        name: _make_call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).kernels for name, dtype in cases
+    }
     half = ((torch.float16, 2, True),) * 2
-    kinds |= {"mul of scaled": _function("mul", half, 1)}
-    kinds |= {"add under scale": _components(1, 2, torch.float16, True)}
+    kinds |= {"mul of scaled": _make_scaled_kernels("mul", half, 1)}
+    kinds |= {"add under scale": _make_rounding_kernels(1, 2, torch.float16, True)}
     for name, elements in kinds.items():
-        trace, numbers = elements.traced
+        trace, numbers = elements.recorded_trace
         constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"WHOLE": True, "TILE": 1024}
         text = pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
         given = {"tables": "*fp64", "count": "i64", "columns": "i64"}
@@ -195,7 +201,7 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
         assert ptx.count("ld.global.v"), "16 bytes at a time"
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
-        text = reduction_source(one.steps, stored, written)
+        text = reduction_source(one.device_functions, stored, written)
         given = dict.fromkeys(("rows", "columns", "length", "segments", "divisor", "several", "tiles"), "i64")
         for lanes in (32, 128):
             constants = {"LANES": lanes}

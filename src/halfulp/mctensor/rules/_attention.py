@@ -1,4 +1,4 @@
-"""Attention and recurrent layers as single operators, in place of torch's fused kernels for plain dtypes."""
+"""Attention as single operators, in place of torch's fused kernels for plain dtypes."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from ...kernels import torch_operators, untraced
+from ...kernels import torch_operators
 from ...subclass._rule_table import arguments_by_name
-from ...subclass.models._conversion import remove_hooks
-from .._derivation import beyond_float64, in_float64, run_in_steps
-from .._entry import in_one_dtype
-from .._mctensor import MCTensor, implements
+from .._derivation import implements_beyond_float64, run_in_float64, run_in_steps
+from .._mctensor import implements
 from .._result_type import result_type
 
 aten = torch_operators("aten")
 
 
-def _scores(query: Any, key: Any, causal: bool, mask: Any, scale: float | None) -> Any:
-    scores = query @ key.transpose(-2, -1) * _factor(query, scale)
+def _compute_scores(query: Any, key: Any, causal: bool, mask: Any, scale: float | None) -> Any:
+    scores = query @ key.transpose(-2, -1) * _find_score_factor(query, scale)
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
     if causal:
@@ -33,11 +30,11 @@ def _scores(query: Any, key: Any, causal: bool, mask: Any, scale: float | None) 
     return scores
 
 
-def _factor(query: Any, scale: float | None) -> float:
+def _find_score_factor(query: Any, scale: float | None) -> float:
     return 1 / math.sqrt(query.shape[-1]) if scale is None else scale
 
 
-def _repeated_heads(query: Any, x: Any) -> Any:
+def _repeat_heads(query: Any, x: Any) -> Any:
     """Repeat the heads of keys or values for the query's groups (grouped-query attention, arXiv 2305.13245)."""
     if x.dim() < 3 or x.shape[-3] == query.shape[-3]:
         return x
@@ -52,22 +49,22 @@ def _sum_over_repeated_heads(x: Any, gradient: Any) -> Any:
     return gradient.unflatten(-3, (x.shape[-3], -1)).sum(-3)
 
 
-def attention(
+def compute_attention(
     query: Any, key: Any, value: Any, causal: bool = False, mask: Any = None, scale: float | None = None
 ) -> tuple[Any, Any]:
     """softmax(query key^T scale + mask) value, and the logarithms of the sums."""
-    key, value = _repeated_heads(query, key), _repeated_heads(query, value)
-    scores = _scores(query, key, causal, mask, scale)
+    key, value = _repeat_heads(query, key), _repeat_heads(query, value)
+    scores = _compute_scores(query, key, causal, mask, scale)
     sums = scores.logsumexp(-1)
-    return _softmax(scores, sums) @ value, sums
+    return _compute_softmax(scores, sums) @ value, sums
 
 
-def _softmax(scores: Any, sums: Any) -> Any:
+def _compute_softmax(scores: Any, sums: Any) -> Any:
     """Return the softmax of scores; 0 in a row that is masked whole, as in torch's kernels."""
     return (scores - sums.masked_fill(sums == -math.inf, 0.0).unsqueeze(-1)).exp()
 
 
-def attention_backward(
+def compute_attention_gradients(
     gradient: Any,
     query: Any,
     key: Any,
@@ -80,11 +77,11 @@ def attention_backward(
 ) -> tuple[Any, Any, Any, Any]:
     """Return the gradients of query, key, value and mask."""
     narrow_key, narrow_value = key, value
-    key, value = _repeated_heads(query, key), _repeated_heads(query, value)
-    weights = _softmax(_scores(query, key, causal, mask, scale), sums[..., : query.shape[-2]])
+    key, value = _repeat_heads(query, key), _repeat_heads(query, value)
+    weights = _compute_softmax(_compute_scores(query, key, causal, mask, scale), sums[..., : query.shape[-2]])
     back = gradient @ value.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True)
     change = weights * back
-    factor = _factor(query, scale)
+    factor = _find_score_factor(query, scale)
     to_query, to_key = change @ key * factor, change.transpose(-2, -1) @ query * factor
     to_value = weights.transpose(-2, -1) @ gradient
     return (
@@ -97,10 +94,10 @@ def attention_backward(
 
 def _compute_in_float64_or_steps(function: Callable, *arguments: Any) -> Any:
     form = result_type(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
-    return in_float64(function, arguments, {}) if form.fits_float64 else run_in_steps(function, form, arguments, {})
+    return run_in_float64(function, arguments, {}) if form.fits_float64 else run_in_steps(function, form, arguments, {})
 
 
-def _attention_arguments(operator: OpOverload, arguments: tuple, options: dict) -> tuple[list, list]:
+def _read_arguments(operator: OpOverload, arguments: tuple, options: dict) -> tuple[list, list]:
     """Return a fused kernel's tensors, and whether it is causal, its mask, its scale."""
     given = arguments_by_name(operator, arguments, options)
     if given["dropout_p"]:
@@ -111,38 +108,40 @@ def _attention_arguments(operator: OpOverload, arguments: tuple, options: dict) 
     return [*gradients, *tensors], [given["is_causal"], mask, given["scale"]]
 
 
-def _on_cpu(operator: OpOverload, function: Callable, count: int) -> None:
+def _register_cpu_kernel(operator: OpOverload, function: Callable, count: int) -> None:
     """Register the CPU's fused kernel, or its gradients, as the first results of a function."""
 
     def rule(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-        tensors, others = _attention_arguments(operator, arguments, options)
+        tensors, others = _read_arguments(operator, arguments, options)
         return function(*tensors, *others)[:count]
 
-    beyond_float64(operator)(rule)
+    implements_beyond_float64(operator)(rule)
 
 
-_on_cpu(aten._scaled_dot_product_flash_attention_for_cpu.default, attention, 2)
-_on_cpu(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, attention_backward, 3)
+_register_cpu_kernel(aten._scaled_dot_product_flash_attention_for_cpu.default, compute_attention, 2)
+_register_cpu_kernel(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, compute_attention_gradients, 3)
 
 
-def _on_accelerator(function: Callable, operator: OpOverload, arguments: tuple, options: dict) -> Any:
-    tensors, others = _attention_arguments(operator, arguments, options)
+def _run_on_accelerator(function: Callable, operator: OpOverload, arguments: tuple, options: dict) -> Any:
+    tensors, others = _read_arguments(operator, arguments, options)
     return _compute_in_float64_or_steps(function, *tensors, *others)
 
 
 @implements(aten._scaled_dot_product_efficient_attention.default)
-def efficient(*given: Any, **options: Any) -> tuple[Any, ...]:
+def scaled_dot_product_efficient_attention(*given: Any, **options: Any) -> tuple[Any, ...]:
     """Return the accelerator's fused kernel."""
-    out, sums = _on_accelerator(attention, aten._scaled_dot_product_efficient_attention.default, given, options)
+    out, sums = _run_on_accelerator(
+        compute_attention, aten._scaled_dot_product_efficient_attention.default, given, options
+    )
     unused = torch.empty((), dtype=torch.int64, device=out.device)
     return out, sums, unused, unused.clone()
 
 
 @implements(aten._scaled_dot_product_efficient_attention_backward.default)
-def efficient_backward(*given: Any, **options: Any) -> tuple[Any, ...]:
-    """Return the gradients of `efficient`."""
+def efficient_attention_backward(*given: Any, **options: Any) -> tuple[Any, ...]:
+    """Return the gradients of `scaled_dot_product_efficient_attention`."""
     operator = aten._scaled_dot_product_efficient_attention_backward.default
-    *three, change = _on_accelerator(attention_backward, operator, given, options)
+    *three, change = _run_on_accelerator(compute_attention_gradients, operator, given, options)
     named = arguments_by_name(operator, given, options)
     bias = named["attn_bias"]
     to_bias = change if bias is None else change.sum_to_size(bias.shape)
@@ -150,170 +149,16 @@ def efficient_backward(*given: Any, **options: Any) -> tuple[Any, ...]:
 
 
 @implements(aten._scaled_dot_product_flash_attention.default)
-def flash(query: Any, key: Any, *given: Any, **options: Any) -> tuple[Any, ...]:
+def scaled_dot_product_flash_attention(query: Any, key: Any, *given: Any, **options: Any) -> tuple[Any, ...]:
     """Return the accelerator's fused kernel for 16-bit types."""
     operator = aten._scaled_dot_product_flash_attention.default
-    out, sums = _on_accelerator(attention, operator, (query, key, *given), options)
+    out, sums = _run_on_accelerator(compute_attention, operator, (query, key, *given), options)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
     return out, sums, None, None, query.shape[-2], key.shape[-2], unused, unused.clone(), query.new_empty((0,))
 
 
 @implements(aten._scaled_dot_product_flash_attention_backward.default)
-def flash_backward(*given: Any, **options: Any) -> tuple[Any, ...]:
-    """Return the gradients of `flash`."""
+def flash_attention_backward(*given: Any, **options: Any) -> tuple[Any, ...]:
+    """Return the gradients of `scaled_dot_product_flash_attention`."""
     operator = aten._scaled_dot_product_flash_attention_backward.default
-    return _on_accelerator(attention_backward, operator, given, options)[:3]
-
-
-def install(model: nn.Module) -> None:
-    """Let recurrent layers with MCTensors take inputs of any floating dtype, by hooks around their forward."""
-    remove(model)
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase) and any(isinstance(p, MCTensor) for p in module.parameters(recurse=False)):
-            module.register_forward_pre_hook(_promote, with_kwargs=True)
-            module.register_forward_hook(_restore, always_call=True)
-
-
-def remove(model: nn.Module) -> None:
-    """Remove the hooks of `install`."""
-    remove_hooks(model.modules(), lambda hook: hook is _promote or hook is _restore)
-
-
-@untraced
-def _promote(module: Any, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
-    weights = _own_weights(module)
-    packed, (arguments, options) = _unpack_sequence(
-        (arguments, options)
-    )  # older torch sees no tensors inside of a packed one
-    given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor) and x.is_floating_point()]
-    if all(x.dtype == weights[0].dtype for x in given) or torch.is_autocast_enabled(weights[0].device.type):
-        return None
-    with torch.enable_grad():  # a thread that records gradients may meet the weights of one that does not
-        arguments, options, module._flat_weights = in_one_dtype((arguments, options, weights))
-    return _repack_sequence((arguments, options), packed)
-
-
-@untraced
-def _restore(module: Any, arguments: tuple, results: Any) -> None:
-    _own_weights(module)
-
-
-def _own_weights(module: Any) -> list:
-    """Return a layer's own weights, put back in their place: an interrupted forward, or another thread's, may have not.
-
-    They are read from the module each time, so that no list but theirs is ever taken for them.
-    """
-    if hasattr(module, "_update_flat_weights"):  # else forward would, where parameters are new objects
-        module._update_flat_weights()
-    own = [getattr(module, name, None) for name in module._flat_weights_names]
-    if any(x is not y for x, y in zip(own, module._flat_weights, strict=True)):
-        module._flat_weights = own
-    return own
-
-
-def _unpack_sequence(given: tuple) -> tuple[PackedSequence | None, tuple]:
-    """Return a packed sequence among arguments, and the arguments with its rows in its place."""
-    arguments, options = given
-    first = arguments[0] if arguments else options.get("input")
-    if not isinstance(first, PackedSequence):
-        return None, given
-    if arguments:
-        return first, ((first.data, *arguments[1:]), options)
-    return first, (arguments, options | {"input": first.data})
-
-
-def _repack_sequence(given: tuple, packed: PackedSequence | None) -> tuple[tuple, dict]:
-    arguments, options = given
-    if packed is None:
-        return arguments, options
-    if arguments:
-        return (packed._replace(data=arguments[0]), *arguments[1:]), options
-    return arguments, options | {"input": packed._replace(data=options["input"])}
-
-
-_LSTM = 2
-
-
-def _gates(x: Any, h: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return input, forget, cell and output gate of one step."""
-    w_x, w_h, *biases = weights
-    whole = x @ w_x.t() + h @ w_h.t()
-    i, f, g, o = (whole + biases[0] + biases[1] if biases else whole).chunk(4, -1)
-    return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
-
-
-def _forward(x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool) -> tuple[list, list, Any, Any]:
-    """Return outputs in order of time, the intermediate values of each step, and the last states."""
-    outputs, kept = [None] * len(x), []
-    for t in reversed(range(len(x))) if reverse else range(len(x)):
-        gates = _gates(x[t], h, weights)
-        before = (h, c)
-        c = gates[1] * c + gates[0] * gates[2]
-        h = gates[3] * c.tanh()
-        outputs[t] = h
-        kept.append((t, gates, before, c))
-    return outputs, kept, h, c
-
-
-def _layer(x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool) -> tuple[Any, ...]:
-    outputs, _, h, c = _forward(x, weights, h, c, reverse)
-    return torch.stack(outputs), h, c
-
-
-def _layer_backward(
-    x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool, to_out: Any, to_h: Any, to_c: Any
-) -> tuple[Any, ...]:
-    """Return the gradients of input, weights and first states, back through time."""
-    _, kept, *_ = _forward(x, weights, h, c, reverse)
-    w_x, w_h = weights[:2]
-    h_back = torch.zeros_like(h) if to_h is None else to_h
-    c_back = torch.zeros_like(c) if to_c is None else to_c
-    to_gates, inputs, states, places = [], [], [], []
-    for t, (i, f, g, o), (h_before, c_before), c_now in reversed(kept):
-        if to_out is not None:
-            h_back = h_back + to_out[t]
-        squashed = c_now.tanh()
-        c_back = c_back + h_back * o * (1 - squashed * squashed)
-        four: tuple[Any, ...] = (c_back * g * i * (1 - i), c_back * c_before * f * (1 - f))
-        four += (c_back * i * (1 - g * g), h_back * squashed * o * (1 - o))
-        change = torch.cat(four, -1)
-        to_gates.append(change)
-        inputs.append(x[t])
-        states.append(h_before)
-        places.append(t)
-        h_back, c_back = change @ w_h, c_back * f
-    # All steps at once: one product for each weight.
-    changes = torch.cat(to_gates)
-    to_x: list[Any] = [None] * len(places)
-    for t, change in zip(places, to_gates):
-        to_x[t] = change @ w_x
-    to_weights = changes.t() @ torch.cat(inputs), changes.t() @ torch.cat(states)
-    to_biases = (changes.sum(0), changes.sum(0)) if len(weights) == 4 else tuple(map(torch.zeros_like, to_weights))
-    return torch.stack(to_x), *to_weights, *to_biases, h_back, c_back
-
-
-def _layer_arguments(operator: OpOverload, arguments: tuple, options: dict) -> tuple[dict[str, Any], list]:
-    """Return a fused layer's arguments by name, and its input, weights, first states and direction."""
-    given = arguments_by_name(operator, arguments, options)
-    if given["mode"] != _LSTM or given["batch_sizes"]:
-        raise NotImplementedError("this fused layer is known for padded LSTMs: unset torch.backends.mkldnn.enabled")
-    x, *weights, h, c = arguments[:7]
-    # Without biases matrices stand in for them.
-    return given, [x, tuple(weights) if given["has_biases"] else tuple(weights[:2]), h, c, given["reverse"]]
-
-
-@implements(aten.mkldnn_rnn_layer.default)
-def layer(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-    """Run one layer in one direction: return outputs, last states, and an empty workspace."""
-    _, inputs = _layer_arguments(aten.mkldnn_rnn_layer.default, arguments, options)
-    form = result_type(arguments[:7])
-    return *run_in_steps(_layer, form, tuple(inputs), {}), torch.empty(0, dtype=torch.uint8, device=form.device)
-
-
-@implements(aten.mkldnn_rnn_layer_backward.default)
-def layer_backward(*arguments: Any, **options: Any) -> tuple[Any, ...]:
-    """Return the gradients of `layer`."""
-    given, inputs = _layer_arguments(aten.mkldnn_rnn_layer_backward.default, arguments, options)
-    inputs += [given[name] for name in ("grad_output", "grad_hy", "grad_cy")]
-    form = result_type(value for value in tree_leaves(inputs) if isinstance(value, Tensor))
-    return run_in_steps(_layer_backward, form, tuple(inputs), {})
+    return _run_on_accelerator(compute_attention_gradients, operator, given, options)[:3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,19 @@ from torch._ops import OpOverload
 from ...arithmetic import Parts, compare, pointwise
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
-from .._mctensor import MCTensor, decoded, implements, to_plain, wrap
-from .._result_type import ResultType, align_components, evaluate, make_result, parts_of, result_type
+from .._mctensor import MCTensor, decode_to_plain, implements, round_to_plain, wrap_parts
+from .._result_type import ResultType, align_operands, make_result, result_type, run_function, to_components
 
 aten = torch_operators("aten")
 
 
-def order_of(a: Any, b: Any) -> Tensor:
+def compare_by_value(a: Any, b: Any) -> Tensor:
     """Return the sign of a - b as int8, 2 where either is NaN."""
     device = a.device if isinstance(a, Tensor) else b.device
-    return compare(parts_of(a, device), parts_of(b, device))
+    return compare(to_components(a, device), to_components(b, device))
 
 
-_TESTS = {
+_TESTS_OF_ORDER = {
     "eq": lambda order: order == 0,
     "ne": lambda order: order != 0,
     "lt": lambda order: order == -1,
@@ -34,19 +34,19 @@ _TESTS = {
 }
 
 
-def _comparison(test: Callable[[Tensor], Tensor]) -> Callable:
-    return lambda a, b: test(order_of(a, b))
+def _make_comparison_rule(test: Callable[[Tensor], Tensor]) -> Callable:
+    return lambda a, b: test(compare_by_value(a, b))
 
 
-for _name, _test in _TESTS.items():
+for _name, _test in _TESTS_OF_ORDER.items():
     _packet = getattr(aten, _name)
-    implements(_packet.Tensor, _packet.Scalar)(_comparison(_test))
+    implements(_packet.Tensor, _packet.Scalar)(_make_comparison_rule(_test))
 
 
 @implements(aten.equal.default)
 def equal(a: Any, b: Any) -> bool:
     """Return whether shapes and all values are the same."""
-    return a.shape == b.shape and bool((order_of(a, b) == 0).all())
+    return a.shape == b.shape and bool((compare_by_value(a, b) == 0).all())
 
 
 @implements(aten.allclose.default)
@@ -55,53 +55,57 @@ def allclose(a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan
     return bool(torch.isclose(a, b, rtol, atol, equal_nan).all())
 
 
-def select(mask: Tensor, a: Any, b: Any, form: ResultType | None = None) -> Tensor:
-    """Return a where the mask holds, b elsewhere, as a result of both."""
-    form = form or result_type((a, b))
+def copy_elements(function: Callable, operands: Sequence[Any], form: ResultType) -> Tensor:
+    """Run a function that copies elements of its operands on one component of each after the other."""
     if gives_plain_gradient(form.gradients, form.has_gradient):
-        return torch.where(mask, round_operand(a, form), round_operand(b, form))
-    (first, second), scale = align_components((a, b), form)
-    return wrap(tuple(torch.where(mask, x, y) for x, y in zip(first, second)), scale, form.gradients)
+        return function(*(round_operand(x, form) for x in operands))
+    parts, scale = align_operands(operands, form)
+    return wrap_parts(tuple(function(*some) for some in zip(*parts, strict=True)), scale, form.gradients)
+
+
+def select_elements(mask: Tensor, a: Any, b: Any, form: ResultType | None = None) -> Tensor:
+    """Return a where the mask holds, b elsewhere, as a result of both."""
+    return copy_elements(lambda x, y: torch.where(mask, x, y), (a, b), form or result_type((a, b)))
 
 
 def round_operand(x: Any, form: ResultType) -> Any:
     """Return an operand rounded to one plain tensor of a result type's dtype."""
     if isinstance(x, MCTensor):
-        return decoded(x, form.dtype)
+        return decode_to_plain(x, form.dtype)
     return x.to(form.dtype) if isinstance(x, Tensor) else x
 
 
 @implements(aten.where.self)
 def where(mask: Tensor, a: Any, b: Any) -> Tensor:
     """a where the mask holds, b elsewhere."""
-    return select(_truth(mask), a, b)
+    return select_elements(_read_mask(mask), a, b)
 
 
 @implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
     """Return the value where the mask holds, x elsewhere."""
-    return select(_truth(mask), value, x, result_type((x, value)))
+    return select_elements(_read_mask(mask), value, x, result_type((x, value)))
 
 
-def _truth(mask: Tensor) -> Tensor:
+def _read_mask(mask: Tensor) -> Tensor:
     return mask._parts[0] != 0 if isinstance(mask, MCTensor) else mask
 
 
-def _one_of_two(order_of_first: int, keeps_nan: bool) -> Callable:
+def _make_choosing_rule(order_of_first: int, keeps_nan: bool) -> Callable:
     """Return the rule of the larger (1) or smaller (-1) value; where one is NaN that one, or the other."""
 
     def choose(a: Any, b: Any) -> Tensor:
-        order = order_of(a, b)
+        order = compare_by_value(a, b)
         nan = is_nan(a) if keeps_nan else ~is_nan(a)
-        return select((order == order_of_first) | ((order == 2) & nan), a, b)
+        return select_elements((order == order_of_first) | ((order == 2) & nan), a, b)
 
     return choose
 
 
-implements(aten.maximum.default)(_one_of_two(1, keeps_nan=True))
-implements(aten.minimum.default)(_one_of_two(-1, keeps_nan=True))
-implements(aten.fmax.default)(_one_of_two(1, keeps_nan=False))
-implements(aten.fmin.default)(_one_of_two(-1, keeps_nan=False))
+implements(aten.maximum.default)(_make_choosing_rule(1, keeps_nan=True))
+implements(aten.minimum.default)(_make_choosing_rule(-1, keeps_nan=True))
+implements(aten.fmax.default)(_make_choosing_rule(1, keeps_nan=False))
+implements(aten.fmin.default)(_make_choosing_rule(-1, keeps_nan=False))
 
 
 @implements(aten.clamp.default, aten.clamp.Tensor)
@@ -112,12 +116,12 @@ def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
     form = result_type((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
     whole = form._replace(gradients=COMPONENTS) if min is not None and max is not None else form
     if min is not None:
-        x = select(_is_beyond(x, min, -1), min, x, whole)
-    return x if max is None else select(_is_beyond(x, max, 1), max, x, form)
+        x = select_elements(_is_beyond(x, min, -1), min, x, whole)
+    return x if max is None else select_elements(_is_beyond(x, max, 1), max, x, form)
 
 
 def _is_beyond(x: Any, bound: Any, side: int) -> Tensor:
-    order = order_of(x, bound)
+    order = compare_by_value(x, bound)
     return (order == side) | ((order == 2) & ~is_nan(x)) if isinstance(bound, Tensor) else order == side
 
 
@@ -132,7 +136,7 @@ def is_nan(x: Any) -> Tensor:
     return x.isnan() if isinstance(x, Tensor) else torch.tensor(x != x, dtype=torch.bool, device="cpu")
 
 
-def _by_first(operator: OpOverload) -> Callable:
+def _make_first_component_rule(operator: OpOverload) -> Callable:
     def function(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         return operator(x._parts[0], *arguments, **options)
 
@@ -146,15 +150,15 @@ for _operator in (
     *(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims),
     *(aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
 ):
-    implements(_operator)(_by_first(_operator))
+    implements(_operator)(_make_first_component_rule(_operator))
 
 
 def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply a function that is exact on every component alone: a change of sign, a choice of elements."""
     if gives_plain_gradient_of(x):
-        return function(to_plain(x))
+        return function(round_to_plain(x))
     scale = None if x._scale is None else x._scale.clone()
-    return wrap(tuple(map(function, x._parts)), scale, x._gradients)
+    return wrap_parts(tuple(map(function, x._parts)), scale, x._gradients)
 
 
 @implements(aten.neg.default)
@@ -186,10 +190,12 @@ def sign(x: MCTensor) -> Tensor:
 @implements(aten.threshold_backward.default)
 def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
     """Return the gradient where x is above the threshold, 0 elsewhere."""
-    return select(_TESTS["le"](order_of(x, threshold)), 0.0, gradient, result_type((gradient, x)))
+    return select_elements(
+        _TESTS_OF_ORDER["le"](compare_by_value(x, threshold)), 0.0, gradient, result_type((gradient, x))
+    )
 
 
-def floor_parts(parts: Parts) -> Parts:
+def floor_components(parts: Parts) -> Parts:
     """Return the floor of each component while all before it are integers; 0 after the first that is not."""
     floors, whole = [], None
     for part in parts:
@@ -204,36 +210,36 @@ def floor_parts(parts: Parts) -> Parts:
 def floor(x: MCTensor) -> Tensor:
     """Return the largest integer not above."""
     form = result_type((x,))
-    parts = parts_of(x, form.device)
-    return make_result(_sum_of_integers(floor_parts(parts), parts[0]), form)
+    parts = to_components(x, form.device)
+    return make_result(_add_integers(floor_components(parts), parts[0]), form)
 
 
 @implements(aten.ceil.default)
 def ceil(x: MCTensor) -> Tensor:
     """Return the smallest integer not below."""
     form = result_type((x,))
-    negative = tuple(-part for part in parts_of(x, form.device))
-    return make_result(_sum_of_integers(tuple(-part for part in floor_parts(negative)), -negative[0]), form)
+    negative = tuple(-part for part in to_components(x, form.device))
+    return make_result(_add_integers(tuple(-part for part in floor_components(negative)), -negative[0]), form)
 
 
 @implements(aten.trunc.default)
 def trunc(x: MCTensor) -> Tensor:
     """Return the nearest integer toward zero."""
-    return make_result(_truncate(x), result_type((x,)))
+    return make_result(_truncate_components(x), result_type((x,)))
 
 
-def _truncate(x: MCTensor) -> Parts:
+def _truncate_components(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
-    flipped = tuple(torch.where(negative, -part, part) for part in parts_of(x, x.device))
-    whole = floor_parts(flipped)
-    return _sum_of_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
+    flipped = tuple(torch.where(negative, -part, part) for part in to_components(x, x.device))
+    whole = floor_components(flipped)
+    return _add_integers(tuple(torch.where(negative, -part, part) for part in whole), x._parts[0])
 
 
 @implements(aten.frac.default)
 def frac(x: MCTensor) -> Tensor:
     """Return the fractional part, x - trunc(x)."""
     form = result_type((x,))
-    return evaluate("sub", x, wrap(_truncate(x), None, COMPONENTS), form=form)
+    return run_function("sub", x, wrap_parts(_truncate_components(x), None, COMPONENTS), form=form)
 
 
 @implements(aten.round.default)
@@ -241,18 +247,18 @@ def round_(x: MCTensor) -> Tensor:
     """Return the nearest integer, ties to even: floor(x + 1/2), one less where that is odd and was a tie."""
     form = result_type((x,))
     whole = form._replace(gradients=COMPONENTS)
-    up: Any = evaluate("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))
-    low = wrap(_sum_of_integers(floor_parts(up._parts), up._parts[0]), None, COMPONENTS)
-    halved: Any = evaluate("mul", low, 0.5)
-    half = wrap(_sum_of_integers(floor_parts(halved._parts), low._parts[0]), None, COMPONENTS)
-    odd = order_of(evaluate("mul", half, 2.0), low) != 0
-    tie = order_of(low, up) == 0
-    nearest: Any = evaluate("sub", low, (odd & tie).double())
+    up: Any = run_function("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))
+    low = wrap_parts(_add_integers(floor_components(up._parts), up._parts[0]), None, COMPONENTS)
+    halved: Any = run_function("mul", low, 0.5)
+    half = wrap_parts(_add_integers(floor_components(halved._parts), low._parts[0]), None, COMPONENTS)
+    odd = compare_by_value(run_function("mul", half, 2.0), low) != 0
+    tie = compare_by_value(low, up) == 0
+    nearest: Any = run_function("sub", low, (odd & tie).double())
     first, *rest = nearest._parts
     return make_result((torch.copysign(first, x._parts[0].double()), *rest), form)
 
 
-def _sum_of_integers(floors: Parts, x: Tensor) -> Parts:
+def _add_integers(floors: Parts, x: Tensor) -> Parts:
     """Return the sum of integers, largest first; a zero has the sign of x."""
     total = floors[:1]
     for part in floors[1:]:
@@ -260,7 +266,7 @@ def _sum_of_integers(floors: Parts, x: Tensor) -> Parts:
     return torch.where(total[0] == 0, torch.copysign(total[0], x), total[0]), *total[1:]
 
 
-def permutation(x: MCTensor, dim: int, descending: bool) -> Tensor:
+def find_sorting_permutation(x: MCTensor, dim: int, descending: bool) -> Tensor:
     """Return the stable order of values: sorted by the last component first, and by the first one at last."""
     order: Any = None
     for part in reversed(x._parts):
@@ -270,7 +276,7 @@ def permutation(x: MCTensor, dim: int, descending: bool) -> Tensor:
     return order
 
 
-def _gather(x: MCTensor, dim: int, order: Tensor) -> Tensor:
+def _gather_elements(x: MCTensor, dim: int, order: Tensor) -> Tensor:
     return map_components(x, lambda part: part.gather(dim, order))
 
 
@@ -281,8 +287,8 @@ def sort(x: MCTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
     names = ("dim", "descending") if not options.keys() & {"stable"} and len(arguments) < 3 else ("stable", "dim")
     given = {"dim": -1, "descending": False} | dict(zip(names, arguments)) | options
-    order = permutation(x, given["dim"], given["descending"])
-    return _gather(x, given["dim"], order), order
+    order = find_sorting_permutation(x, given["dim"], given["descending"])
+    return _gather_elements(x, given["dim"], order), order
 
 
 @implements(aten.argsort.stable)
@@ -305,7 +311,7 @@ def topk(x: MCTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool 
 @implements(aten.kthvalue.default)
 def kthvalue(x: MCTensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the k-th smallest."""
-    return _kth_in_order(x, dim, keepdim, lambda order: order.narrow(dim, k - 1, 1))
+    return _pick_in_order(x, dim, keepdim, lambda order: order.narrow(dim, k - 1, 1))
 
 
 @implements(aten.median.dim)
@@ -317,29 +323,29 @@ def median_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Te
     def middle(order: Tensor) -> Tensor:
         return torch.where(missing, order.narrow(dim, count - 1, 1), order.narrow(dim, (count - 1) // 2, 1))
 
-    return _kth_in_order(x, dim, keepdim, middle)
+    return _pick_in_order(x, dim, keepdim, middle)
 
 
 @implements(aten.nanmedian.dim)
 def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the lower median of the values that are no NaN; NaN, which sorts last, where all are."""
     numbers = (~x._parts[0].isnan()).sum(dim, keepdim=True)
-    return _kth_in_order(x, dim, keepdim, lambda order: order.gather(dim, ((numbers - 1) // 2).clamp(min=0)))
+    return _pick_in_order(x, dim, keepdim, lambda order: order.gather(dim, ((numbers - 1) // 2).clamp(min=0)))
 
 
 implements(aten.median.default)(lambda x: median_dim(x.reshape(-1), 0)[0])
 implements(aten.nanmedian.default)(lambda x: nanmedian_dim(x.reshape(-1), 0)[0])
 
 
-def _kth_in_order(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tensor, Tensor]:
+def _pick_in_order(x: MCTensor, dim: int, keepdim: bool, pick: Any) -> tuple[Tensor, Tensor]:
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-    at = pick(permutation(x, dim, False))
-    values = _gather(x, dim, at)
+    at = pick(find_sorting_permutation(x, dim, False))
+    values = _gather_elements(x, dim, at)
     return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
 
 
-def _first_extreme(x: MCTensor, dim: int, sign: int) -> Tensor:
+def _find_first_extreme(x: MCTensor, dim: int, sign: int) -> Tensor:
     """Return the first index of the extreme along a dimension, keepdim=True; NaN is more extreme than any number."""
     candidates: Any = None
     for part in x._parts:
@@ -351,48 +357,48 @@ def _first_extreme(x: MCTensor, dim: int, sign: int) -> Tensor:
     return candidates.to(torch.uint8).argmax(dim, keepdim=True)
 
 
-def _extreme_along(x: MCTensor, dim: int, keepdim: bool, sign: int) -> tuple[Tensor, Tensor]:
+def _find_extreme(x: MCTensor, dim: int, keepdim: bool, sign: int) -> tuple[Tensor, Tensor]:
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
     if not x.shape[dim]:
         raise IndexError(f"no largest or smallest of no elements along dimension {dim} of {tuple(x.shape)}")
-    at = _first_extreme(x, dim, sign)
-    values = _gather(x, dim, at)
+    at = _find_first_extreme(x, dim, sign)
+    values = _gather_elements(x, dim, at)
     return (values, at) if keepdim else (values.squeeze(dim), at.squeeze(dim))
 
 
-def _nonempty(x: MCTensor) -> Any:
+def _flatten_nonempty(x: MCTensor) -> Any:
     if not x.numel():
         raise RuntimeError("no largest or smallest of no elements: give a dimension that has some")
     return x.reshape(-1)
 
 
-def _index_of_extreme(x: MCTensor, dim: int | None, keepdim: bool, sign: int) -> Tensor:
+def _find_extreme_index(x: MCTensor, dim: int | None, keepdim: bool, sign: int) -> Tensor:
     if dim is None:
-        at = _extreme_along(_nonempty(x), 0, False, sign)[1]
+        at = _find_extreme(_flatten_nonempty(x), 0, False, sign)[1]
         return at.reshape([1] * x.dim()) if keepdim else at
-    return _extreme_along(x, dim, keepdim, sign)[1]
+    return _find_extreme(x, dim, keepdim, sign)[1]
 
 
 @implements(aten.aminmax.default)
 def aminmax(x: MCTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the minimum and the maximum."""
     dims = () if dim is None else (dim,)
-    return _extreme_over(x, dims, keepdim, -1), _extreme_over(x, dims, keepdim, 1)
+    return _reduce_to_extreme(x, dims, keepdim, -1), _reduce_to_extreme(x, dims, keepdim, 1)
 
 
-def _extreme_over(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:
+def _reduce_to_extreme(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:
     dims = [dims] if isinstance(dims, int) else list(dims)
     wanted = sorted({dim % max(x.dim(), 1) for dim in dims} or range(x.dim()))
     if not x.dim():
         return x.clone()
     values: Any = x
     for dim in wanted:
-        values = _extreme_along(values, dim, True, sign)[0]
+        values = _find_extreme(values, dim, True, sign)[0]
     return values if keepdim else values.squeeze(wanted)
 
 
-def _running(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
+def _find_running_extreme(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
     """Return the running extreme, in log2(length) steps: each looks twice as far back."""
     at = torch.arange(x.shape[dim] if x.dim() else 1, device=x.device, dtype=torch.int64)
     shape = [1] * x.dim()
@@ -403,24 +409,26 @@ def _running(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
     step, count = 1, x.shape[dim]
     while step < count:
         before, here = at.narrow(dim, 0, count - step), at.narrow(dim, step, count - step)
-        pair: Any = torch.stack([_gather(x, dim, before), _gather(x, dim, here)])
-        keep = torch.where(_first_extreme(pair, 0, sign)[0] == 0, before, here)
+        pair: Any = torch.stack([_gather_elements(x, dim, before), _gather_elements(x, dim, here)])
+        keep = torch.where(_find_first_extreme(pair, 0, sign)[0] == 0, before, here)
         later = torch.where(pair[0] == pair[1], here, keep)  # torch gives the last of equal values
         at = torch.cat([at.narrow(dim, 0, step), later], dim)
         step *= 2
-    return _gather(x, dim, at), at
+    return _gather_elements(x, dim, at), at
 
 
 def _register_extremes(sign: int, name: str) -> None:
     """Register what gives the largest values (1, "max"), or the smallest (-1, "min")."""
     packet = getattr(aten, name)
-    implements(packet.dim)(lambda x, dim, keepdim=False: _extreme_along(x, dim, keepdim, sign))
-    implements(packet.default)(lambda x: _extreme_along(_nonempty(x), 0, False, sign)[0])
+    implements(packet.dim)(lambda x, dim, keepdim=False: _find_extreme(x, dim, keepdim, sign))
+    implements(packet.default)(lambda x: _find_extreme(_flatten_nonempty(x), 0, False, sign)[0])
     implements(getattr(aten, f"arg{name}").default)(
-        lambda x, dim=None, keepdim=False: _index_of_extreme(x, dim, keepdim, sign)
+        lambda x, dim=None, keepdim=False: _find_extreme_index(x, dim, keepdim, sign)
     )
-    implements(getattr(aten, f"a{name}").default)(lambda x, dim=(), keepdim=False: _extreme_over(x, dim, keepdim, sign))
-    implements(getattr(aten, f"cum{name}").default)(lambda x, dim: _running(x, dim, sign))
+    implements(getattr(aten, f"a{name}").default)(
+        lambda x, dim=(), keepdim=False: _reduce_to_extreme(x, dim, keepdim, sign)
+    )
+    implements(getattr(aten, f"cum{name}").default)(lambda x, dim: _find_running_extreme(x, dim, sign))
 
 
 _register_extremes(1, "max")

@@ -10,7 +10,7 @@ from .._mctensor import implements
 aten = torch_operators("aten")
 
 
-def _refuse(*arguments: Any, **options: Any) -> NoReturn:
+def _refuse_fused_step(*arguments: Any, **options: Any) -> NoReturn:
     raise NotImplementedError(
         "this fused step reads memory as plain numbers, and MCTensors are sums of components: make the optimizer with "
         "fused=False"
@@ -18,4 +18,4 @@ def _refuse(*arguments: Any, **options: Any) -> NoReturn:
 
 
 for _packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_):
-    implements(_packet.default, _packet.tensor_lr)(_refuse)
+    implements(_packet.default, _packet.tensor_lr)(_refuse_fused_step)

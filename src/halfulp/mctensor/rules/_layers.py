@@ -14,18 +14,18 @@ from torch._ops import OpOverload
 from ...arithmetic import MOST
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, unrounded_results
-from .._derivation import beyond_float64, fall_back_to_float64
+from .._derivation import fall_back_to_float64, implements_beyond_float64
 from .._mctensor import MCTensor, implements
-from .._result_type import encode_plain_operands, evaluate, result_type
+from .._result_type import encode_plain_operands, result_type, run_function
 from .._write import write_value
 from ._pointwise import round_to_type
-from ._products import fold_windows, repeat_sizes, window_views
+from ._products import fold_windows, pad_borders, repeat_sizes, window_views
 from ._reductions import add_rows
 
 aten = torch_operators("aten")
 
 
-@beyond_float64(aten.max_pool2d_with_indices_backward.default)
+@implements_beyond_float64(aten.max_pool2d_with_indices_backward.default)
 def max_pool2d_backward(gradient: Any, x: Any, *rest: Any) -> Tensor:
     """Return the gradient added where the largest values were."""
     indices = rest[-1]
@@ -35,7 +35,7 @@ def max_pool2d_backward(gradient: Any, x: Any, *rest: Any) -> Tensor:
     return add_rows(gradient.new_zeros((x.numel(),)), at, gradient.reshape(-1)).reshape(x.shape)
 
 
-@beyond_float64(aten.max_pool2d_with_indices.default)
+@implements_beyond_float64(aten.max_pool2d_with_indices.default)
 def max_pool2d_with_indices(
     x: Any,
     kernel: Sequence[int],
@@ -60,7 +60,7 @@ def max_pool2d_with_indices(
     return seen.gather(-1, at).squeeze(-1), found
 
 
-def _setup(spatial: int, kernel: Sequence, stride: Sequence, padding: Sequence) -> dict:
+def _make_window_setup(spatial: int, kernel: Sequence, stride: Sequence, padding: Sequence) -> dict:
     kernel = repeat_sizes(kernel, spatial)
     stride = repeat_sizes(stride, spatial) if len(stride) else kernel
     return {
@@ -71,25 +71,21 @@ def _setup(spatial: int, kernel: Sequence, stride: Sequence, padding: Sequence) 
     }
 
 
-def _pad(x: Any, setup: dict) -> Any:
-    frame = [p for pad in reversed(setup["padding"]) for p in (pad, pad)]
-    return aten.constant_pad_nd.default(x, frame, 0).contiguous()
+def _view_windows(x: Any, setup: dict) -> Any:
+    padded = pad_borders(x, setup["padding"]).contiguous()
+    return window_views(padded, setup["kernel"], setup["stride"], setup["dilation"])
 
 
-def _windows_of(x: Any, setup: dict) -> Any:
-    return window_views(_pad(x, setup), setup["kernel"], setup["stride"], setup["dilation"])
-
-
-def _divisors(x: Any, setup: dict, include_pad: bool, divisor: int | None) -> Any:
+def _find_window_divisors(x: Any, setup: dict, include_pad: bool, divisor: int | None) -> Any:
     """Return the divisor of each window's sum."""
     if divisor or include_pad:
         return divisor or math.prod(setup["kernel"])
     spatial = len(setup["kernel"])
     ones = torch.ones(x.shape[-spatial:], dtype=torch.float64, device=x.device)
-    return _windows_of(ones, setup).flatten(-spatial).sum(-1)
+    return _view_windows(ones, setup).flatten(-spatial).sum(-1)
 
 
-def _average_pool(operator: OpOverload, spatial: int) -> Callable:
+def _make_average_pool_rule(operator: OpOverload, spatial: int) -> Callable:
     def avg_pool(
         x: Any,
         kernel: Sequence,
@@ -102,21 +98,21 @@ def _average_pool(operator: OpOverload, spatial: int) -> Callable:
         if ceil_mode:
             given = (x, kernel, stride, padding, ceil_mode, count_include_pad, divisor_override)
             return fall_back_to_float64(operator, given, {})
-        setup = _setup(spatial, kernel, stride, padding)
-        return _windows_of(x, setup).flatten(-spatial).sum(-1) / _divisors(
+        setup = _make_window_setup(spatial, kernel, stride, padding)
+        return _view_windows(x, setup).flatten(-spatial).sum(-1) / _find_window_divisors(
             x, setup, count_include_pad, divisor_override
         )
 
     return avg_pool
 
 
-def _mean_backward(operator: OpOverload, spatial: int) -> Callable:
+def _make_average_pool_gradient_rule(operator: OpOverload, spatial: int) -> Callable:
     def avg_pool_backward(gradient: Any, x: Any, *rest: Any) -> Tensor:
         kernel, stride, padding, ceil_mode, count_include_pad, divisor = rest
         if ceil_mode:
             return fall_back_to_float64(operator, (gradient, x, *rest), {})
-        setup = _setup(spatial, kernel, stride, padding)
-        share = gradient / _divisors(x, setup, count_include_pad, divisor)
+        setup = _make_window_setup(spatial, kernel, stride, padding)
+        share = gradient / _find_window_divisors(x, setup, count_include_pad, divisor)
         lead, places = x.shape[:-spatial], gradient.shape[-spatial:]
         taps = share.reshape(1, lead.numel(), 1, *places).expand(-1, -1, math.prod(setup["kernel"]), *[-1] * spatial)
         grown = [n + 2 * p for n, p in zip(x.shape[-spatial:], setup["padding"])]
@@ -128,12 +124,12 @@ def _mean_backward(operator: OpOverload, spatial: int) -> Callable:
 
 
 for _operator, _spatial in ((aten.avg_pool2d.default, 2), (aten.avg_pool3d.default, 3)):
-    beyond_float64(_operator)(_average_pool(_operator, _spatial))
+    implements_beyond_float64(_operator)(_make_average_pool_rule(_operator, _spatial))
 for _operator, _spatial in ((aten.avg_pool2d_backward.default, 2), (aten.avg_pool3d_backward.default, 3)):
-    beyond_float64(_operator)(_mean_backward(_operator, _spatial))
+    implements_beyond_float64(_operator)(_make_average_pool_gradient_rule(_operator, _spatial))
 
 
-def _spans(size: int, count: int, device: torch.device) -> Tensor:
+def _make_window_matrix(size: int, count: int, device: torch.device) -> Tensor:
     """Return a matrix of 0 and 1: which of `size` elements each of `count` windows holds."""
     at = torch.arange(size, dtype=torch.int64, device=device)
     window = torch.arange(count, dtype=torch.int64, device=device).unsqueeze(1)
@@ -141,27 +137,27 @@ def _spans(size: int, count: int, device: torch.device) -> Tensor:
     return ((at >= first) & (at < last)).double()
 
 
-@beyond_float64(aten._adaptive_avg_pool2d.default)
+@implements_beyond_float64(aten._adaptive_avg_pool2d.default)
 def adaptive_avg_pool2d(x: Any, size: Sequence[int]) -> Tensor:
     """Return the means of windows that divide each side evenly."""
-    rows, columns = (_spans(n, m, x.device) for n, m in zip(x.shape[-2:], size))
+    rows, columns = (_make_window_matrix(n, m, x.device) for n, m in zip(x.shape[-2:], size))
     counts = rows.sum(1, keepdim=True) * columns.sum(1)
     return rows @ x @ columns.mT / counts
 
 
-@beyond_float64(aten._adaptive_avg_pool2d_backward.default)
+@implements_beyond_float64(aten._adaptive_avg_pool2d_backward.default)
 def adaptive_avg_pool2d_backward(gradient: Any, x: Any) -> Tensor:
     """Spread each mean's gradient over its window."""
-    rows, columns = (_spans(n, m, x.device) for n, m in zip(x.shape[-2:], gradient.shape[-2:]))
+    rows, columns = (_make_window_matrix(n, m, x.device) for n, m in zip(x.shape[-2:], gradient.shape[-2:]))
     counts = rows.sum(1, keepdim=True) * columns.sum(1)
     return rows.mT @ (gradient / counts) @ columns
 
 
 # Keys' kernel with this parameter, as in torch: "Cubic convolution interpolation for digital image processing" (1981).
-_A = -0.75
+_CUBIC_SLOPE = -0.75
 
 
-class _Axis(NamedTuple):
+class _InterpolatedAxis(NamedTuple):
     """A dimension, its length before and after, align_corners, and the requested scale factor."""
 
     dim: int
@@ -171,7 +167,7 @@ class _Axis(NamedTuple):
     factor: float | None
 
 
-def _sources(axis: _Axis, device: torch.device) -> Any:
+def _find_source_positions(axis: _InterpolatedAxis, device: torch.device) -> Any:
     """Return the position of each new element among the old ones."""
     places = torch.arange(axis.outside, dtype=torch.float64, device=device)
     at: Any = MCTensor.encode(places, MOST, gradients=COMPONENTS)
@@ -182,11 +178,11 @@ def _sources(axis: _Axis, device: torch.device) -> Any:
     return (at + 0.5) * axis.inside / axis.outside - 0.5
 
 
-def _linear(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
+def _find_linear_weights(axis: _InterpolatedAxis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
     """Return the two neighbours of each new element, and their weights."""
-    at: Any = _sources(axis, device)
+    at: Any = _find_source_positions(axis, device)
     if axis.inside == axis.outside:  # torch copies, whatever factor was asked for
-        at = _sources(axis._replace(align_corners=True), device)
+        at = _find_source_positions(axis._replace(align_corners=True), device)
     at = torch.maximum(at, torch.zeros_like(at))
     left = at.floor().decode().long().clamp(max=axis.inside - 1)
     right = (left + 1).clamp(max=axis.inside - 1)
@@ -194,62 +190,66 @@ def _linear(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
     return [(left, 1 - share), (right, share)]
 
 
-def _cubic(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
+def _find_cubic_weights(axis: _InterpolatedAxis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
     """Return the four neighbours of each new element, and their weights."""
-    at: Any = _sources(axis, device)
+    at: Any = _find_source_positions(axis, device)
     first = at.floor().decode().long()
     t: Any = at - first
-    near = [((_A + 2) * x - (_A + 3)) * x * x + 1 for x in (t, 1 - t)]
-    far = [((_A * x - 5 * _A) * x + 8 * _A) * x - 4 * _A for x in (t + 1, 2 - t)]
+    near = [((_CUBIC_SLOPE + 2) * x - (_CUBIC_SLOPE + 3)) * x * x + 1 for x in (t, 1 - t)]
+    far = [
+        ((_CUBIC_SLOPE * x - 5 * _CUBIC_SLOPE) * x + 8 * _CUBIC_SLOPE) * x - 4 * _CUBIC_SLOPE for x in (t + 1, 2 - t)
+    ]
     weights = (far[0], near[0], near[1], far[1])
     return [((first + k - 1).clamp(0, axis.inside - 1), weight) for k, weight in enumerate(weights)]
 
 
-def _add_weighted(x: Any, values: Any, weight: MCTensor, dim: int) -> Tensor:
+def _multiply_by_weight(x: Any, values: Any, weight: MCTensor, dim: int) -> Tensor:
     own = round_to_type(weight, result_type((x,))._replace(gradients=COMPONENTS, scaled=False))
     return values * own.reshape([-1 if i == dim else 1 for i in range(x.dim())])
 
 
-def _resample(x: Any, axis: _Axis, taps: Callable) -> Tensor:
+def _resample_axis(x: Any, axis: _InterpolatedAxis, taps: Callable) -> Tensor:
     """Compute each new element as the weighted sum of its neighbours along one axis."""
     found: Any = None
     for index, weight in taps(axis, x.device):
-        term = _add_weighted(x, x.index_select(axis.dim, index), weight, axis.dim)
+        term = _multiply_by_weight(x, x.index_select(axis.dim, index), weight, axis.dim)
         found = term if found is None else found + term
     return found
 
 
-def _resample_backward(gradient: Any, axis: _Axis, taps: Callable) -> Tensor:
-    """Return the derivative of `_resample`: each new element's gradient, weighted, added to its neighbours."""
+def _resample_gradient(gradient: Any, axis: _InterpolatedAxis, taps: Callable) -> Tensor:
+    """Return the derivative of `_resample_axis`: each new element's gradient, weighted, added to its neighbours."""
     pairs = taps(axis, gradient.device)
     shape = [axis.inside if i == axis.dim else size for i, size in enumerate(gradient.shape)]
-    values = torch.cat([_add_weighted(gradient, gradient, weight, axis.dim) for _, weight in pairs], axis.dim)
+    values = torch.cat([_multiply_by_weight(gradient, gradient, weight, axis.dim) for _, weight in pairs], axis.dim)
     return values.new_zeros(shape).index_add(axis.dim, torch.cat([index for index, _ in pairs]), values)
 
 
-def _axes(inside: Sequence[int], outside: Sequence[int], align: bool, factors: Sequence) -> list[_Axis]:
+def _make_axes(
+    inside: Sequence[int], outside: Sequence[int], align: bool, factors: Sequence
+) -> list[_InterpolatedAxis]:
     every = itertools.zip_longest(inside, outside, factors)
-    return [_Axis(2 + i, before, after, align, factor) for i, (before, after, factor) in enumerate(every)]
+    return [_InterpolatedAxis(2 + i, before, after, align, factor) for i, (before, after, factor) in enumerate(every)]
 
 
-def _along_axes(step: Callable, taps: Callable) -> Callable:
-    """Return a rule that takes one axis after another: `_resample` the result, `_resample_backward` the gradient.
+def _make_interpolation_rule(step: Callable, taps: Callable) -> Callable:
+    """Return a rule that takes one axis after another: `_resample_axis` the result, `_resample_gradient` the gradient.
 
     Its arguments are torch's: the size after, of the gradient the shape before, whether corners fall together, factors.
     """
 
     def interpolate(x: Any, size: Sequence[int], *arguments: Any, **named: Any) -> Tensor:
-        shape, align_corners, *factors = (x.shape, *arguments) if step is _resample else arguments
-        for axis in _axes(shape[2:], size, align_corners, (*factors, *named.values())):
+        shape, align_corners, *factors = (x.shape, *arguments) if step is _resample_axis else arguments
+        for axis in _make_axes(shape[2:], size, align_corners, (*factors, *named.values())):
             x = step(x, axis, taps)
         return x
 
     return interpolate
 
 
-def _rule_by_factors(taps: Callable) -> Callable:
+def _make_rule_by_factors(taps: Callable) -> Callable:
     """Return the rule of the overload that takes a size or factors."""
-    interpolate = _along_axes(_resample, taps)
+    interpolate = _make_interpolation_rule(_resample_axis, taps)
 
     def by_factors(x: Any, size: Sequence[int] | None, align_corners: bool, factors: Sequence[float] | None) -> Tensor:
         factors = None if size is not None else factors
@@ -259,15 +259,22 @@ def _rule_by_factors(taps: Callable) -> Callable:
     return by_factors
 
 
-FORWARD: dict[OpOverload, Callable] = {}
-BY_FACTORS: dict[OpOverload, Callable] = {}
-_BACKWARD: dict[OpOverload, Callable] = {}
-for _name, _taps in (("linear1d", _linear), ("bilinear2d", _linear), ("trilinear3d", _linear), ("bicubic2d", _cubic)):
-    FORWARD[getattr(aten, f"upsample_{_name}").default] = _along_axes(_resample, _taps)
-    BY_FACTORS[getattr(aten, f"upsample_{_name}").vec] = _rule_by_factors(_taps)
-    _BACKWARD[getattr(aten, f"upsample_{_name}_backward").default] = _along_axes(_resample_backward, _taps)
-for _operator, _rule in (FORWARD | _BACKWARD).items():
-    beyond_float64(_operator)(_rule)
+INTERPOLATION_RULES: dict[OpOverload, Callable] = {}
+INTERPOLATION_RULES_BY_FACTORS: dict[OpOverload, Callable] = {}
+_INTERPOLATION_GRADIENT_RULES: dict[OpOverload, Callable] = {}
+for _name, _taps in (
+    ("linear1d", _find_linear_weights),
+    ("bilinear2d", _find_linear_weights),
+    ("trilinear3d", _find_linear_weights),
+    ("bicubic2d", _find_cubic_weights),
+):
+    INTERPOLATION_RULES[getattr(aten, f"upsample_{_name}").default] = _make_interpolation_rule(_resample_axis, _taps)
+    INTERPOLATION_RULES_BY_FACTORS[getattr(aten, f"upsample_{_name}").vec] = _make_rule_by_factors(_taps)
+    _INTERPOLATION_GRADIENT_RULES[getattr(aten, f"upsample_{_name}_backward").default] = _make_interpolation_rule(
+        _resample_gradient, _taps
+    )
+for _operator, _rule in (INTERPOLATION_RULES | _INTERPOLATION_GRADIENT_RULES).items():
+    implements_beyond_float64(_operator)(_rule)
 
 
 @implements(aten.native_batch_norm.default, aten._native_batch_norm_legit.default)
@@ -288,9 +295,9 @@ def native_batch_norm(
         if training:
             dims = [i for i in range(x.dim()) if i != 1]
             variance, mean = torch.var_mean(x, dims, correction=0)
-            _update(running_mean, mean, momentum)
+            _update_running_statistic(running_mean, mean, momentum)
             count = x.numel() // max(x.shape[1], 1)
-            _update(running_variance, variance * count / max(count - 1, 1), momentum)
+            _update_running_statistic(running_variance, variance * count / max(count - 1, 1), momentum)
         inverse = (variance + eps).rsqrt()
         shape = [1, -1] + [1] * (x.dim() - 2)
         out = (x - mean.reshape(shape)) * inverse.reshape(shape)
@@ -299,11 +306,11 @@ def native_batch_norm(
     return (out, mean, inverse) if training else (out, x.new_empty((0,)), x.new_empty((0,)))
 
 
-def _update(running: Any, now: Any, momentum: float) -> None:
+def _update_running_statistic(running: Any, now: Any, momentum: float) -> None:
     """Update a running statistic in place: running + momentum (now - running)."""
     if running is None:
         return
-    result = evaluate("addcmul", running, now - running, momentum, form=result_type((running, now)))
+    result = run_function("addcmul", running, now - running, momentum, form=result_type((running, now)))
     if isinstance(running, MCTensor) or isinstance(result, MCTensor):
         write_value(running, result)
     else:

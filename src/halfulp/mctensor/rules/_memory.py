@@ -14,25 +14,27 @@ from torch.utils._mode_utils import no_dispatch
 from ...arithmetic import PRECISION
 from ...kernels import present, require_float64, torch_operators
 from ...subclass._collectives import eager_rules, run_and_wait
-from ...subclass._in_backward import gives_plain_gradient, gives_plain_gradient_of, stores_plain_gradient
-from .._encode import divide_by_scale, magnitude, scale_for
-from .._mctensor import RULES, MCTensor, decoded, implements, to_plain, wrap
-from .._result_type import ResultType, align_components, make_result, parts_of, result_type
-from .._write import copy_received, inner_tensors, integral, write_value
-from ._comparison import map_components, round_operand
+from ...subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
+from .._encode import choose_scale, divide_by_scale, find_magnitude
+from .._mctensor import RULES, MCTensor, decode_to_plain, implements, round_to_plain, wrap_parts
+from .._result_type import ResultType, make_result, result_type, to_components
+from .._write import copy_received, list_inner_tensors, truncate_to_integers, write_value
+from ._comparison import copy_elements, map_components
 
 aten = torch_operators("aten")
 
-_BEYOND = 2.0**132  # what float16 components under no scale of ours hold: it becomes infinite, the others keep theirs
+_LEAST_OVERFLOW = (
+    2.0**132
+)  # what float16 components under no scale of ours hold: it becomes infinite, the others keep theirs
 
 
 @implements(aten.clone.default)
 def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
     """Copy every component and the scale."""
     if gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
-        return to_plain(x).clone(memory_format=memory_format)
+        return round_to_plain(x).clone(memory_format=memory_format)
     scale = None if x._scale is None else x._scale.clone()
-    return wrap(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
+    return wrap_parts(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
 
 
 @implements(aten._to_copy.default)
@@ -42,28 +44,28 @@ def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format
     What is out of the new dtype's range becomes infinite, as in every conversion of torch's.
     """
     if dtype is not None and dtype not in PRECISION:
-        return integral(x, dtype).to(device=device)
+        return truncate_to_integers(x, dtype).to(device=device)
     if gives_plain_gradient_of(x):
-        return decoded(x, dtype or x.dtype).to(device=device)
+        return decode_to_plain(x, dtype or x.dtype).to(device=device)
     if device is not None and torch.device(device) != x.device:
         require_float64(torch.device(device), "MCTensors")
         move = {"device": device, "non_blocking": options.get("non_blocking", False)}
         scale = None if x._scale is None else x._scale.to(**move)
-        x = wrap(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
+        x = wrap_parts(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
     if dtype is None or dtype == x.dtype:
         return clone(x, memory_format=memory_format)
-    parts = parts_of(x, x.device)
+    parts = to_components(x, x.device)
     if dtype == torch.float16:
         wide = tuple(part.double() for part in parts)
-        scale = scale_for(magnitude(wide[0].where(wide[0].abs() < _BEYOND, 0.0)), dtype)
-        return wrap(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
+        scale = choose_scale(find_magnitude(wide[0].where(wide[0].abs() < _LEAST_OVERFLOW, 0.0)), dtype)
+        return wrap_parts(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
     return make_result(parts, ResultType(dtype, len(x._parts), x._gradients, False, x.device))
 
 
 @implements(aten._local_scalar_dense.default)
 def local_scalar_dense(x: MCTensor) -> float:
     """Return the one element as a Python float, rounded to float64."""
-    return decoded(x, torch.float64).item()
+    return decode_to_plain(x, torch.float64).item()
 
 
 @implements(aten.copy_.default)
@@ -94,21 +96,21 @@ def eye_out(*sizes: int, out: Tensor) -> Tensor:
     return write_value(out, torch.eye(*sizes, dtype=torch.float64, device=out.device))
 
 
-def _new_like(operator: OpOverload) -> Callable:
+def _make_new_like_rule(operator: OpOverload) -> Callable:
     """Return the rule of an operator that makes a tensor like a given one: its first component; the others are zero."""
 
     def new(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         dtype = options.get("dtype") or x.dtype
         if dtype not in PRECISION or gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
             return operator(x._parts[0], *arguments, **options)
-        options["dtype"] = torch.float64 if operator in _RANDOM else dtype
+        options["dtype"] = torch.float64 if operator in _RANDOM_OPERATORS else dtype
         first = operator(x._parts[0], *arguments, **options)
         form = ResultType(dtype, len(x._parts), x._gradients, x._scale is not None and dtype == x.dtype, first.device)
-        if operator in _RANDOM:
+        if operator in _RANDOM_OPERATORS:
             return make_result((first,), form)
         rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
         scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
-        filled = wrap((first, *rest), scale, x._gradients)
+        filled = wrap_parts((first, *rest), scale, x._gradients)
         # One component holds them: where a backward pass begins with these, its gradients are plain from there on.
         filled._seeds_backward = operator is aten.ones_like.default
         return filled
@@ -116,13 +118,18 @@ def _new_like(operator: OpOverload) -> Callable:
     return new
 
 
-_RANDOM = (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
-_PLAIN = (
+_RANDOM_OPERATORS = (
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.randint_like.default,
+    aten.randint_like.low_dtype,
+)
+_FILLED_OPERATORS = (
     *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.new_empty.default),
     *(aten.new_empty_strided.default, aten.new_zeros.default, aten.new_ones.default),
 )
-for _operator in (*_RANDOM, *_PLAIN):
-    implements(_operator)(_new_like(_operator))
+for _operator in (*_RANDOM_OPERATORS, *_FILLED_OPERATORS):
+    implements(_operator)(_make_new_like_rule(_operator))
 
 
 @implements(aten.full_like.default, aten.new_full.default)
@@ -134,7 +141,7 @@ def full_like(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
     return blank.fill_(value)
 
 
-def _random_in_place(operator: OpOverload) -> Callable:
+def _make_random_rule(operator: OpOverload) -> Callable:
     def draw(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         # torch draws in the order of the memory: with the strides of the components one seed gives one mask.
         return write_value(x, operator(torch.empty_like(x._parts[0], dtype=torch.float64), *arguments, **options))
@@ -147,11 +154,11 @@ for _operator in (
     *(aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default, aten.random_.default),
     *(aten.random_.to, getattr(aten.random_, "from")),
 ):
-    implements(_operator)(_random_in_place(_operator))
+    implements(_operator)(_make_random_rule(_operator))
 
 
 # The value is the first argument; what they fill in is 0, in every component.
-_ONE_VALUE = (
+_OPERATORS_OF_ONE_VALUE = (
     *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default),
     *(aten.masked_select.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.tril.default),
     *(aten.triu.default, aten.diag_embed.default, aten.rot90.default, aten.im2col.default, aten.pixel_shuffle.default),
@@ -173,26 +180,26 @@ _ONE_VALUE = (
 )
 
 
-def _of_one_value(operator: OpOverload) -> Callable:
+def _make_rule_of_one_value(operator: OpOverload) -> Callable:
     def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        arguments = tuple(_index(value) for value in arguments)
+        arguments = tuple(_check_index(value) for value in arguments)
         return map_components(x, lambda part: operator(part, *arguments, **options))
 
     return move
 
 
-def _index(value: Any) -> Any:
+def _check_index(value: Any) -> Any:
     if isinstance(value, MCTensor):
         raise TypeError("an MCTensor is no index: give an integer tensor")
     return value
 
 
-for _operator in _ONE_VALUE:
-    implements(_operator)(_of_one_value(_operator))
+for _operator in _OPERATORS_OF_ONE_VALUE:
+    implements(_operator)(_make_rule_of_one_value(_operator))
 
 
 # Positions of the arguments that are values; all come to one result type.
-_SEVERAL_VALUES = {
+_VALUE_POSITIONS = {
     aten.scatter.src: (0, 3),
     aten.masked_scatter.default: (0, 2),
     aten.slice_scatter.default: (0, 1),
@@ -205,7 +212,7 @@ _SEVERAL_VALUES = {
     aten.copy.default: (0, 1),
 }
 # Overloads that take a number where another takes a tensor.
-_NUMBER_OVERLOADS = {
+_OVERLOADS_WITH_NUMBERS = {
     aten.scatter.value: (aten.scatter.src, 3),
     aten.index_fill.int_Scalar: (aten.index_fill.int_Tensor, 3),
     aten.fill.Scalar: (aten.fill.Tensor, 1),
@@ -214,26 +221,20 @@ _NUMBER_OVERLOADS = {
 
 def apply_to_components(operator: OpOverload, arguments: Sequence, positions: Sequence[int], **options: Any) -> Tensor:
     """Apply an operator on several values to every component of theirs, brought to one result type."""
-    form = result_type(arguments[i] for i in positions)
-    if gives_plain_gradient(form.gradients, form.has_gradient):
-        plain = [round_operand(x, form) if i in positions else x for i, x in enumerate(arguments)]
-        return operator(*plain, **options)
-    parts, scale = align_components([arguments[i] for i in positions], form)
-    results = []
-    for some in zip(*parts, strict=True):
-        here = dict(zip(positions, some))
-        results.append(operator(*(here.get(i, x) for i, x in enumerate(arguments)), **options))
-    return wrap(tuple(results), scale, form.gradients)
+
+    def apply(*values: Any) -> Tensor:
+        here = dict(zip(positions, values))
+        return operator(*(here.get(i, x) for i, x in enumerate(arguments)), **options)
+
+    values = [arguments[i] for i in positions]
+    return copy_elements(apply, values, result_type(values))
 
 
-def _of_several_values(operator: OpOverload, positions: Sequence[int]) -> Callable:
-    def move(*arguments: Any, **options: Any) -> Tensor:
-        return apply_to_components(operator, arguments, positions, **options)
-
-    return move
+def _make_rule_of_several_values(operator: OpOverload, positions: Sequence[int]) -> Callable:
+    return lambda *arguments, **options: apply_to_components(operator, arguments, positions, **options)
 
 
-def _of_a_number(operator: OpOverload, position: int) -> Callable:
+def _make_rule_of_a_number(operator: OpOverload, position: int) -> Callable:
     def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
         values = [x, *arguments]
         number = torch.scalar_tensor(values[position], dtype=torch.float64, device=x.device)
@@ -243,10 +244,10 @@ def _of_a_number(operator: OpOverload, position: int) -> Callable:
     return move
 
 
-for _operator, _positions in _SEVERAL_VALUES.items():
-    implements(_operator)(_of_several_values(_operator, _positions))
-for _operator, (_target, _position) in _NUMBER_OVERLOADS.items():
-    implements(_operator)(_of_a_number(_target, _position))
+for _operator, _positions in _VALUE_POSITIONS.items():
+    implements(_operator)(_make_rule_of_several_values(_operator, _positions))
+for _operator, (_target, _position) in _OVERLOADS_WITH_NUMBERS.items():
+    implements(_operator)(_make_rule_of_a_number(_target, _position))
 
 
 @implements(aten._pack_padded_sequence.default)
@@ -254,23 +255,19 @@ def pack_padded_sequence(x: MCTensor, lengths: Tensor, batch_first: bool) -> tup
     """Return the steps of all sequences one after the other, and how many there are of each."""
     packed = [aten._pack_padded_sequence.default(part, lengths, batch_first) for part in x._parts]
     scale = None if x._scale is None else x._scale.clone()
-    return wrap(tuple(rows for rows, _ in packed), scale, x._gradients), packed[0][1]
+    return wrap_parts(tuple(rows for rows, _ in packed), scale, x._gradients), packed[0][1]
 
 
-def _concatenation(operator: OpOverload) -> Callable:
+def _make_concatenation_rule(operator: OpOverload) -> Callable:
     def concatenate(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
-        form = result_type(tensors)
-        if gives_plain_gradient(form.gradients, form.has_gradient):
-            return operator([round_operand(x, form) for x in tensors], *arguments, **options)
-        parts, scale = align_components(tensors, form)
-        results = tuple(operator(list(some), *arguments, **options) for some in zip(*parts, strict=True))
-        return wrap(results, scale, form.gradients)
+        join = lambda *parts: operator(list(parts), *arguments, **options)  # noqa: E731
+        return copy_elements(join, tensors, result_type(tensors))
 
     return concatenate
 
 
 for _operator in (aten.cat.default, aten.stack.default, aten.block_diag.default):
-    implements(_operator)(_concatenation(_operator))
+    implements(_operator)(_make_concatenation_rule(_operator))
 
 
 @implements(aten.constant_pad_nd.default)
@@ -283,7 +280,7 @@ def constant_pad_nd(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
     return constant_pad_nd(x, pad).masked_fill(outside, value)
 
 
-_VIEWS = (
+_VIEW_OPERATORS = (
     *(aten.alias.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default),
     *(aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default),
     *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.as_strided.default),
@@ -293,14 +290,14 @@ _VIEWS = (
 )
 
 
-def _view(operator: OpOverload) -> Callable:
+def _make_view_rule(operator: OpOverload) -> Callable:
     def view(x: MCTensor, *arguments: Any, **options: Any) -> Any:
         if gives_plain_gradient_of(x):
-            return operator(to_plain(x), *arguments, **options)
+            return operator(round_to_plain(x), *arguments, **options)
         parts = tuple(operator(part, *arguments, **options) for part in x._parts)
         if isinstance(parts[0], Tensor):
-            return wrap(parts, x._scale, x._gradients)
-        return [wrap(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
+            return wrap_parts(parts, x._scale, x._gradients)
+        return [wrap_parts(pieces, x._scale, x._gradients) for pieces in zip(*parts, strict=True)]
 
     return view
 
@@ -309,20 +306,20 @@ def _view(operator: OpOverload) -> Callable:
 def detach(x: MCTensor) -> Tensor:
     """Return the same components; a gradient that is being stored in a leaf becomes the kind that the leaf keeps."""
     if stores_plain_gradient(x._gradients):
-        return to_plain(x).detach()
-    return wrap(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
+        return round_to_plain(x).detach()
+    return wrap_parts(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
 
 
-def _on_first_components(operator: OpOverload) -> None:
+def _register_on_first_components(operator: OpOverload) -> None:
     """Register what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
     implements(operator)(lambda *tensors: operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors)))
 
 
 for _operator in present((aten.is_same_size.default, aten._has_same_storage_numel.default)):
-    _on_first_components(_operator)
+    _register_on_first_components(_operator)
 
 
-def _in_place(operator: OpOverload, functional: OpOverload) -> Callable:
+def _make_in_place_view_rule(operator: OpOverload, functional: OpOverload) -> Callable:
     def view(x: MCTensor, *arguments: Any, **options: Any) -> MCTensor:
         x._parts = tuple(functional(part, *arguments, **options) for part in x._parts)
         with no_dispatch():
@@ -331,7 +328,7 @@ def _in_place(operator: OpOverload, functional: OpOverload) -> Callable:
     return view
 
 
-_IN_PLACE = {
+_IN_PLACE_VIEW_OPERATORS = {
     aten.squeeze_.default: aten.squeeze.default,
     aten.squeeze_.dim: aten.squeeze.dim,
     aten.squeeze_.dims: aten.squeeze.dims,
@@ -341,42 +338,42 @@ _IN_PLACE = {
     aten.as_strided_.default: aten.as_strided.default,
     aten.detach_.default: aten.detach.default,
 }
-for _operator, _functional in _IN_PLACE.items():
-    implements(_operator)(_in_place(_operator, _functional))
-for _operator in _VIEWS:
-    implements(_operator)(_view(_operator))
+for _operator, _functional_collectives in _IN_PLACE_VIEW_OPERATORS.items():
+    implements(_operator)(_make_in_place_view_rule(_operator, _functional_collectives))
+for _operator in _VIEW_OPERATORS:
+    implements(_operator)(_make_view_rule(_operator))
 
 
-def to_message(x: MCTensor) -> Tensor:
+def pack_message(x: MCTensor) -> Tensor:
     """Return every component and the scale of a tensor as one byte tensor."""
-    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in inner_tensors(x)])
+    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in list_inner_tensors(x)])
 
 
-def from_message(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCTensor:
+def unpack_message(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCTensor:
     """Return the MCTensor that a message holds: of a shape, with dtype, components and scale like another's."""
     count = len(like._parts)
     fixed = 0 if like._scale is None else like._scale.element_size()
     size = (message.numel() - fixed) // count
     pieces = message.split([*[size] * count, *([fixed] if fixed else [])])
-    parts = tuple(_as_dtype(piece, like.dtype).reshape(shape) for piece in pieces[:count])
-    scale = _as_dtype(pieces[count], torch.float32).reshape(()) if fixed else None
-    return wrap(parts, scale, like._gradients)
+    parts = tuple(_view_as_dtype(piece, like.dtype).reshape(shape) for piece in pieces[:count])
+    scale = _view_as_dtype(pieces[count], torch.float32).reshape(()) if fixed else None
+    return wrap_parts(parts, scale, like._gradients)
 
 
-def _as_dtype(message: Tensor, dtype: torch.dtype) -> Tensor:
+def _view_as_dtype(message: Tensor, dtype: torch.dtype) -> Tensor:
     # A clone: a piece may start anywhere, and a view of another dtype may not.
     return message.clone().view(dtype)
 
 
 def all_gather(x: MCTensor, size: int, group: Any) -> Tensor:
     """Return every rank's values, one after another."""
-    messages = run_and_wait("all_gather_into_tensor", to_message(x), size, group).chunk(size)
-    return torch.cat([from_message(message, x, x.shape) for message in messages])
+    messages = run_and_wait("all_gather_into_tensor", pack_message(x), size, group).chunk(size)
+    return torch.cat([unpack_message(message, x, x.shape) for message in messages])
 
 
 def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> Tensor:
     """Send rows of x to every rank, and return the rows received, one rank after another."""
-    pieces = [to_message(piece) for piece in x.split(list(input_sizes))]
+    pieces = [pack_message(piece) for piece in x.split(list(input_sizes))]
     shapes = [(rows, *x.shape[1:]) for rows in output_sizes]
     # An empty message still holds a scale.
     fixed = 0 if x._scale is None else x._scale.element_size()
@@ -384,27 +381,27 @@ def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[i
     arriving = [rows * row + fixed for rows in output_sizes]
     leaving = [piece.numel() for piece in pieces]
     messages = run_and_wait("all_to_all_single", torch.cat(pieces), arriving, leaving, group).split(arriving)
-    return torch.cat([from_message(message, x, shape) for message, shape in zip(messages, shapes, strict=True)])
+    return torch.cat([unpack_message(message, x, shape) for message, shape in zip(messages, shapes, strict=True)])
 
 
 def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
     """Return one rank's values."""
-    return from_message(run_and_wait("broadcast", to_message(x), source, group), x, x.shape)
+    return unpack_message(run_and_wait("broadcast", pack_message(x), source, group), x, x.shape)
 
 
 def wait_tensor(x: MCTensor) -> MCTensor:
     """Return the same memory: there is nothing to wait for."""
-    return wrap(x._parts, x._scale, x._gradients)
+    return wrap_parts(x._parts, x._scale, x._gradients)
 
 
-_functional = torch_operators("_c10d_functional")
-_rules: dict[Any, Callable[..., Any]] = {
-    _functional.all_gather_into_tensor: all_gather,
-    _functional.all_to_all_single: all_to_all,
-    _functional.broadcast: broadcast,
-    _functional.wait_tensor: wait_tensor,
+_functional_collectives = torch_operators("_c10d_functional")
+_collective_rules: dict[Any, Callable[..., Any]] = {
+    _functional_collectives.all_gather_into_tensor: all_gather,
+    _functional_collectives.all_to_all_single: all_to_all,
+    _functional_collectives.broadcast: broadcast,
+    _functional_collectives.wait_tensor: wait_tensor,
 }
-for _packet, _rule in _rules.items() if dist.is_available() else ():
+for _packet, _rule in _collective_rules.items() if dist.is_available() else ():
     implements(_packet.default)(_rule)
 for _eager, _rule in eager_rules(RULES, copy_received).items():
     implements(_eager)(_rule)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -13,39 +12,39 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...arithmetic import MOST, pointwise
+from ...arithmetic._constants import compute_log, compute_pi, split_into_floats
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS
-from .._derivation import beyond_exact_float64, beyond_float64, in_float64
-from .._encode import number_terms
+from .._derivation import implements_beyond_exact_float64, implements_beyond_float64, run_in_float64
 from .._mctensor import MCTensor, implements
-from .._result_type import SUMS, ResultType, evaluate, make_result, operand_parts, parts_of, result_type, saturated
-from .._write import check_takes_fractions, computing_type, write, write_value, writes_directly
-from ._comparison import is_nan, order_of, select
+from .._result_type import (
+    SUM_FUNCTION_NAMES,
+    ResultType,
+    convert_operands,
+    limit_large_elements,
+    make_result,
+    result_type,
+    run_function,
+    to_components,
+)
+from .._write import can_write_directly, check_takes_fractions, choose_computing_type, write_components, write_value
+from ._comparison import compare_by_value, is_nan, select_elements
 
 aten = torch_operators("aten")
 
-PI = "3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803"
-_LN2 = "0.69314718055994530941723212145817656807550013436025525412068000949339362196969471560586"
-_LN10 = "2.30258509299404568401799145468436420760110148862877297603332790096757260967735248023600"
 
-
-@functools.cache
-def _terms(text: str) -> tuple[float, ...]:
-    return number_terms(text)
-
-
-def constant(text: str, like: Tensor) -> MCTensor:
-    """Return a decimal constant as a 0-d MCTensor of four float64."""
-    parts = tuple(torch.scalar_tensor(term, dtype=torch.float64, device=like.device) for term in _terms(text))
-    return MCTensor.from_components(parts)
+def make_constant(value: Any, like: Tensor) -> MCTensor:
+    """Return a number of any precision as a 0-d MCTensor of four float64."""
+    terms = split_into_floats(value, MOST)
+    return MCTensor.from_components([torch.scalar_tensor(x, dtype=torch.float64, device=like.device) for x in terms])
 
 
 def round_to_type(x: Tensor, form: ResultType) -> Tensor:
     """Round a result that has more digits to a result type."""
-    return make_result(parts_of(x, form.device), form)
+    return make_result(to_components(x, form.device), form)
 
 
-def _with_one_more_component(form: ResultType) -> ResultType:
+def _add_one_component(form: ResultType) -> ResultType:
     """Return a result type with one component more, up to the most, for steps whose errors grow."""
     return form._replace(components=min(form.components + 1, MOST))
 
@@ -55,7 +54,7 @@ def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
     """x to a number: a product, a root or a reciprocal where it is one."""
     form = result_type((x,))
     if exponent == 2:
-        return evaluate("mul", x, x)
+        return run_function("mul", x, x)
     if exponent == 1:
         return x.clone()
     if exponent in (0.5, -0.5):
@@ -63,157 +62,170 @@ def pow_scalar(x: MCTensor, exponent: Any) -> Tensor:
     if exponent == -1:
         return x.reciprocal()
     if form.fits_float64:
-        return in_float64(aten.pow.Tensor_Scalar, (x, exponent), {})
-    return evaluate("pow", x, exponent, form=form)
+        return run_in_float64(aten.pow.Tensor_Scalar, (x, exponent), {})
+    return run_function("pow", x, exponent, form=form)
 
 
-@beyond_exact_float64(aten.pow.Tensor_Tensor, aten.pow.Scalar)
+@implements_beyond_exact_float64(aten.pow.Tensor_Tensor, aten.pow.Scalar)
 def pow_tensor(x: Any, exponent: Any) -> Tensor:
     """x to a power, or a number to powers."""
-    return evaluate("pow", x, exponent)
+    return run_function("pow", x, exponent)
 
 
-@beyond_exact_float64(aten.exp2.default)
+@implements_beyond_exact_float64(aten.exp2.default)
 def exp2(x: MCTensor) -> Tensor:
     """2^x."""
-    finer = _with_one_more_component(result_type((x,)))
+    finer = _add_one_component(result_type((x,)))
     return round_to_type(
-        evaluate("exp", evaluate("mul", x, constant(_LN2, x), form=finer), form=finer), result_type((x,))
+        run_function("exp", run_function("mul", x, make_constant(compute_log(2), x), form=finer), form=finer),
+        result_type((x,)),
     )
 
 
-def _logarithm(base: str) -> Callable:
-    """Return the rule of log(x) / log(base), by the natural logarithm of the base."""
+def _make_logarithm_rule(base: int) -> Callable:
+    """Return the rule of log(x) / log(base)."""
 
     def log(x: MCTensor) -> Tensor:
         form = result_type((x,))
-        return evaluate("div", evaluate("log", x, form=_with_one_more_component(form)), constant(base, x), form=form)
+        return run_function(
+            "div", run_function("log", x, form=_add_one_component(form)), make_constant(compute_log(base), x), form=form
+        )
 
     return log
 
 
-beyond_exact_float64(aten.log2.default)(_logarithm(_LN2))
-beyond_exact_float64(aten.log10.default)(_logarithm(_LN10))
+implements_beyond_exact_float64(aten.log2.default)(_make_logarithm_rule(2))
+implements_beyond_exact_float64(aten.log10.default)(_make_logarithm_rule(10))
 
 
-@beyond_exact_float64(aten.tan.default)
+@implements_beyond_exact_float64(aten.tan.default)
 def tan(x: MCTensor) -> Tensor:
     """sin(x) / cos(x)."""
-    finer = _with_one_more_component(result_type((x,)))
-    return evaluate("div", evaluate("sin", x, form=finer), evaluate("cos", x, form=finer), form=result_type((x,)))
+    finer = _add_one_component(result_type((x,)))
+    return run_function(
+        "div", run_function("sin", x, form=finer), run_function("cos", x, form=finer), form=result_type((x,))
+    )
 
 
-@beyond_exact_float64(aten.asin.default)
+@implements_beyond_exact_float64(aten.asin.default)
 def asin(x: MCTensor) -> Tensor:
     """atan2(x, sqrt((1 - x)(1 + x)))."""
-    finer = _with_one_more_component(result_type((x,)))
-    return round_to_type(_angle(x, _root_of_one_minus_square(x, finer), finer), result_type((x,)))
+    finer = _add_one_component(result_type((x,)))
+    return round_to_type(_compute_angle(x, _compute_root_of_one_minus_square(x, finer), finer), result_type((x,)))
 
 
-@beyond_exact_float64(aten.acos.default)
+@implements_beyond_exact_float64(aten.acos.default)
 def acos(x: MCTensor) -> Tensor:
     """atan2(sqrt((1 - x)(1 + x)), x)."""
-    finer = _with_one_more_component(result_type((x,)))
-    return round_to_type(_angle(_root_of_one_minus_square(x, finer), x, finer), result_type((x,)))
+    finer = _add_one_component(result_type((x,)))
+    return round_to_type(_compute_angle(_compute_root_of_one_minus_square(x, finer), x, finer), result_type((x,)))
 
 
-def _root_of_one_minus_square(x: MCTensor, form: ResultType) -> Tensor:
-    product = evaluate("mul", evaluate("sub", 1.0, x, form=form), evaluate("add", 1.0, x, form=form), form=form)
-    return evaluate("sqrt", product, form=form)
+def _compute_root_of_one_minus_square(x: MCTensor, form: ResultType) -> Tensor:
+    product = run_function(
+        "mul", run_function("sub", 1.0, x, form=form), run_function("add", 1.0, x, form=form), form=form
+    )
+    return run_function("sqrt", product, form=form)
 
 
-@beyond_exact_float64(aten.atan2.default)
+@implements_beyond_exact_float64(aten.atan2.default)
 def atan2(y: Any, x: Any) -> Tensor:
     """Return the angle of the point (x, y)."""
     form = result_type((y, x))
-    return round_to_type(_angle(y, x, _with_one_more_component(form)), form)
+    return round_to_type(_compute_angle(y, x, _add_one_component(form)), form)
 
 
-def _angle(y: Any, x: Any, form: ResultType) -> Tensor:
+def _compute_angle(y: Any, x: Any, form: ResultType) -> Tensor:
     """Return atan of the smaller coordinate over the larger, moved into the right octant."""
-    pi = constant(PI, x)
+    straight = make_constant(compute_pi(), x)
     high, wide = abs(y), abs(x)
-    steep = order_of(high, wide) == 1
-    least, most = select(steep, wide, high), select(steep, high, wide)
+    steep = compare_by_value(high, wide) == 1
+    least, most = select_elements(steep, wide, high), select_elements(steep, high, wide)
     same = (most == 0) | (least.isinf() & most.isinf())
-    ratio = evaluate("div", select(same, (~(most == 0)).double(), least), select(same, 1.0, most), form=form)
-    angle = evaluate("atan", ratio, form=form)
-    angle = select(steep, evaluate("sub", evaluate("mul", pi, 0.5), angle, form=form), angle)
-    left = _negative(x)
-    angle = select(left, evaluate("sub", pi, angle, form=form), angle)
-    angle = select(is_nan(x) | is_nan(y), float("nan"), angle)
-    return select(_negative(y), -angle, angle)
+    ratio = run_function(
+        "div", select_elements(same, (~(most == 0)).double(), least), select_elements(same, 1.0, most), form=form
+    )
+    angle = run_function("atan", ratio, form=form)
+    angle = select_elements(steep, run_function("sub", run_function("mul", straight, 0.5), angle, form=form), angle)
+    left = _is_negative(x)
+    angle = select_elements(left, run_function("sub", straight, angle, form=form), angle)
+    angle = select_elements(is_nan(x) | is_nan(y), float("nan"), angle)
+    return select_elements(_is_negative(y), -angle, angle)
 
 
-def _negative(x: Any) -> Tensor:
+def _is_negative(x: Any) -> Tensor:
     return x._parts[0].signbit() if isinstance(x, MCTensor) else x.signbit()
 
 
-@beyond_exact_float64(aten.atanh.default)
+@implements_beyond_exact_float64(aten.atanh.default)
 def atanh(x: MCTensor) -> Tensor:
     """log1p(2x / (1 - x)) / 2, of |x| and with its sign."""
-    form = _with_one_more_component(result_type((x,)))
+    form = _add_one_component(result_type((x,)))
     size = abs(x)
-    ratio = evaluate("div", evaluate("mul", size, 2.0, form=form), evaluate("sub", 1.0, size, form=form), form=form)
-    result = evaluate("mul", evaluate("log1p", ratio, form=form), 0.5, form=result_type((x,)))
-    return select(_negative(x), -result, result)
+    ratio = run_function(
+        "div", run_function("mul", size, 2.0, form=form), run_function("sub", 1.0, size, form=form), form=form
+    )
+    result = run_function("mul", run_function("log1p", ratio, form=form), 0.5, form=result_type((x,)))
+    return select_elements(_is_negative(x), -result, result)
 
 
 @implements(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def div_mode(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
     """a / b, rounded to an integer: floor or truncation of the exact quotient."""
     if rounding_mode is None:
-        return evaluate("div", a, b)
+        return run_function("div", a, b)
     if rounding_mode not in ("floor", "trunc"):
         raise ValueError(f"rounding_mode={rounding_mode!r}: allowed are None, 'trunc' and 'floor'")
-    return evaluate(f"{rounding_mode}_divide", a, b)
+    return run_function(f"{rounding_mode}_divide", a, b)
 
 
-@beyond_exact_float64(aten.copysign.Tensor, aten.copysign.Scalar)
+@implements_beyond_exact_float64(aten.copysign.Tensor, aten.copysign.Scalar)
 def copysign(a: Any, b: Any) -> Tensor:
     """|a| with b's sign."""
-    negative = _negative(b) if isinstance(b, Tensor) else torch.tensor(b, dtype=torch.float64, device="cpu").signbit()
-    return round_to_type(select(_negative(a) != negative, -a, a), result_type((a, b)))
+    negative = (
+        _is_negative(b) if isinstance(b, Tensor) else torch.tensor(b, dtype=torch.float64, device="cpu").signbit()
+    )
+    return round_to_type(select_elements(_is_negative(a) != negative, -a, a), result_type((a, b)))
 
 
-@beyond_exact_float64(aten.nan_to_num.default)
+@implements_beyond_exact_float64(aten.nan_to_num.default)
 def nan_to_num(x: MCTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
     """Replace NaN and infinities by numbers."""
     ends = torch.finfo(x.dtype)
-    y: Any = select(x._parts[0].isposinf(), ends.max if posinf is None else posinf, x)
-    y = select(y._parts[0].isneginf(), ends.min if neginf is None else neginf, y)
-    return select(is_nan(y), nan or 0.0, y)
+    y: Any = select_elements(x._parts[0].isposinf(), ends.max if posinf is None else posinf, x)
+    y = select_elements(y._parts[0].isneginf(), ends.min if neginf is None else neginf, y)
+    return select_elements(is_nan(y), nan or 0.0, y)
 
 
-@beyond_float64(aten.softshrink_backward.default, aten.hardshrink_backward.default)
+@implements_beyond_float64(aten.softshrink_backward.default, aten.hardshrink_backward.default)
 def shrink_backward(gradient: Any, x: Any, bound: Any) -> Tensor:
     """Return the gradient outside the bounds."""
-    return select(abs(x) <= bound, 0.0, gradient)
+    return select_elements(abs(x) <= bound, 0.0, gradient)
 
 
-@beyond_float64(aten._cdist_forward.default)
+@implements_beyond_float64(aten._cdist_forward.default)
 def cdist_forward(a: Any, b: Any, p: float, mode: int | None) -> Tensor:
     """Return the norms of all differences of rows."""
     return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=-1)
 
 
-@beyond_float64(aten._cdist_backward.default)
+@implements_beyond_float64(aten._cdist_backward.default)
 def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Tensor:
     """Return the gradient of the first rows: gradient sign(d) |d|^(p-1) / distance^(p-1), 0 where the distance is."""
     difference = a.unsqueeze(-2) - b.unsqueeze(-3)
     zero = distance == 0
-    reach = select(zero, 1.0, distance)
+    reach = select_elements(zero, 1.0, distance)
     if p == 0:  # a count of differences
         return difference.sum(-2) * 0
     if p == 2:
         slope = difference / reach.unsqueeze(-1)
     else:
-        less = evaluate("sub", constant(str(Fraction(p)), a), 1.0) if math.isfinite(p) else p
+        less = run_function("sub", make_constant(Fraction(p), a), 1.0) if math.isfinite(p) else p
         slope = difference.sign() * torch.pow(difference.abs() / reach.unsqueeze(-1), less)
-    return (slope * select(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
+    return (slope * select_elements(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
 
 
-def _number_rule(operator: OpOverload) -> Callable:
+def _make_number_rule(operator: OpOverload) -> Callable:
     """Return the rule of an overload with a number for a tensor, which keeps its digits: torch would round it."""
 
     def rule(a: Any, b: Any) -> Tensor:
@@ -230,11 +242,11 @@ for _operators in (
     (aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other),
     (aten.special_xlog1py.default, aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar),
 ):
-    implements(*_operators[1:])(_number_rule(_operators[0]))
+    implements(*_operators[1:])(_make_number_rule(_operators[0]))
 
 
 # Functions of `arithmetic.pointwise`, by name; floor_divide, remainder and fmod are exact before their one rounding.
-UNARY = {
+UNARY_OPERATORS = {
     "sqrt": aten.sqrt.default,
     "exp": aten.exp.default,
     "log": aten.log.default,
@@ -252,7 +264,7 @@ UNARY = {
     "erfc": aten.erfc.default,
     "sigmoid": aten.sigmoid.default,
 }
-BINARY = {
+BINARY_OPERATORS = {
     "mul": (aten.mul.Tensor, aten.mul.Scalar),
     "div": (aten.div.Tensor, aten.div.Scalar),
     "hypot": (aten.hypot.default,),
@@ -262,41 +274,41 @@ BINARY = {
 }
 
 
-def _unary(name: str) -> Callable:
-    return lambda x: evaluate(name, x)
+def _make_unary_rule(name: str) -> Callable:
+    return lambda x: run_function(name, x)
 
 
-def _binary(name: str) -> Callable:
-    return lambda a, b: evaluate(name, a, b)
+def _make_binary_rule(name: str) -> Callable:
+    return lambda a, b: run_function(name, a, b)
 
 
-def _binary_in_place(name: str) -> Callable:
-    return lambda x, other: _update(name, x, x, other)
+def _make_in_place_binary_rule(name: str) -> Callable:
+    return lambda x, other: _update_in_place(name, x, x, other)
 
 
-def _update(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...] | None = None) -> Tensor:
-    """Write f(operands) into x; `given` is the function and the operands of which they were made."""
+def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...] = ()) -> Tensor:
+    """Write f(operands) into x; `given` are operands that some of them were made of."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
-        return write_value(x, evaluate(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
-    parts = operand_parts(name, operands, x.dtype, len(x._parts), x.device)
-    if x._scale is None and x.dtype != torch.float16 and writes_directly(x, parts):
+        return write_value(x, run_function(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
+    parts = convert_operands(name, operands, x.dtype, len(x._parts), x.device)
+    if x._scale is None and x.dtype != torch.float16 and can_write_directly(x, parts):
         pointwise(name, *parts, components=len(x._parts), dtype=x.dtype, out=x._parts)
         return x
-    form = computing_type(x)
+    form = choose_computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     if x._scale is not None:
-        result = saturated(result, *(given or (name, operands)))
+        result = limit_large_elements(result, (*operands, *given), to_components(x, x.device))
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
-    return write(x, result, exact, is_sum=name in SUMS)
+    return write_components(x, result, exact, is_sum=name in SUM_FUNCTION_NAMES)
 
 
-for _name, _operator in UNARY.items():
-    implements(_operator)(_unary(_name))
-for _name, _overloads in BINARY.items():
-    implements(*_overloads)(_binary(_name))
-implements(aten.mul_.Tensor, aten.mul_.Scalar)(_binary_in_place("mul"))
-implements(aten.div_.Tensor, aten.div_.Scalar)(_binary_in_place("div"))
+for _name, _operator in UNARY_OPERATORS.items():
+    implements(_operator)(_make_unary_rule(_name))
+for _name, _overloads in BINARY_OPERATORS.items():
+    implements(*_overloads)(_make_binary_rule(_name))
+implements(aten.mul_.Tensor, aten.mul_.Scalar)(_make_in_place_binary_rule("mul"))
+implements(aten.div_.Tensor, aten.div_.Scalar)(_make_in_place_binary_rule("div"))
 
 
 def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
@@ -305,18 +317,26 @@ def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
 
     @implements(packet.Tensor, packet.Scalar)
     def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-        return evaluate(name, a, b) if alpha == 1 else evaluate("addcmul", a, b, sign * alpha, form=result_type((a, b)))
+        return (
+            run_function(name, a, b)
+            if alpha == 1
+            else run_function("addcmul", a, b, sign * alpha, form=result_type((a, b)))
+        )
 
     @implements(in_place.Tensor, in_place.Scalar)
     def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
-        return _update(name, x, x, other) if alpha == 1 else _update("addcmul", x, x, other, sign * alpha)
+        return (
+            _update_in_place(name, x, x, other)
+            if alpha == 1
+            else _update_in_place("addcmul", x, x, other, sign * alpha)
+        )
 
     return add
 
 
 _register_sum("add", 1)
-_subtract = _register_sum("sub", -1)
-implements(aten.rsub.Tensor, aten.rsub.Scalar)(lambda a, b, alpha=1: _subtract(b, a, alpha))
+_subtraction_rule = _register_sum("sub", -1)
+implements(aten.rsub.Tensor, aten.rsub.Scalar)(lambda a, b, alpha=1: _subtraction_rule(b, a, alpha))
 
 
 def _register_product(name: str, divide: bool) -> None:
@@ -325,19 +345,19 @@ def _register_product(name: str, divide: bool) -> None:
     @implements(getattr(aten, name).default)
     def accumulate(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
         form = result_type((a, b, c))
-        return evaluate("addcmul", a, *_plain_product(b, c, value, divide, form), form=form)
+        return run_function("addcmul", a, *_find_product_factors(b, c, value, divide, form), form=form)
 
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
-        factors = _plain_product(b, c, value, divide, result_type((x, b, c)))
-        return _update("addcmul", x, x, *factors, given=(name, (x, b, c, value)))
+        factors = _find_product_factors(b, c, value, divide, result_type((x, b, c)))
+        return _update_in_place("addcmul", x, x, *factors, given=(b, c))
 
 
-def _plain_product(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
+def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
     whole = form._replace(gradients=COMPONENTS)
     if divide:
-        return evaluate("div", b, c, form=whole), value
-    return (b, c) if value == 1 else (evaluate("mul", b, c, form=whole), value)
+        return run_function("div", b, c, form=whole), value
+    return (b, c) if value == 1 else (run_function("mul", b, c, form=whole), value)
 
 
 _register_product("addcmul", divide=False)
@@ -348,14 +368,20 @@ _register_product("addcdiv", divide=True)
 def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a)."""
     form = result_type((a, b, weight))
-    return evaluate("addcmul", a, evaluate("sub", b, a, form=form._replace(gradients=COMPONENTS)), weight, form=form)
+    return run_function(
+        "addcmul", a, run_function("sub", b, a, form=form._replace(gradients=COMPONENTS)), weight, form=form
+    )
 
 
 @implements(aten.lerp_.Scalar, aten.lerp_.Tensor)
 def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
     """x + weight (b - x), into x."""
-    return _update(
-        "addcmul", x, x, evaluate("sub", b, x, form=result_type((x, b, weight))._replace(gradients=COMPONENTS)), weight
+    return _update_in_place(
+        "addcmul",
+        x,
+        x,
+        run_function("sub", b, x, form=result_type((x, b, weight))._replace(gradients=COMPONENTS)),
+        weight,
     )
 
 
@@ -363,37 +389,37 @@ def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
 def rsqrt(x: MCTensor) -> Tensor:
     """1 / sqrt(x)."""
     form = result_type((x,))
-    return evaluate("div", 1.0, evaluate("sqrt", x, form=form._replace(gradients=COMPONENTS)), form=form)
+    return run_function("div", 1.0, run_function("sqrt", x, form=form._replace(gradients=COMPONENTS)), form=form)
 
 
-implements(aten.reciprocal.default)(lambda x: evaluate("div", 1.0, x))
+implements(aten.reciprocal.default)(lambda x: run_function("div", 1.0, x))
 
 
-_CUBE = 0.044715
+_GELU_CUBIC_COEFFICIENT = 0.044715
 
 
-def half_root(x: Tensor) -> Tensor:
+def make_root_of_half(x: Tensor) -> Tensor:
     """1 / sqrt(2)."""
-    return constant("0.5", x).sqrt()
+    return make_constant(0.5, x).sqrt()
 
 
-@beyond_float64(aten.gelu.default)
+@implements_beyond_float64(aten.gelu.default)
 def gelu(x: Any, *, approximate: str = "none") -> Tensor:
     """x Phi(x), or its approximation by tanh."""
     if approximate == "tanh":
-        return x * (1 + torch.tanh(_inner(x)[0])) * 0.5
-    return x * _normal(x) * 0.5
+        return x * (1 + torch.tanh(_compute_tanh_argument(x)[0])) * 0.5
+    return x * _compute_doubled_normal_cdf(x) * 0.5
 
 
-@beyond_float64(aten.gelu_backward.default)
+@implements_beyond_float64(aten.gelu_backward.default)
 def gelu_backward(gradient: Any, x: Any, *, approximate: str = "none") -> Tensor:
     """Return the gradient times Phi(x) + x phi(x), or times the derivative of the approximation by tanh."""
     if approximate == "tanh":
-        inner, slope = _inner(x)
+        inner, slope = _compute_tanh_argument(x)
         bent = torch.tanh(inner)
         return gradient * ((1 + bent) + x * (1 - bent * bent) * slope) * 0.5
-    density = (x * x * -0.5).exp() * (constant(PI, x) * 2).rsqrt()
-    return gradient * (_normal(x) * 0.5 + x * density)
+    density = (x * x * -0.5).exp() * (make_constant(compute_pi(), x) * 2).rsqrt()
+    return gradient * (_compute_doubled_normal_cdf(x) * 0.5 + x * density)
 
 
 @implements(aten.rrelu_with_noise.default)
@@ -415,13 +441,13 @@ def rrelu_with_noise_(x: Any, noise: Any, *arguments: Any, **options: Any) -> Te
     return write_value(x, rrelu_with_noise(x, noise, *arguments, **options))
 
 
-def _normal(x: Any) -> Tensor:
+def _compute_doubled_normal_cdf(x: Any) -> Tensor:
     """2 Phi(x) = 1 + erf(x / sqrt(2))."""
-    return 1 + torch.erf(x * half_root(x))
+    return 1 + torch.erf(x * make_root_of_half(x))
 
 
-def _inner(x: Any) -> tuple[Tensor, Tensor]:
+def _compute_tanh_argument(x: Any) -> tuple[Tensor, Tensor]:
     """sqrt(2 / pi) (x + 0.044715 x^3), and its slope."""
-    factor = (constant("2", x) / constant(PI, x)).sqrt()
+    factor = (make_constant(2.0, x) / make_constant(compute_pi(), x)).sqrt()
     square = x * x
-    return factor * (x + x * square * _CUBE), factor * (1 + square * _CUBE * 3)
+    return factor * (x + x * square * _GELU_CUBIC_COEFFICIENT), factor * (1 + square * _GELU_CUBIC_COEFFICIENT * 3)

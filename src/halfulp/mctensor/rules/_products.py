@@ -12,115 +12,129 @@ from torch import Tensor
 from ... import arithmetic
 from ..._torch_versions import solves_by_transpose
 from ...arithmetic import Parts
+from ...arithmetic._exact_products import (
+    find_largest_magnitude,
+    multiply_float16_in_float32,
+    split_into_float16,
+)
 from ...kernels import define_operator, torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
-from .._derivation import beyond_float64
-from .._encode import HEADROOM, TOP, divide_by_scale, magnitude, scale_for
-from .._mctensor import MCTensor, implements, wrap
+from .._derivation import implements_beyond_float64
+from .._encode import HEADROOM_BINADES, TOP_EXPONENTS, choose_scale, divide_by_scale, find_magnitude
+from .._mctensor import MCTensor, implements, wrap_parts
 from .._result_type import (
     ResultType,
-    are_alike,
-    evaluate,
-    float64_count,
+    are_operands_alike,
+    count_float64_components,
+    keep_component_gradients,
     make_result,
-    parts_of,
     result_type,
-    with_component_gradients,
+    run_function,
+    to_components,
 )
 
 aten = torch_operators("aten")
 
 # float32 carries a product to two float16 components; more need float64.
-_SINGLE_COMPONENTS = 2
+_MOST_COMPONENTS_IN_FLOAT32 = 2
 
 
-def product(a: Any, b: Any, form: ResultType) -> Tensor:
+def multiply_matrices(a: Any, b: Any, form: ResultType) -> Tensor:
     """Return a @ b as a result of a type; batch dimensions are broadcast."""
     if form.scaled or _has_scale(a) or _has_scale(b):
-        return _scaled_product(a, b, form)
+        return _multiply_scaled(a, b, form)
     count = 1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components
-    parts = arithmetic.matmul(parts_of(a, form.device), parts_of(b, form.device), count, form.dtype)
-    return parts[0] if gives_plain_gradient(form.gradients, form.has_gradient) else wrap(parts, None, form.gradients)
+    parts = arithmetic.matmul(to_components(a, form.device), to_components(b, form.device), count, form.dtype)
+    return (
+        parts[0] if gives_plain_gradient(form.gradients, form.has_gradient) else wrap_parts(parts, None, form.gradients)
+    )
 
 
 def _has_scale(x: Any) -> bool:
     return isinstance(x, MCTensor) and x._scale is not None
 
 
-def _scaled_product(a: Any, b: Any, form: ResultType) -> Tensor:
+def _multiply_scaled(a: Any, b: Any, form: ResultType) -> Tensor:
     """Multiply payloads, and the result by both scales."""
-    payloads = _payload(a, form.device), _payload(b, form.device)
+    payloads = _read_payload(a, form.device), _read_payload(b, form.device)
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     if (
         form.scaled
-        and form.components <= _SINGLE_COMPONENTS
+        and form.components <= _MOST_COMPONENTS_IN_FLOAT32
         and not gives_plain_gradient(form.gradients, form.has_gradient)
-        and _are_half(*payloads)
+        and _are_float16_matrices(*payloads)
     ):
         flat = [*payloads[0], *payloads[1]]
-        call = _half_product if all(type(part) is Tensor for part in flat) else _half_operator
+        call = _multiply_float16 if all(type(part) is Tensor for part in flat) else _float16_operator
         *parts, scale = call(flat, len(payloads[0]), scales, form.components)
-        return wrap(tuple(parts), scale, form.gradients)
-    return make_result(_wide_product(payloads, scales, 1 if form.fits_float64 else form.components), form)
+        return wrap_parts(tuple(parts), scale, form.gradients)
+    return make_result(_multiply_in_float64(payloads, scales, 1 if form.fits_float64 else form.components), form)
 
 
-def _wide_product(payloads: tuple[Parts, Parts], scales: list[Tensor], count: int) -> Parts:
+def _multiply_in_float64(payloads: tuple[Parts, Parts], scales: list[Tensor], count: int) -> Parts:
     wide = arithmetic.matmul(*payloads, count, torch.float64)
     for scale in scales:
         wide = tuple(part * scale for part in wide)
     return wide
 
 
-def _are_half(a: Parts, b: Parts) -> bool:
+def _are_float16_matrices(a: Parts, b: Parts) -> bool:
     """float16 on the CPU, whose products float32 holds without overflow or underflow; matrices or as many of them."""
     x, y = a[0], b[0]
     half = x.dtype == y.dtype == torch.float16 and x.device.type == "cpu"
     return half and x.dim() <= 3 and x.shape[:-2] == y.shape[:-2] and bool(x.numel() and y.numel())
 
 
-def _half_product(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:
+def _multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:
     """float16 components of a product and their scale: a float32 product, cut in two passes where it is finite."""
     payloads = tuple(flat[:left]), tuple(flat[left:])
-    with arithmetic.single_product(*payloads) as product:
-        largest = arithmetic.largest_magnitude(product)
+    with multiply_float16_in_float32(*payloads) as product:
+        largest = find_largest_magnitude(product)
         if 0 < largest < math.inf:
             factor = math.prod([float(scale) for scale in scales])
-            power = max(math.ldexp(factor, math.frexp(largest)[1] - (TOP[torch.float16] - HEADROOM)), 2.0**-126)
+            power = max(
+                math.ldexp(factor, math.frexp(largest)[1] - (TOP_EXPONENTS[torch.float16] - HEADROOM_BINADES)),
+                2.0**-126,
+            )
             if power <= 2.0**127:
-                parts = arithmetic.half_components(product, factor / power, components)
+                parts = split_into_float16(product, factor / power, components)
                 return [*parts, torch.tensor(power, dtype=torch.float32, device="cpu")]
-    wide = _wide_product(payloads, scales, 1)
-    scale = scale_for(magnitude(wide[0]), torch.float16)
+    wide = _multiply_in_float64(payloads, scales, 1)
+    scale = choose_scale(find_magnitude(wide[0]), torch.float16)
     return [*divide_by_scale(wide, scale, components, torch.float16), scale]
 
 
-def _half_fake(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:
+def _fake_multiply_float16(flat: list[Tensor], left: int, scales: list[Tensor], components: int) -> list[Tensor]:
     product = torch.matmul(flat[0], flat[left])
     parts = [product.new_empty(product.shape) for _ in range(components)]
     return [*parts, product.new_empty((), dtype=torch.float32)]
 
 
 # The same code for eager calls and for compiled graphs, where it is one operator: the same bits.
-_half_operator = define_operator(
-    "half_product(Tensor[] flat, int left, Tensor[] scales, int components) -> Tensor[]", _half_product, _half_fake
+_float16_operator = define_operator(
+    "half_product(Tensor[] flat, int left, Tensor[] scales, int components) -> Tensor[]",
+    _multiply_float16,
+    _fake_multiply_float16,
 )
 
 
-def _payload(x: Any, device: torch.device) -> Parts:
-    return x._parts if isinstance(x, MCTensor) else parts_of(x, device)
+def _read_payload(x: Any, device: torch.device) -> Parts:
+    return x._parts if isinstance(x, MCTensor) else to_components(x, device)
 
 
-def _add_product(start: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Tensor:
+def _multiply_and_add(start: Any, a: Any, b: Any, beta: Any, alpha: Any) -> Tensor:
     """beta start + alpha (a @ b)."""
     form = result_type((start, a, b))
     whole = form._replace(gradients=COMPONENTS)
-    result = product(a, b, form if beta == 0 and alpha == 1 else whole)
+    result = multiply_matrices(a, b, form if beta == 0 and alpha == 1 else whole)
     if alpha != 1:
-        result = evaluate("mul", result, alpha, form=form if beta == 0 else whole)
+        result = run_function("mul", result, alpha, form=form if beta == 0 else whole)
     if beta == 0:
         return result
     return (
-        evaluate("add", result, start, form=form) if beta == 1 else evaluate("addcmul", result, start, beta, form=form)
+        run_function("add", result, start, form=form)
+        if beta == 1
+        else run_function("addcmul", result, start, beta, form=form)
     )
 
 
@@ -130,15 +144,15 @@ def mm(a: Any, b: Any) -> Tensor:
     left, right = a.shape, b.shape
     if left[-1] != right[-2] or left[:-2] != right[:-2]:
         raise RuntimeError(f"shapes {tuple(left)} and {tuple(right)} cannot be multiplied")
-    if are_alike(a, b):
-        return wrap(arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype), None, a._gradients)
-    return product(a, b, result_type((a, b)))
+    if are_operands_alike(a, b):
+        return wrap_parts(arithmetic.matmul(a._parts, b._parts, len(a._parts), a._parts[0].dtype), None, a._gradients)
+    return multiply_matrices(a, b, result_type((a, b)))
 
 
 @implements(aten.mv.default)
 def mv(a: Any, b: Any) -> Tensor:
     """Multiply a matrix by a vector."""
-    return product(a, b.unsqueeze(-1), result_type((a, b))).squeeze(-1)
+    return multiply_matrices(a, b.unsqueeze(-1), result_type((a, b))).squeeze(-1)
 
 
 @implements(aten.dot.default, aten.vdot.default)
@@ -146,35 +160,35 @@ def dot(a: Any, b: Any) -> Tensor:
     """Multiply two vectors."""
     if a.shape != b.shape:
         raise RuntimeError(f"dot of vectors of {a.numel()} and {b.numel()} elements")
-    return product(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
+    return multiply_matrices(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
 
 
 @implements(aten.addmm.default, aten.baddbmm.default)
 def addmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha (a @ b)."""
-    return _add_product(start, a, b, beta, alpha)
+    return _multiply_and_add(start, a, b, beta, alpha)
 
 
 @implements(aten.addmv.default)
 def addmv(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha (a @ b), b a vector."""
-    return _add_product(start.unsqueeze(-1), a, b.unsqueeze(-1), beta, alpha).squeeze(-1)
+    return _multiply_and_add(start.unsqueeze(-1), a, b.unsqueeze(-1), beta, alpha).squeeze(-1)
 
 
 @implements(aten.addbmm.default)
 def addbmm(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha times the sum of a batch's products: one product of the matrices side by side."""
     rows, columns = a.shape[1], b.shape[2]
-    return _add_product(start, a.transpose(0, 1).reshape(rows, -1), b.reshape(-1, columns), beta, alpha)
+    return _multiply_and_add(start, a.transpose(0, 1).reshape(rows, -1), b.reshape(-1, columns), beta, alpha)
 
 
 @implements(aten.addr.default)
 def addr(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
     """beta start + alpha times the outer product."""
-    return _add_product(start, a.unsqueeze(1), b.unsqueeze(0), beta, alpha)
+    return _multiply_and_add(start, a.unsqueeze(1), b.unsqueeze(0), beta, alpha)
 
 
-@beyond_float64(aten._trilinear.default)
+@implements_beyond_float64(aten._trilinear.default)
 def trilinear(a: Any, b: Any, c: Any, *dims: Any) -> Tensor:
     """Return the product of three broadcasting tensors, summed over some dimensions: behind torch.bilinear."""
     operands = []
@@ -194,9 +208,11 @@ def grouped_mm(
     if bias is not None:
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
     form = result_type((a, b), out_dtype)
-    left, right = parts_of(a, form.device), parts_of(b, form.device)
+    left, right = to_components(a, form.device), to_components(b, form.device)
     if form.scaled:
-        return make_result(arithmetic.grouped_matmul(left, right, offs, float64_count(form), torch.float64), form)
+        return make_result(
+            arithmetic.grouped_matmul(left, right, offs, count_float64_components(form), torch.float64), form
+        )
     count = 1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components
     return make_result(arithmetic.grouped_matmul(left, right, offs, count, form.dtype), form)
 
@@ -206,12 +222,15 @@ def repeat_sizes(value: Sequence[int], count: int) -> list[int]:
     return list(value) * (count // len(value))
 
 
-def _pad(x: Any, padding: Sequence[int]) -> Any:
+def pad_borders(x: Any, padding: Sequence[int]) -> Any:
+    """Return x with so many zeros on both sides of its last dimensions."""
     frame = [p for pad in reversed(padding) for p in (pad, pad)]
     return aten.constant_pad_nd.default(x, frame, 0) if any(frame) else x
 
 
-def _columns(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Any:
+def _view_window_matrices(
+    x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int
+) -> Any:
     """Return all windows as matrices: (batch, groups, channels of a group x taps, positions)."""
     seen = window_views(x.contiguous(), kernel, stride, dilation)
     batch, channels, spatial = x.shape[0], x.shape[1], len(kernel)
@@ -220,21 +239,21 @@ def _columns(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Seq
     return seen.permute(order).reshape(batch, groups, channels // groups * math.prod(kernel), places.numel())
 
 
-def _forward(x: Any, weight: Any, setup: dict) -> Any:
+def _convolve(x: Any, weight: Any, setup: dict) -> Any:
     groups, kernel, stride, dilation = (setup[k] for k in ("groups", "kernel", "stride", "dilation"))
-    columns = _columns(_pad(x, setup["padding"]), kernel, stride, dilation, groups)
+    columns = _view_window_matrices(pad_borders(x, setup["padding"]), kernel, stride, dilation, groups)
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
     out = torch.matmul(matrix, columns)
-    sizes = _output_sizes(x.shape[2:], setup)
+    sizes = _find_output_sizes(x.shape[2:], setup)
     return out.reshape([x.shape[0], weight.shape[0], *sizes])
 
 
-def _output_sizes(sizes: Sequence[int], setup: dict) -> list[int]:
+def _find_output_sizes(sizes: Sequence[int], setup: dict) -> list[int]:
     every = zip(sizes, setup["kernel"], setup["stride"], setup["dilation"], setup["padding"])
     return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in every]
 
 
-def _input_gradient(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> Any:
+def _compute_input_gradient(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> Any:
     """Return the gradient of the input, of these sizes; this is the transposed convolution, too."""
     groups, padding = setup["groups"], setup["padding"]
     batch, channels, places = gradient.shape[0], weight.shape[1] * groups, gradient.shape[2:]
@@ -245,17 +264,19 @@ def _input_gradient(gradient: Any, weight: Any, sizes: Sequence[int], setup: dic
     return into[(slice(None), slice(None), *(slice(p, p + n) for n, p in zip(sizes, padding)))]
 
 
-def _weight_gradient(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -> Any:
+def _compute_weight_gradient(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -> Any:
     """Return the gradient of the weight: one product over positions and batch together."""
     groups = setup["groups"]
-    columns = _columns(_pad(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups)
+    columns = _view_window_matrices(
+        pad_borders(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups
+    )
     rows = gradient.reshape(x.shape[0], groups, shape[0] // groups, -1)
     left = rows.permute(1, 2, 0, 3).reshape(groups, shape[0] // groups, -1)
     right = columns.permute(1, 0, 3, 2).reshape(groups, -1, columns.shape[2])
     return torch.matmul(left, right).reshape(list(shape))
 
 
-def _setup(weight: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> dict:
+def _make_convolution_setup(weight: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> dict:
     spatial = weight.dim() - 2
     given = {"stride": stride, "padding": padding, "dilation": dilation}
     return {k: repeat_sizes(v, spatial) for k, v in given.items()} | {
@@ -264,7 +285,7 @@ def _setup(weight: Any, stride: Any, padding: Any, dilation: Any, groups: int) -
     }
 
 
-@beyond_float64(aten.convolution.default, aten.convolution_overrideable.default)
+@implements_beyond_float64(aten.convolution.default, aten.convolution_overrideable.default)
 def convolution(
     x: Any,
     weight: Any,
@@ -277,18 +298,18 @@ def convolution(
     groups: int,
 ) -> Tensor:
     """Return a convolution, or a transposed one, with its bias."""
-    setup = _setup(weight, stride, padding, dilation, groups)
+    setup = _make_convolution_setup(weight, stride, padding, dilation, groups)
     if transposed:
         every = zip(x.shape[2:], setup["kernel"], setup["stride"], setup["dilation"], setup["padding"])
         extra = repeat_sizes(output_padding, weight.dim() - 2)
         sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for (n, k, s, d, p), e in zip(every, extra)]
-        out = _input_gradient(x, weight, sizes, setup)
+        out = _compute_input_gradient(x, weight, sizes, setup)
     else:
-        out = _forward(x, weight, setup)
+        out = _convolve(x, weight, setup)
     return out if bias is None else out + bias.reshape([-1] + [1] * (weight.dim() - 2))
 
 
-@beyond_float64(aten.convolution_backward.default, aten.convolution_backward_overrideable.default)
+@implements_beyond_float64(aten.convolution_backward.default, aten.convolution_backward_overrideable.default)
 def convolution_backward(
     gradient: Any,
     x: Any,
@@ -303,15 +324,15 @@ def convolution_backward(
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of input, weight and bias, as far as they are wanted."""
-    setup = _setup(weight, stride, padding, dilation, groups)
+    setup = _make_convolution_setup(weight, stride, padding, dilation, groups)
     to_input, to_weight, to_bias = output_mask
     spatial = list(range(2, weight.dim()))
     if transposed:
-        first = _forward(gradient, weight, setup) if to_input else None
-        second = _weight_gradient(x, gradient, weight.shape, setup) if to_weight else None
+        first = _convolve(gradient, weight, setup) if to_input else None
+        second = _compute_weight_gradient(x, gradient, weight.shape, setup) if to_weight else None
     else:
-        first = _input_gradient(gradient, weight, x.shape[2:], setup) if to_input else None
-        second = _weight_gradient(gradient, x, weight.shape, setup) if to_weight else None
+        first = _compute_input_gradient(gradient, weight, x.shape[2:], setup) if to_input else None
+        second = _compute_weight_gradient(gradient, x, weight.shape, setup) if to_weight else None
     return first, second, gradient.sum([0, *spatial]) if to_bias else None
 
 
@@ -343,9 +364,9 @@ def fold_windows(columns: Any, size: Sequence[int], places: Sequence[int], setup
 
 def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> Any:
     """Run one of arithmetic's functions of matrices and return results of a type."""
-    parts = [parts_of(x, form.device) for x in operands]
+    parts = [to_components(x, form.device) for x in operands]
     if form.scaled:
-        results = function(*parts, float64_count(form), torch.float64)
+        results = function(*parts, count_float64_components(form), torch.float64)
     else:
         results = function(
             *parts, 1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components, form.dtype
@@ -355,7 +376,7 @@ def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> An
     return tuple(make_result(result, form) for result in results)
 
 
-def _lu_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
+def _factor_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
     """Return LU factors and pivots for the backward pass, or placeholders if there is none.
 
     turned: of the transpose, which a determinant's backward pass expects of a contiguous matrix.
@@ -363,10 +384,10 @@ def _lu_for_backward(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
     if not a.requires_grad:
         return a.new_empty((0,)), torch.empty((0,), dtype=torch.int32, device=a.device)
     form, a = result_type((a,)), a.mT if turned and a.is_contiguous() else a
-    return refined_lu(with_component_gradients(a) if isinstance(a, MCTensor) else a, form.components)
+    return refine_lu_factors(keep_component_gradients(a) if isinstance(a, MCTensor) else a, form.components)
 
 
-def refined_lu(a: Any, components: int) -> tuple[Tensor, Tensor]:
+def refine_lu_factors(a: Any, components: int) -> tuple[Tensor, Tensor]:
     """Refine float64 LU factors: L += L tril(z), U += triu(z) U for z = L^-1 (P a - L U) U^-1."""
     value = a.decode() if isinstance(a, MCTensor) else a.double()
     start, pivots = torch.linalg.lu_factor_ex(value)[:2]
@@ -401,12 +422,12 @@ def _run_each_with_info(function: Callable, *operands: Any) -> tuple[Tensor, Ten
     return torch.stack(made).unflatten(0, shape), torch.stack(found).reshape(shape)
 
 
-def _check_information(information: Tensor, name: str, check_errors: bool) -> None:
+def _check_solver_information(information: Tensor, name: str, check_errors: bool) -> None:
     if check_errors:
         aten._linalg_check_errors.default(information, name, is_matrix=information.dim() == 0)
 
 
-def _solve(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
+def _solve_system(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
     """x with a x = b, or x a = b."""
     vector = b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     b = b.unsqueeze(-1) if vector else b
@@ -423,9 +444,9 @@ def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -
     """Return the solution of a linear system, and which matrices are singular."""
     form, vector = result_type((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     columns = b.unsqueeze(-1) if vector else b
-    x, information = _run_each_with_info(lambda a, b: _solve(a, b, left, form), a, columns)
-    _check_information(information, "torch.linalg.solve_ex", check_errors)
-    return (x.squeeze(-1) if vector else x), *_lu_for_backward(a, solves_by_transpose()), information
+    x, information = _run_each_with_info(lambda a, b: _solve_system(a, b, left, form), a, columns)
+    _check_solver_information(information, "torch.linalg.solve_ex", check_errors)
+    return (x.squeeze(-1) if vector else x), *_factor_for_backward(a, solves_by_transpose()), information
 
 
 @implements(aten.linalg_lu_solve.default)
@@ -440,37 +461,37 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
     lower = factors.tril(-1) + torch.eye(factors.shape[-1], dtype=torch.float64, device=factors.device)
     upper = factors.triu()
     if adjoint:
-        x: Any = _solve(lower.mT, _solve(upper.mT, b, True, whole), True, whole)
-        return make_result(parts_of(permutation @ with_component_gradients(x), form.device), form)
-    return _solve(upper, _solve(lower, permutation.mT @ b, True, whole), True, form)
+        x: Any = _solve_system(lower.mT, _solve_system(upper.mT, b, True, whole), True, whole)
+        return make_result(to_components(permutation @ keep_component_gradients(x), form.device), form)
+    return _solve_system(upper, _solve_system(lower, permutation.mT @ b, True, whole), True, form)
 
 
 @implements(aten.linalg_inv_ex.default)
 def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """Return the inverse, and which matrices are singular."""
     found, information = _run_each_with_info(lambda a: _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), a)
-    _check_information(information, "torch.linalg.inv_ex", check_errors)
+    _check_solver_information(information, "torch.linalg.inv_ex", check_errors)
     return found, information
 
 
 @implements(aten._linalg_det.default)
 def linalg_det(a: MCTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the determinant."""
-    return _run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_lu_for_backward(a, turned=True)
+    return _run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_factor_for_backward(a, turned=True)
 
 
 @implements(aten._linalg_slogdet.default)
 def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
     """Return the determinant's sign and the logarithm of its magnitude."""
     determinant = _run_arithmetic(arithmetic.det, (a,), result_type((a,)))
-    return determinant.sign(), determinant.abs().log(), *_lu_for_backward(a, turned=True)
+    return determinant.sign(), determinant.abs().log(), *_factor_for_backward(a, turned=True)
 
 
 @implements(aten.linalg_cholesky_ex.default)
 def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """Return the triangular root of a positive definite matrix, and which matrices are not."""
     root, information = _run_each_with_info(lambda a: cholesky(a, upper), a)
-    _check_information(information, "torch.linalg.cholesky_ex", check_errors)
+    _check_solver_information(information, "torch.linalg.cholesky_ex", check_errors)
     return root, information
 
 
@@ -505,7 +526,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = No
     tall = a.shape[-2] > a.shape[-1]
     residuals = (rest * rest).sum(-2) if tall else rest.new_empty((0,))
     by_singular_values = driver in ("gelsd", "gelss")
-    values = torch.linalg.svdvals(evaluate("mul", a, 1, form=form)) if by_singular_values else x.new_empty((0,))
+    values = torch.linalg.svdvals(run_function("mul", a, 1, form=form)) if by_singular_values else x.new_empty((0,))
     return (x.squeeze(-1) if vector else x), residuals, rank, values
 
 
@@ -517,7 +538,7 @@ def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitrian
     if unitriangular:
         ones = torch.ones(a.shape[:-1], dtype=torch.float64, device=a.device)
         triangle = triangle - torch.diag_embed(triangle.diagonal(dim1=-2, dim2=-1)) + torch.diag_embed(ones)
-    return _solve(triangle, b, left, form)
+    return _solve_system(triangle, b, left, form)
 
 
 @implements(aten.triangular_solve.default)

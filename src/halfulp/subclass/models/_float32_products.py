@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ..._torch_versions import is_exporting, saved_tensor_hooks
-from ...arithmetic._float32_products import PRODUCTS, product, tensors_in
+from ...arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION, iterate_tensors, multiply_in_float32
 from ...environment._narrow_products import widened_dtypes
 from ...kernels import constant_result, note
 from ._conversion import capture_hooks, check_module
@@ -80,11 +80,6 @@ def float32_products(model: Model, enabled: bool = True) -> Model:
     if any(isinstance(_get_own_forward(module), GraphReader) for module in model.modules()):
         leave_compiled_products(model)
     return model
-
-
-def has_float32_products(model: nn.Module) -> bool:
-    """Return whether `float32_products` was called on a model."""
-    return any(_MARK_ATTRIBUTE in vars(module) for module in model.modules())
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
@@ -259,7 +254,7 @@ def _receives_numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: 
     """Return whether arguments or torch.autocast bring a dtype."""
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in dtypes:
         return True
-    return any(x.dtype in dtypes and x.device.type == "cpu" for x in tensors_in((args, kwargs)))
+    return any(x.dtype in dtypes and x.device.type == "cpu" for x in iterate_tensors((args, kwargs)))
 
 
 @constant_result
@@ -268,7 +263,7 @@ def _note_products_left() -> None:
 
 
 class _ProductMode(TorchFunctionMode):
-    """Sends the torch functions that multiply to `product`; all others run as they are."""
+    """Sends the torch functions that multiply to `multiply_in_float32`; all others run as they are."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -276,7 +271,7 @@ class _ProductMode(TorchFunctionMode):
             # A function in Python, whose products this mode would not see: a mode is off while it handles a call.
             with self:
                 return _FUNCTIONS_WITHOUT_DISPATCH[function](*args, **kwargs)
-        if function not in PRODUCTS:
+        if function not in NAMES_BY_PRODUCT_FUNCTION:
             # dynamo cannot trace this method's super() under a mode.
             return (torch.unflatten if function is torch.Tensor.unflatten else function)(*args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -284,7 +279,7 @@ class _ProductMode(TorchFunctionMode):
             # A checkpoint around the model's modules runs them again, and they come back here by themselves.
             if hooks is not None and hooks != _thread_state.hooks_at_entry:
                 capture_hooks(hooks[0], _recompute_under_mode, "hu.float32_products")
-        return product(function, args, kwargs)
+        return multiply_in_float32(function, args, kwargs)
 
 
 def _skip_dispatch(function: Any) -> Any:
