@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -66,6 +67,7 @@ class Table:
     stored: list[tuple[str, list[torch.Tensor], list[int]]]
     records: list[ParameterRecord]
     shapes: list[tuple[int, ...]]
+    counts: list[int]
     addresses: list[int]
     has_gaps: list[int]
     is_plain: bool
@@ -99,6 +101,7 @@ class Table:
             ],
             records=[plan.record for plan in plans if plan.tracks_writes],
             shapes=[plan.shape for plan in plans],
+            counts=[math.prod(plan.shape) for plan in plans],
             addresses=[plan.address for plan in plans],
             has_gaps=[row for row, plan in enumerate(plans) if not plan.contiguous],
             is_plain=all(plan.plain for plan in plans),
@@ -124,7 +127,7 @@ class Table:
                 and {gradient.dtype for gradient in gradients} == {spec.gradient.dtype}
                 and {parameter.dtype for parameter in parameters} == {spec.store.dtype}
                 and [gradient.shape for gradient in gradients] == self.shapes
-                and [parameter.shape for parameter in parameters] == self.shapes
+                and [*map(tensor.numel, parameters)] == self.counts
                 and all(map(tensor.is_contiguous, parameters))
                 and [*map(tensor.data_ptr, parameters)] == self.addresses
                 and all(self._holds(*column) for column in self.stored)
