@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfulp._torch_versions import find_dtype
-from halfulp.kernels import KernelMismatchError, check_bits, same_bits
+from halfulp.kernels import KernelMismatchError, _canary, check_bits, same_bits
 from halfulp.kernels.vector._machine_function import Kernel
 from halfulp.rounding import _kernels, _quantize, quantize
 
@@ -86,7 +86,7 @@ def test_check_bits():
 
 
 def test_a_wrong_kernel_raises(monkeypatch):
-    monkeypatch.setattr(_kernels, "_checked", set())
+    monkeypatch.setattr(_canary, "_compared", set())
     idle = Kernel(lambda packed: None, lambda *arguments: b"")
     monkeypatch.setattr(_kernels, "_kernel", lambda *arguments: idle)
     _kernels.prepare.cache_clear()

@@ -16,7 +16,7 @@ from halfulp.kernels.triton._launch import TensorKernel
 from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import get_rounding
 from halfulp.rounding._blocks import in_blocks, layout_of, make_block_target, round_blocks
-from halfulp.rounding._kernels import from_words, plan_for, round_words, to_words
+from halfulp.rounding._kernels import plan_for, round_words, to_words
 from halfulp.rounding._quantize import target_for
 from halfulp.rounding._random_bits import random_words
 from halfulp.rounding._target import WORD64, layout_for
@@ -142,7 +142,7 @@ def wanted_from(x: torch.Tensor, name: str | BlockFormat, key: int, first: int) 
         target = target_for(name, rounding, None, x.dtype)
         assert target is not None
         words = round_words(to_words(wide), target, WORD64, random_words(key, index).view(x.shape))
-        return from_words(words, torch.float64).to(x.dtype)
+        return words.view(torch.float64).to(x.dtype)
     target = make_block_target(get_block(name), rounding, None, x.dtype)
     rows = wide.view(-1, x.shape[-1])
     bits = in_blocks(random_words(key, index).view(rows.shape), target.block)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -11,17 +10,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._messages import ENVIRONMENT
 from ._engine import note, note_and_warn_once
 from .vector._processor import processor
 
-if TYPE_CHECKING:
-    import filelock
-
-# Seconds for which a process waits for another that compiles what it needs; the longest kernels take some.
-PATIENCE = 60.0
 _REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
 _TAG = b"halfulp-kernel-1"
 # How many kernels this process found, compiled and wrote, and the bytes that it wrote.
@@ -45,8 +39,8 @@ class CacheEntry:
     """One kernel's file in the cache.
 
     An entry that cannot be written (a read-only home, a full disk) or read (cut short, damaged) costs a compilation
-    in memory and nothing else; `halfulp.kernels.report()` says so, and of the former a warning. Of processes that need
-    an entry at the same time, such as the ranks of a training, one compiles it and the others wait for it.
+    in memory and nothing else; `halfulp.kernels.report()` says so, and of the former a warning. Processes that need an
+    entry at the same time, such as the ranks of a training, each compile it, and the last one's file stays.
 
     Args:
         name: the beginning of the file's name.
@@ -56,45 +50,13 @@ class CacheEntry:
 
     def __init__(self, name: str, key: str, compilers: tuple[str, ...]) -> None:
         self._name, self._key, self._compilers = name, key, compilers
-        self._lock: filelock.BaseFileLock | None = None
 
     def read(self, rebuild: Callable[[bytes], Any]) -> Any:
-        """Return `rebuild` of the file, or None where this process is to compile it, until `end_turn`."""
+        """Return `rebuild` of the file; None where there is none that can be read."""
         path = self._path()
-        if path is None:
-            return None
-        seen = _identity(path)
-        found = self._load(path, rebuild)
-        if found is None:
-            self._take_turn(path)
-            if _identity(path) != seen:
-                found = self._load(path, rebuild)
+        found = None if path is None else self._load(path, rebuild)
         statistics["found" if found is not None else "compiled"] += 1
         return found
-
-    def end_turn(self) -> None:
-        """Let the next process look: the entry was written, or will not be."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            # Whoever waits for a lock whose file is gone begins anew with another file.
-            with contextlib.suppress(OSError):
-                os.unlink(lock.lock_file)
-            lock.release()
-
-    def _take_turn(self, path: Path) -> None:
-        """Wait until no other process compiles the entry, but not without end."""
-        import filelock
-
-        lock = filelock.FileLock(path.with_suffix(".lock"))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=PATIENCE)
-            self._lock = lock
-        except filelock.Timeout:
-            note("cache", f"another process did not end compiling a kernel in {PATIENCE:g} s: compiled here too")
-        except (OSError, NotImplementedError):
-            # Where no file can be written no entry can either, and saving says so; without locks both compile.
-            return
 
     def _load(self, path: Path, rebuild: Callable[[bytes], Any]) -> Any:
         if not path.is_file():
@@ -139,15 +101,6 @@ class CacheEntry:
         machine = (*self._compilers, processor(), source_digest(*_GENERATORS))
         key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
         return None if folder is None else folder / f"{self._name}-{key}.kernel"
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return which file lies at a path; None where there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 @functools.cache

@@ -65,7 +65,7 @@ from .states._codec import finite_amax
 from .states._int8_blocks import scale_shape
 from .states._state import StateChoice, as_state
 from .step._batch import PlanCache
-from .step._scales import weight_scale
+from .step._scales import choose_weight_scale
 from .weight_updates._weight_update import WeightUpdate, weight_update
 
 
@@ -348,7 +348,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 plan = self._plan(*places[id(own[name])])
                 value = local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
-                    scale = weight_scale(plan.spec.store.dtype, own[name].scale.item(), finite_amax(value))
+                    scale = choose_weight_scale(plan.spec.store.dtype, own[name].scale.item(), finite_amax(value))
                     own[name].scale.fill_(scale)
                     value = value / scale
                 set_weight(plan, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 from math import frexp
@@ -29,7 +29,6 @@ from ._kernels import (
     container_pieces,
     engine_for,
     fixed_elements,
-    from_words,
     inputs_of,
     mode_pieces,
     note_write,
@@ -127,13 +126,9 @@ def multiplied(w, inverse, c):
     return word(real(w) * real(inverse))
 
 
-def multiplied_kept(w, inverse, c):
-    """Device function: the same for modes in which a small number is not 0."""
-    return kept(w, multiplied(w, inverse, c), c)
-
-
-def kept(w, y, c):
-    """Device function: a quotient, of a number that is not 0 never 0."""
+def nonzero_quotient(w, inverse, c):
+    """Device function: an element over its scale for modes in which a small number is not 0, and never becomes it."""
+    y = quotient(w, inverse, c)
     lost = (bit_and(y, c.magnitude) == 0) & (bit_and(w, c.magnitude) > 0)
     return select(lost, bit_or(y, 1), y)
 
@@ -180,11 +175,6 @@ def itself(scale, c, b):
 def divided(w, inverse, c):
     """Device function: an element over its scale."""
     return word(real(w) / real(inverse))
-
-
-def divided_kept(w, inverse, c):
-    """Device function: the same for modes in which a small number is not 0."""
-    return kept(w, divided(w, inverse, c), c)
 
 
 FLOOR, RAISED, CLOSEST = range(3)
@@ -333,13 +323,12 @@ def amax_table(dtype: torch.dtype, kind: Kind) -> Table:
 def bound_names(kind: Kind) -> dict[str, object]:
     """Return the functions bound to the free names of the device functions."""
     names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating))}
-    kept = kind.mode in (UP, DOWN)
+    names["quotient"] = multiplied if kind.powers else divided
+    names["payload"] = nonzero_quotient if kind.mode in (UP, DOWN) else names["quotient"]
     if kind.powers:
         names |= {"scale_of": exponent_of_scale, "factor_of": power, "inverse_of": inverse_power}
-        names |= {"payload": multiplied_kept if kept else multiplied}
     else:
         names |= {"scale_of": product_of_scale, "factor_of": itself, "inverse_of": itself}
-        names |= {"payload": divided_kept if kept else divided}
         names["scale_addend"] = nearest_scale if kind.closest else raised_scale
     return names
 
@@ -391,14 +380,12 @@ def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float
     return np.array(words, np.uint32 if layout.width == 32 else np.uint64)
 
 
+@cache
 def fixed_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
     """Return rows of a length, of numbers of all magnitudes and the special ones."""
     x = fixed_elements(dtype)
     x = x.repeat(-(-length // x.numel()))
     return x[: x.numel() // length * length].view(-1, length)
-
-
-_SMALLEST_NORMAL = 2.0**-126
 
 
 def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int) -> torch.Tensor:
@@ -443,7 +430,7 @@ def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
         return 1.0, target.element.max
     numbers = [amax, target.element.max * target.scale.max, target.element.max]
     single = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-    scale = (single[0] / single[1]).clamp(min=_SMALLEST_NORMAL)
+    scale = (single[0] / single[1]).clamp(min=float(SMALLEST_SCALE))
     return float(scale), float(scale * single[2])
 
 
@@ -456,7 +443,7 @@ def _run_reference(
     piece = _record_block_function(what, Kind.of(x.dtype, target, layout), layout.width)
     given = {**numbers, **inputs, "word": to_words(x.contiguous())}
     block = target.block if what == "block" else None
-    return from_words(run_on_tensors(piece.trace, (), given, piece.results, block)[0][0], x.dtype)
+    return run_on_tensors(piece.trace, (), given, piece.results, block)[0][0].view(x.dtype)
 
 
 def _layout(dtype: torch.dtype) -> Layout:
@@ -481,24 +468,14 @@ def plan_for(dtype: torch.dtype, target: BlockTarget, layout: Layout) -> TritonP
     """Return the plan of a dtype and a target, in words of a layout."""
     words = words_of(target, layout, 1.0, target.element.max)
     kind = Kind.of(dtype, target, layout)._replace(under_amax=target.tensor_scale)
-    kernel, measure = triton_kernel(dtype, kind), triton_measure(dtype, kind) if target.tensor_scale else None
+    # The largest magnitude on which a tensor's scale depends lies in the device's memory.
+    in_memory = (2 * COUNT + BlockWords._fields.index("amax"),) if kind.under_amax else ()
+    kernel = TensorKernel(rounding_table(dtype, kind), in_memory)
+    measure = TensorKernel(amax_table(dtype, kind)) if target.tensor_scale else None
     measured = () if measure is None else measure.arguments(words)
     # The choice of a scale is a constant of the kernel, with which it is compared.
     told, name = (dtype, kind, target.choice), f"quantize in blocks of {dtype}"
     return TritonPlan(kernel, kernel.arguments(words), told, name, measure, measured)
-
-
-@cache
-def triton_kernel(dtype: torch.dtype, kind: Kind) -> TensorKernel:
-    """Return the kernel that rounds; the largest magnitude on which a tensor's scale depends lies in memory."""
-    place = 2 * COUNT + BlockWords._fields.index("amax")
-    return TensorKernel(rounding_table(dtype, kind), (place,) if kind.under_amax else ())
-
-
-@cache
-def triton_measure(dtype: torch.dtype, kind: Kind) -> TensorKernel:
-    """Return the kernel that finds the largest of the finite blocks' largest magnitudes."""
-    return TensorKernel(amax_table(dtype, kind))
 
 
 def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
@@ -554,10 +531,20 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
 
 
 def _run(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
-    kind = Kind.of(x.dtype, target, layout)
-    kernel, measure = _compile_kernels(x.dtype, kind)
-    _check(kernel, measure, x.dtype, target, layout, kind)
-    _call(kernel, measure, x, target, layout, key, out)
+    kind, rows = (
+        Kind.of(x.dtype, target, layout),
+        fixed_rows(x.dtype, 3 * target.block + 1),
+    )  # the last block incomplete
+    kernels = _compile_kernels(x.dtype, kind)
+
+    def fast() -> list[torch.Tensor]:
+        rounded = torch.empty_like(rows)
+        _call(*kernels, rows, target, layout, FIXED_KEY, rounded)
+        return [rounded]
+
+    name, told = f"quantize in blocks ({x.dtype})", ("blocks", x.dtype, kind, target.choice)
+    check_bits(name, fast, lambda: [blocks_by_reference(rows, target, FIXED_KEY)], told)
+    _call(*kernels, x, target, layout, key, out)
 
 
 @cache
@@ -592,21 +579,3 @@ def _groups(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]
     begin = (starts + np.arange(rows, dtype=np.int64)[:, None] * length).reshape(-1)
     lengths = np.tile(sizes, rows)
     return np.stack([np.zeros_like(begin), begin, lengths, begin], 1), lengths
-
-
-_checked: set[Hashable] = set()
-
-
-def _check(kernel, measure, dtype: torch.dtype, target: BlockTarget, layout: Layout, kind: Kind) -> None:
-    """Run the canary, with and without an incomplete block."""
-    if (dtype, kind, target.choice) in _checked:
-        return
-    rows = fixed_rows(dtype, 3 * target.block + 1)
-
-    def fast() -> list[torch.Tensor]:
-        out = torch.empty_like(rows)
-        _call(kernel, measure, rows, target, layout, FIXED_KEY, out)
-        return [out]
-
-    check_bits(f"quantize in blocks ({dtype})", fast, lambda: [blocks_by_reference(rows, target, FIXED_KEY)])
-    _checked.add((dtype, kind, target.choice))

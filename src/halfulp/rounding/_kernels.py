@@ -131,7 +131,7 @@ def by_reference(x: torch.Tensor, target: Target, key: int) -> torch.Tensor:
     if target.mode == STOCHASTIC:
         bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(x.shape)
     words = round_words(to_words(wide), target, layout, bits)
-    return from_words(words, wide.dtype).to(x.dtype)
+    return words.view(wide.dtype).to(x.dtype)
 
 
 def round_words(words: torch.Tensor, target: Target, layout: Layout, bits: torch.Tensor | None) -> torch.Tensor:
@@ -165,11 +165,6 @@ def inputs_of(words: np.ndarray) -> dict[tuple[str, int], int]:
 def to_words(x: torch.Tensor) -> torch.Tensor:
     """Return the bits of a float32 or float64 tensor, as int32 or int64."""
     return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
-
-
-def from_words(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the float32 or float64 tensor with these bits."""
-    return words.view(dtype)
 
 
 class TritonPlan(NamedTuple):
@@ -246,15 +241,9 @@ def round_by_triton(
 def plan_for(dtype: torch.dtype, target: Target) -> TritonPlan:
     """Return the plan of a dtype and a target."""
     known = constants(target, WORD64 if dtype == torch.float64 else WORD32)
-    kernel = triton_kernel(dtype, target.mode, known[:3])
+    kernel = TensorKernel(rounding_table(dtype, target.mode, known[:3]))
     kind, name = (dtype, target.mode, *known[:3]), f"quantize of {dtype}"
     return TritonPlan(kernel, kernel.arguments(known.words), kind, name)
-
-
-@cache
-def triton_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> TensorKernel:
-    """Return the kernel of a dtype, a mode, and the path, plainness and saturation of `Constants`."""
-    return TensorKernel(rounding_table(dtype, mode, kind))
 
 
 def _round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
@@ -299,7 +288,8 @@ def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
     else:
         chosen = engine_for(x)
         if chosen == "llvm":
-            _run_kernel(x, target, key, out)
+            if x.numel():
+                round_memory(prepare(target, x.dtype), address(x), address(out), x.numel(), key)
         elif chosen == "reference" or not _round_by_triton(x, target, key, out):
             out.copy_(by_reference(x, target, key))
 
@@ -333,12 +323,6 @@ def note_write(out: torch.Tensor) -> None:
     """Increment a tensor's version after a kernel wrote its memory, so that autograd and optimizers notice."""
     if not out.is_inference():
         increment_version((out,))
-
-
-def _run_kernel(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
-    if x.numel() == 0:
-        return
-    round_memory(prepare(target, x.dtype), address(x), address(out), x.numel(), key)
 
 
 @lru_cache(maxsize=1024)
@@ -382,13 +366,10 @@ def _table(numel: int) -> tuple[int, np.ndarray, int]:
 
 
 increment_version = torch._C._increment_version  # torch.autograd.graph's, which first asks what it was given
-_checked: set = set()
 
 
 def _check(plan: Plan, kind: tuple[Hashable, ...]) -> None:
     """Compare a compiled kernel's bits on fixed elements with the reference's, once per kind of kernel (a canary)."""
-    if kind in _checked:
-        return
     x = fixed_elements(plan.dtype)
 
     def fast() -> list[torch.Tensor]:
@@ -397,5 +378,5 @@ def _check(plan: Plan, kind: tuple[Hashable, ...]) -> None:
         plan.kernel(0, number, table, plan.at, 0, FIXED_KEY, address(x), address(out))
         return [out]
 
-    check_bits(f"quantize ({plan.dtype}, {kind[2]})", fast, lambda: [by_reference(x, plan.target, FIXED_KEY)])
-    _checked.add(kind)
+    name = f"quantize ({plan.dtype}, {kind[2]})"
+    check_bits(name, fast, lambda: [by_reference(x, plan.target, FIXED_KEY)], ("quantize", *kind))

@@ -16,7 +16,7 @@ from ._processor import has_fused_vectors, vector_bits
 _INSTRUCTIONS = {
     **{"word_add": "add", "word_sub": "sub", "word_mul": "mul", "word_shl": "shl", "word_shr": "lshr"},
     **{"word_sar": "ashr", "word_and": "and_", "word_or": "or_", "word_xor": "xor"},
-    **{"div": "fdiv", "and": "and_", "or": "or_"},
+    **{"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "and": "and_", "or": "or_"},
 }
 _CONVERSIONS = {
     **{"bits": "bitcast", "to_real": "sitofp", "to_float64": "fpext", "to_float32": "fptrunc"},
@@ -35,15 +35,13 @@ class Instructions(VectorBuilder):
         builder: writes the instructions.
         trace: the operations.
         lanes: elements of a vector; 1 for scalars.
-        one: a vector of ones that LLVM cannot fold, where sums may be written as products (`sum_of`).
         calls: whether pieces become functions, instead of being written out at each use.
     """
 
-    def __init__(self, builder, trace: Trace, lanes: int, one=None, calls: bool = False) -> None:
+    def __init__(self, builder, trace: Trace, lanes: int, calls: bool = False) -> None:
         super().__init__(builder)
         self.trace, self.lanes, self.calls = trace, lanes, calls
         self.wide = trace.dtype == torch.float64
-        self.one, self.sums, self.products = one, 0, 0
         self.mantissa, self.bias = (52, 1023) if self.wide else (23, 127)
         self.real = self.shape(self.f64 if self.wide else self.f32, lanes)
         self.bits = self.shape(self.i64 if self.wide else self.i32, lanes)
@@ -97,7 +95,7 @@ class Instructions(VectorBuilder):
         """Return the results of a device function: called where it is compiled apart, else inlined."""
         piece = self.trace.functions[number]
         if not self.calls:
-            computed = Instructions(self.b, piece.trace, self.lanes, self.one).run(list(values))
+            computed = Instructions(self.b, piece.trace, self.lanes).run(list(values))
             return [computed[k] for k in piece.results]
         returned = self.b.call(self.function(piece), values)
         return [self.b.extract_value(returned, k) for k in range(len(piece.results))]
@@ -116,8 +114,7 @@ class Instructions(VectorBuilder):
         function.linkage, function.calling_convention = "internal", "fastcc"
         function.attributes.add("noinline")
         builder = ir.IRBuilder(function.append_basic_block("entry"))
-        one = None if self.one is None else hidden_one(builder, self.real)
-        computed = Instructions(builder, piece.trace, self.lanes, one, self.calls).run(list(function.args))
+        computed = Instructions(builder, piece.trace, self.lanes, self.calls).run(list(function.args))
         together = self.undefined(kind.return_type)
         for k, number in enumerate(piece.results):
             together = builder.insert_value(together, computed[number], k)
@@ -143,27 +140,6 @@ class Instructions(VectorBuilder):
     def do_high_word(self, _, x):
         return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.of_kind("w32"))
 
-    def do_add(self, _, x, y):
-        return self.sum_of(x, y, negative=False)
-
-    def do_sub(self, _, x, y):
-        return self.sum_of(x, y, negative=True)
-
-    def sum_of(self, x, y, negative: bool):
-        """x + y or x - y, every other time as y * 1 + x: some processors add and multiply in different units.
-
-        The result is the same in every bit, and the unit that would be idle shares the work.
-        """
-        if self.one is None or self.products >= self.sums:
-            self.sums += 1
-            return self.b.fsub(x, y) if negative else self.b.fadd(x, y)
-        self.products += 1
-        return self.intrinsic("fma", self.b.fneg(y) if negative else y, self.one, x)
-
-    def do_mul(self, _, x, y):
-        self.products += 1
-        return self.b.fmul(x, y)
-
     def do_neg(self, _, x):
         name, operands, _ = self.trace.lines[self.trace.lines[self.number][1][0]]
         if name == "mul" and self.trace.lines[operands[0]][0] == "input":
@@ -185,7 +161,6 @@ class Instructions(VectorBuilder):
         return self.b.bitcast(self.b.trunc(high, halves), a.type)
 
     def do_product_error(self, _, a, b, p):
-        self.products += 1
         return self.intrinsic("fma", a, b, self.b.fneg(p))
 
     def do_ne(self, _, x, y):
@@ -245,11 +220,3 @@ class Instructions(VectorBuilder):
             lane = ir.Constant(self.i32, k)
             made = b.insert_element(made, b.load(b.gep(table, [first, b.extract_element(whole, lane)])), lane)
         return made
-
-
-def hidden_one(builder, kind):
-    """Return a vector of ones that the optimizer cannot see; see `Instructions.sum_of`."""
-    from llvmlite import ir
-
-    one = ir.Constant(kind, [1.0] * kind.count)
-    return builder.asm(ir.FunctionType(kind, [kind]), "", "=v,0", [one], side_effect=True)

@@ -12,16 +12,14 @@ import torch
 from .._device_function import STREAM
 from .._trace import Trace
 from ._builder import VectorBuilder, float_to_half, scalar_of, size_of
-from ._instructions import Instructions, hidden_one
+from ._instructions import Instructions
 from ._machine_function import Kernel, machine_function
-from ._processor import has_fused_vectors, vector_bits
+from ._processor import vector_bits
 
 # Cycles after which a result is there, where they are more than one.
 _LATENCY = {"sqrt": 20, "div": 13, "add": 3, "sub": 3, "mul": 3, "word_mul": 3, "select": 2, "to_real": 3, "to_word": 3}
 # Operations that are computed again behind a block's largest words, rather than kept: their operands are no larger.
 _AGAIN = ("bits", "to_float64")
-# Operations so slow that what needs them is computed one turn of the loop later.
-_SLOW = ("sqrt",)
 
 
 @dataclass(frozen=True)
@@ -95,55 +93,6 @@ class Phases:
             behind_and_free=behind | free,
             crossing=sorted(crossing),
         )
-
-
-@dataclass(frozen=True)
-class Stages:
-    """The instructions of a trace in stages: a turn of a loop computes each for other elements.
-
-    A processor looks ahead by some hundred instructions: if all that waits for a root or a quotient follows it at once,
-    there is little else to do meanwhile.
-
-    Attributes:
-        of: the stages' instructions; those of constants alone are in all.
-        crossing: per stage but the last, which values of it or of earlier ones later ones need.
-    """
-
-    of: list[set[int]]
-    crossing: list[list[int]]
-
-    @classmethod
-    def of_trace(cls, trace: Trace, several: bool) -> Stages:
-        """Return the stages of a trace; each instruction is in the last in which it still comes in time.
-
-        Args:
-            trace: what is computed.
-            several: whether there may be more than one stage.
-        """
-        lines = trace.lines
-        varies: set[int] = set()
-        for k, (name, operands, extra) in enumerate(lines):
-            if name == "load" or (name == "input" and extra == STREAM[0]) or varies & set(operands):
-                varies.add(k)
-        before = [0] * len(lines)  # stages that are left behind an instruction
-        until = [0] * len(lines)
-        for k in reversed(range(len(lines))):
-            if k not in varies:
-                continue
-            before[k] += several and lines[k][0] in _SLOW
-            for operand in lines[k][1]:
-                before[operand] = max(before[operand], before[k])
-        count = 1 + max((before[k] for k in varies), default=0)
-        stage = [count - 1 - left for left in before]
-        for k in varies:
-            for operand in lines[k][1]:
-                until[operand] = max(until[operand], stage[k])
-        for line in trace.stores.values():
-            until[line] = count - 1
-        free = set(range(len(lines))) - varies
-        of = [{k for k in varies if stage[k] == number} | free for number in range(count)]
-        crossing = [[k for k in sorted(varies) if stage[k] <= number < until[k]] for number in range(count - 1)]
-        return cls(of, crossing)
 
 
 def used_before(trace: Trace, waits: set[int]) -> list[int]:
@@ -248,7 +197,6 @@ class _Loop(VectorBuilder):
 
     def build(self, first, last, table) -> None:
         b, lanes = self.b, self.word(self.lanes)
-        self.one = hidden_one(b, self.real) if has_fused_vectors(vector_bits()) else None
         per_row, total = self.load_word(table, 0), self.load_word(table, 1)
         operands = []
         for k in range(len(self.stored) + len(self.written)):
@@ -284,7 +232,6 @@ class _Loop(VectorBuilder):
         words, width = self.shape(self.i32, lanes), self.word(2 * lanes)
         done = b.mul(b.sdiv(count, width), width)
         real = self.shape(self.f64 if quick.trace.dtype == torch.float64 else self.f32, lanes)
-        one = hidden_one(b, real) if has_fused_vectors(vector_bits()) else None
         with self.loop(self.word(0), done, 2 * lanes) as i:
             kind = self.shape(self.i16, 2 * lanes)
             places = [
@@ -292,7 +239,7 @@ class _Loop(VectorBuilder):
                 for base, near in zip(bases, nears)
             ]
             pairs = [self.both(b.load(at, align=2), dtype, real) for at, dtype in zip(places, self.stored)]
-            halves = [Instructions(b, quick.trace, lanes, one).run(list(half)) for half in zip(*pairs)]
+            halves = [Instructions(b, quick.trace, lanes).run(list(half)) for half in zip(*pairs)]
             doubt = b.bitcast(b.or_(*(half[quick.doubt] for half in halves)), self.ir.IntType(lanes))
             with b.if_else(b.icmp_unsigned("!=", doubt, self.ir.Constant(doubt.type, 0)), likely=False) as (slow, fast):
                 with slow:
@@ -340,6 +287,6 @@ class _Loop(VectorBuilder):
     def element(self, places: list[tuple[Any, Any]]) -> None:
         """Write all instructions for a vector of neighbours."""
         inputs = [self.load(*place, dtype, self.real) for place, dtype in zip(places, self.stored)]
-        values = Instructions(self.b, self.trace, self.lanes, self.one, self.calls).run(inputs)
+        values = Instructions(self.b, self.trace, self.lanes, self.calls).run(inputs)
         for number, place, dtype in zip(self.results, places[len(self.stored) :], self.written):
             self.store(*place, dtype, values[number], self.exact)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import tempfile
 
 from ..._messages import ENVIRONMENT
 
@@ -57,10 +56,10 @@ def why_unknown() -> str:
 
 @functools.cache
 def check_features() -> None:
-    """Check HALFULP_CPU_NAME and HALFULP_CPU_FEATURES: over a feature without a sign LLVM ends the process.
+    """Check HALFULP_CPU_FEATURES: over a feature without a sign LLVM ends the process.
 
     Raises:
-        ValueError: there is one, or a name that LLVM does not know.
+        ValueError: there is one.
     """
     for feature in filter(None, os.environ.get("HALFULP_CPU_FEATURES", "").split(",")):
         if feature[0] not in "+-":
@@ -68,29 +67,6 @@ def check_features() -> None:
                 f"HALFULP_CPU_FEATURES names {feature!r}: features are +name or -name, separated by commas; "
                 f"{ENVIRONMENT}"
             )
-    given = {name for name in ("HALFULP_CPU_NAME", "HALFULP_CPU_FEATURES") if os.environ.get(name)}
-    if given and (complaint := _complaints().partition("\n")[0]):
-        raise ValueError(
-            f"LLVM says of {' and '.join(sorted(given))}: {complaint}; leave them out for this processor, or give a "
-            f"name that LLVM knows, such as x86-64-v3 or generic; {ENVIRONMENT}"
-        )
-
-
-def _complaints() -> str:
-    """Return what LLVM writes on standard error of a processor or feature that it does not know, at every kernel."""
-    from llvmlite import binding
-
-    triple, name, features = processor()
-    with tempfile.TemporaryFile() as said:
-        kept = os.dup(2)
-        try:
-            os.dup2(said.fileno(), 2)
-            binding.Target.from_triple(triple).create_target_machine(cpu=name, features=features)
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-        said.seek(0)
-        return said.read().decode(errors="replace")
 
 
 def has_features(*features: str) -> bool:

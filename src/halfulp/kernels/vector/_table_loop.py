@@ -14,7 +14,7 @@ from .._device_function import ALIGNMENT, CHUNK, STREAM, Digest, Table
 from .._trace import COPIES, Piece
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
-from ._loop import Phases, Stages, in_turns, with_operands
+from ._loop import Phases, in_turns, with_operands
 from ._machine_function import Kernel, machine_function
 from ._processor import vector_bits
 
@@ -69,7 +69,6 @@ class TableLoop(VectorBuilder):
         self.copied = table.partial or self.padded != table.block
         self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _AT_ONCE // self.padded))
         self.phases = Phases.of(self.trace)
-        self.stages = Stages.of_trace(self.trace, not (table.block or self.trace.sums or self.trace.deposits))
         lines = self.trace.lines
         self.kinds = Instructions(builder, self.trace, 1)
         self.given = [
@@ -201,11 +200,8 @@ class TableLoop(VectorBuilder):
                 self.copy_in(b.add(begin, whole), rest, copies)
             used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
-            if self.stages.crossing:
-                self.in_stages(limit, before, used)
-            else:
-                with self.loop(zero, limit, self.width) as i:
-                    self.turn(used, i, b.add(before, i), [], None)
+            with self.loop(zero, limit, self.width) as i:
+                self.turn(used, i, b.add(before, i), [], None)
             with b.if_then(is_rest):
                 self.copy_out(b.add(begin, whole), rest, copies)
 
@@ -220,35 +216,6 @@ class TableLoop(VectorBuilder):
         self.finish(values, self.stores, bases, i)
         self.deposit(values, limit)
         self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
-
-    def in_stages(self, limit, before, bases: dict) -> None:
-        """Write the loop over whole vectors in stages, the last of which stores.
-
-        In the first turns only earlier stages have elements; in the last turns those compute again what is there.
-        """
-        b, stages, zero = self.b, self.stages, self.word(0)
-        late = len(stages.crossing) * self.width
-        last = b.sub(limit, self.word(self.width))
-        last = b.select(b.icmp_signed(">", last, zero), last, zero)
-        carried = [
-            self.ir.Constant(self.type_of(k), None) for lines in stages.crossing for k in lines for _ in range(2)
-        ]
-        with self.loop(zero, b.add(limit, self.word(late)), self.width, carried) as i:
-            held, given = [], iter(carried)
-            for lines in stages.crossing:
-                held.append([dict(pair) for pair in zip(*[[(k, next(given)) for _ in range(2)] for k in lines])])
-            with b.if_then(b.icmp_signed(">=", i, self.word(late))):
-                at = b.sub(i, self.word(late))
-                self.finish(self.stage(-1, at, before, bases, held[-1]), self.stores, bases, at)
-            carried.clear()
-            self.ask_ahead(bases, i)
-            for number in range(len(stages.crossing)):
-                at = b.sub(i, self.word(number * self.width))
-                at = self.lesser(b.select(b.icmp_signed(">", at, zero), at, zero), last)
-                known = held[number - 1] if number else None
-                values = self.stage(number, at, before, bases, known)
-                for k in stages.crossing[number]:
-                    carried += [values[half][k] for half in range(2)]
 
     def ask_ahead(self, bases: dict, i) -> None:
         """Ask for the cache lines that are needed some turns later; they need not be ones that can be read.
@@ -265,17 +232,6 @@ class TableLoop(VectorBuilder):
             for line in range(0, self.width * size, _LINE):
                 # Far ones come into the second level, whose queue of pending lines is longer.
                 self.prefetch(self.b.add(first, self.word((_FAR if far else _AHEAD) + line)), 2 if far else 3)
-
-    def stage(self, number: int, i, before, bases: dict, known: list[dict] | None) -> list[list]:
-        """Return the values of two vectors in one stage, those known from earlier ones too."""
-        lines, loaded = self.stages.of[number], {}
-        for k in lines:
-            name, operands, extra = self.trace.lines[k]
-            if name == "load":
-                array = (operands[0], *extra)
-                loaded[array] = self.load_both(bases[array], i, array[1])
-        [values] = self.computed([(loaded, self.b.add(before, i), known)], lines | set(known[0] if known else ()))
-        return values
 
     def copy_in(self, start, rest, copies: dict) -> None:
         """Copy the last elements, and the last of them again up to a whole vector."""

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels._device_function import record_words
-from ...kernels._operations import add, bit_and, select, shl, shr, sub, to_real, word
-from ...kernels._trace import Piece
+from ...kernels import run_on_tensors
+from ...kernels._device_function import Recording, Table
+from ...kernels._operations import add, bit_and, load32, select, shl, shr, store32, sub, to_real, word
 from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec
@@ -38,23 +38,33 @@ def with_present_scales(spec: StepSpec, plan: ParameterPlan, constants: Constant
     return (*constants, scale, 1 / scale, gradient_scale, 1.0, scale, *own)
 
 
-def with_new_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants, amax: Sequence[float]) -> Constants:
+def with_new_scales(
+    spec: StepSpec, plans: Sequence[ParameterPlan], constants: Sequence[Constants], amax: np.ndarray
+) -> list[Constants]:
     """Return constants with the scales under which a step's results will be stored; tensors are not changed yet.
 
-    A step reads the payload under its present scale and rounds the sum once, under the new one. `amax` are the largest
-    finite magnitudes of the weight and of each scaled state.
+    A step reads the payload under its present scale and rounds the sum once, under the new one.
+
+    Args:
+        plans: of the parameters.
+        constants: of each, with its present scales.
+        amax: largest finite magnitudes, a row per parameter: of the weight and of each scaled state.
     """
-    at = spec.constant_places
-    numbers = list(constants)
-    present = numbers[at["weight_scale"]]
-    scale, ratio = weight_scale(spec.store.dtype, present, amax[0]), 1.0
-    if scale != present:
-        scale, ratio = reachable_scale(spec.store.dtype, present, scale, finite_amax(plan.payloads[0].float()))
-    numbers[at["weight_inverse"]], numbers[at["new_scale"]] = 1 / scale, scale
-    numbers[at["weight_ratio"]] = ratio
-    for (k, codec), largest in zip(spec.scaled_states.items(), amax[1:], strict=True):
-        numbers[at[f"inverse_{k}"]] = 1 / codec.fitting(largest)
-    return tuple(numbers)
+    first, names = len(spec.rule.constants), scale_columns(spec)
+    present = torch.tensor([row[first:] for row in constants], dtype=torch.float32, device="cpu").T
+    columns = torch.ones(len(names) + len(spec.scaled_states), len(plans), dtype=torch.float32, device="cpu")
+    columns[: len(names)] = present
+    largest = torch.zeros(amax.shape[1] + 1, len(plans), dtype=torch.float32, device="cpu")
+    largest[:-1] = torch.from_numpy(amax.T)
+    arrays = [*columns, *largest]
+    run_on_tensors(scale_table(spec).trace, arrays)
+    moved = columns[names.index("new_scale")] != columns[names.index("weight_scale")]
+    for row in moved.nonzero().flatten().tolist():
+        largest[-1, row] = finite_amax(plans[row].payloads[0].float())
+    if moved.any():
+        run_on_tensors(scale_table(spec).trace, arrays)
+    chosen = columns[: len(names)].T.tolist()
+    return [(*row[:first], *scales) for row, scales in zip(constants, chosen, strict=True)]
 
 
 def keep_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants) -> None:
@@ -66,42 +76,42 @@ def keep_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants) -> No
         plan.states[k][1].fill_(1 / constants[at[f"inverse_{k}"]])
 
 
-def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:
+def scale_columns(spec: StepSpec) -> tuple[str, ...]:
+    """Return the columns of the table of scales: the constants of a step that are not the rule's."""
+    return spec.constants[len(spec.rule.constants) :]
+
+
+@functools.cache
+def scale_table(spec: StepSpec) -> Table:
+    """Return the device function that chooses the scales of a step, of which a parameter is an element.
+
+    Its columns are float32 arrays: those of `scale_columns`, the new scale of each scaled state, and the largest finite
+    magnitudes of the weight, of each scaled state, and of the payload as stored.
+    """
+    states, names = spec.scaled_states, scale_columns(spec)
+    element = Recording(len(names) + 2 * len(states) + 2)
+    i, columns = element.index, dict(zip((*names, *(f"new_scale_{k}" for k in states)), element.arrays))
+    weight, *of_states, stored = (load32(array, i) for array in element.arrays[len(columns) :])
+    present = load32(columns["weight_scale"], i)
+    new_scale = weight_scale_function(spec.store.dtype)(present, weight, stored)
+    chosen = {"new_scale": new_scale, "weight_inverse": inverse(new_scale)}
+    chosen["weight_ratio"] = ratio(present, new_scale, stored)
+    for (k, codec), largest in zip(states.items(), of_states, strict=True):
+        chosen[f"new_scale_{k}"] = state_scale_function(codec)(largest)
+        chosen[f"inverse_{k}"] = inverse(chosen[f"new_scale_{k}"])
+    for name, scale in chosen.items():
+        store32(columns[name], i, scale)
+    return Table(element.trace, len(element.arrays))
+
+
+def choose_weight_scale(dtype: torch.dtype, present: float, largest: float) -> float:
     """Return the present scale if a magnitude lies well inside the payload's range, else one that puts it there.
 
-    >>> weight_scale(torch.float16, 1.0, 100.0), weight_scale(torch.float16, 1.0, 40000.0)
+    >>> choose_weight_scale(torch.float16, 1.0, 100.0), choose_weight_scale(torch.float16, 1.0, 40000.0)
     (1.0, 4096.0)
     """
-    if largest == 0:
-        return scale
-    lowest, highest, target = WINDOWS[dtype]
-    binade = math.frexp(largest)[1] - 1
-    if lowest <= binade - (math.frexp(scale)[1] - 1) <= highest:
-        return scale
-    return math.ldexp(1.0, min(max(binade - target, -126), 126))
-
-
-def reachable_scale(dtype: torch.dtype, present: float, scale: float, stored: float) -> tuple[float, float]:
-    """Return a scale that a step can bring a payload to, and the factor that does: both in float32's range.
-
-    `scale` is the one that is wanted, and nearly always given; the factor must leave the payload's largest finite
-    magnitude, `stored`, finite.
-
-    >>> reachable_scale(torch.float16, 1.0, 2.0**-40, 1.5), reachable_scale(torch.float16, 2.0**-126, 1.0, 0.0)
-    ((9.094947017729282e-13, 1099511627776.0), (1.0, 1.0))
-    """
-    if stored == 0:
-        return scale, 1.0
-    scale = max(scale, math.ldexp(present, max(math.frexp(stored)[1], 0) - LARGEST_BINADE))
-    if holds_the_rest(dtype):
-        scale = min(scale, math.ldexp(present, 126))
-    scale = min(scale, 2.0**126)
-    return scale, max(present / scale, 2.0**-126)
-
-
-def holds_the_rest(dtype: torch.dtype) -> bool:
-    """Return whether a payload's own range is wide enough for what a factor in float32's range leaves to do."""
-    return torch.finfo(dtype).max > 2.0**LARGEST_BINADE
+    words = (np.float32(number).view(np.uint32) for number in (present, largest, 0.0))
+    return float(weight_scale_function(dtype)(*words).view(np.float32))
 
 
 BIAS = 512
@@ -150,10 +160,16 @@ def ratio(present: Any, new: Any, stored: Any) -> Any:
 
 @functools.cache
 def weight_scale_function(dtype: torch.dtype) -> Callable[[Any, Any, Any], Any]:
-    """Return the device function (present scale, largest weight, largest payload) -> new scale of a payload's dtype."""
+    """Return the device function (present scale, largest weight, largest payload) -> new scale of a payload's dtype.
+
+    The scale stays while the weight lies in the window; else it moves as far as a factor in float32's range can bring
+    the payload there and leave it finite.
+    """
     lowest, highest, target = WINDOWS[dtype]
     first, last = np.uint32(BIAS + lowest), np.uint32(BIAS + highest)
-    below, reach, wide = np.uint32(target), np.uint32(BIAS + LARGEST_BINADE), holds_the_rest(dtype)
+    below, reach = np.uint32(target), np.uint32(BIAS + LARGEST_BINADE)
+    # The payload's own range is wide enough for what a factor in float32's range leaves to do.
+    is_wide = torch.finfo(dtype).max > 2.0**LARGEST_BINADE
 
     def new_scale(present: Any, largest: Any, stored: Any) -> Any:
         now, binade = exponent(present), exponent(largest)
@@ -161,7 +177,7 @@ def weight_scale_function(dtype: torch.dtype) -> Callable[[Any, Any, Any], Any]:
         wanted = larger(lesser(sub(binade, below), HIGHEST), LOWEST)
         keeps = (largest == NONE) | ((distance >= first) & (distance <= last)) | (wanted == now)
         reached = larger(wanted, add(now, sub(larger(add(exponent(stored), ONE), OF_ONE), reach)))
-        if wide:
+        if is_wide:
             reached = lesser(reached, add(now, np.uint32(126)))
         reached = lesser(reached, HIGHEST)
         return select(keeps, present, power(select(stored == NONE, wanted, reached)))
@@ -182,8 +198,3 @@ def state_scale_function(codec: Scaled) -> Callable[[Any], Any]:
         return select(largest == NONE, WORD_OF_ONE, power(larger(lesser(needed, HIGHEST), LOWEST)))
 
     return scale
-
-
-def recorded(function: Callable[..., Any], words: int) -> Piece:
-    """Return one of these device functions, recorded."""
-    return record_words(function, *["w32"] * words)
