@@ -56,7 +56,7 @@ from ._trace import (
 from .vector._builder import VectorBuilder, lanes_of, scalar_of
 from .vector._loop import LANES, Quick, compile_rows, compile_trace
 from .vector._machine_function import address_of
-from .vector._processor import has_half_conversions, vector_bits
+from .vector._processor import vector_bits
 from .vector._reductions import ACROSS, BLOCK, ReductionSteps, compile_reduction
 
 __all__ = ["KernelMismatchError", "divide", "engine", "floor", "maximum", "report", "same_bits"]

@@ -82,12 +82,12 @@ def torch_operators(namespace: str) -> Operators:
     >>> present([aten.neg.default, aten.gone_since.default])
     [<OpOverload(op='aten.neg', overload='default')>]
     """
-    return Operators(namespace, getattr(torch.ops, namespace), True)
+    return Operators(namespace, getattr(torch.ops, namespace))
 
 
 def present(operators: Iterable[Any]) -> list[Any]:
     """Return those operators that the installed torch has."""
-    return [operator for operator in operators if not isinstance(operator, AbsentOperator)]
+    return [operator for operator in operators if not isinstance(operator, Operators)]
 
 
 def absent_operators() -> list[str]:
@@ -95,43 +95,37 @@ def absent_operators() -> list[str]:
     return sorted(_absent)
 
 
-class AbsentOperator:
-    """A placeholder for an overload that the installed torch lacks; it cannot be called, and registries skip it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"<{self.name}, which torch {torch.__version__} lacks>"
-
-    def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
-        raise NotImplementedError(
-            f"torch {torch.__version__} has no operator {self.name}: install another torch; {ENVIRONMENT}"
-        )
-
-
 class Operators:
-    """A namespace of torch.ops, whose attributes are operators, or one operator, whose attributes are its overloads.
+    """A namespace of torch.ops, one of its operators, or an overload that the installed torch lacks.
 
-    Each attribute is looked up once. An operator that the installed torch lacks has no overloads.
+    Attributes are a namespace's operators and an operator's overloads, each looked up once. What torch lacks has no
+    overloads and cannot be called, and registries skip it.
     """
 
-    def __init__(self, name: str, held: Any, is_namespace: bool = False) -> None:
-        self._name, self._held, self._is_namespace = name, held, is_namespace
+    def __init__(self, name: str, held: Any) -> None:
+        self._name, self._held = name, held
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._held, name, None)
+        found, is_namespace = getattr(self._held, name, None), "::" not in self._name
         # Such as __wrapped__, though torch has aten.__and__. No overload begins with an underscore: unittest.mock's
         # call asks everything that doctest finds for _mock_name.
-        if found is None and name.startswith("__" if self._is_namespace else "_"):
+        if found is None and name.startswith("__" if is_namespace else "_"):
             raise AttributeError(name)
-        if self._is_namespace:
+        if is_namespace:
             found = Operators(f"{self._name}::{name}", found)
         elif found is None:
             _absent.add(f"{self._name}.{name}")
-            found = AbsentOperator(f"{self._name}.{name}")
+            found = Operators(f"{self._name}.{name}", None)
         vars(self)[name] = found
         return found
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, which torch {torch.__version__} lacks>" if self._held is None else f"<{self._name}>"
+
+    def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"torch {torch.__version__} has no operator {self._name}: install another torch; {ENVIRONMENT}"
+        )
 
     def overloads(self) -> list[str]:
         """Return the names of the overloads of an operator."""

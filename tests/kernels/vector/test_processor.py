@@ -62,7 +62,15 @@ def test_what_the_environment_says_is_taken(monkeypatch):
     assert _processor.processor() == (triple, "x86-64-v3", "+avx2,-avx512f")
     monkeypatch.delenv("HALFULP_CPU_FEATURES")
     monkeypatch.setenv("HALFULP_CPU_NAME", "generic")
-    assert _processor.processor() == (triple, "generic", "")
+    assert _processor.processor() == (triple, "generic", "+f16c" if triple.startswith("x86") else "")
+
+
+def test_kernels_need_instructions_for_float16(monkeypatch):
+    monkeypatch.setattr(_processor, "processor", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx"))
+    monkeypatch.setattr(_processor, "_is_x86", lambda: True)
+    assert "F16C" in _processor.why_unknown.__wrapped__()
+    monkeypatch.setattr(_processor, "processor", lambda: ("x86_64-unknown-linux-gnu", "generic", "+avx,+f16c"))
+    assert _processor.why_unknown.__wrapped__() == ""
 
 
 def test_a_feature_without_a_sign_is_refused(monkeypatch):

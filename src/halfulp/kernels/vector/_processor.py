@@ -12,7 +12,8 @@ from ..._messages import ENVIRONMENT
 def processor() -> tuple[str, str, str]:
     """Return its LLVM triple, name and features (``"+avx2,-avx512f"``); part of every cache key.
 
-    Named "generic", it is any 64-bit processor of this kind, and has no features but those that are given.
+    Named "generic", it is any 64-bit processor of this kind that kernels run on, and has no further features but those
+    that are given.
     """
     return _processor(os.environ.get("HALFULP_CPU_NAME"), os.environ.get("HALFULP_CPU_FEATURES"))
 
@@ -27,7 +28,7 @@ def _processor(name: str | None, features: str | None) -> tuple[str, str, str]:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     if features is None:
-        features = "" if name == "generic" else _own_features()
+        features = _own_features() if name != "generic" else "+f16c" if _is_x86() else ""
     return binding.get_process_triple(), name or binding.get_host_cpu_name(), features
 
 
@@ -51,7 +52,7 @@ def why_unknown() -> str:
     except Exception as error:  # its library does not load, or was built without this processor
         lines = str(error).splitlines() or [""]
         return f"llvmlite cannot compile for this machine ({type(error).__name__}: {lines[0]})"
-    return ""
+    return "" if has_half_conversions() else "the processor has no instructions for float16 (F16C)"
 
 
 @functools.cache
@@ -87,5 +88,15 @@ def has_fused_vectors(bits: int) -> bool:
 
 
 def has_half_conversions() -> bool:
-    """Return whether instructions convert float16: on some x86, and on every other processor that LLVM knows here."""
-    return not processor()[0].startswith("x86") or has_features("f16c")
+    """Return whether instructions convert float16: on x86 since 2012, and on every other processor that LLVM knows.
+
+    Without them LLVM calls functions of a runtime library that is not there when code is compiled in memory.
+    """
+    return not _is_x86() or has_features("f16c")
+
+
+def _is_x86() -> bool:
+    from llvmlite import binding
+
+    triple: str = binding.get_process_triple()
+    return triple.startswith("x86")
