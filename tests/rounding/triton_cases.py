@@ -15,10 +15,9 @@ from halfulp.kernels import address, same_bits
 from halfulp.kernels.triton._launch import TensorKernel
 from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import get_rounding
-from halfulp.rounding._blocks import in_blocks, layout_of, make_block_target, round_blocks
-from halfulp.rounding._kernels import plan_for, round_words, to_words
+from halfulp.rounding._blocks import blocks_by_reference, layout_of, make_block_target
+from halfulp.rounding._kernels import by_reference, plan_for
 from halfulp.rounding._quantize import target_for
-from halfulp.rounding._random_bits import random_words
 from halfulp.rounding._target import WORD64, layout_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -136,18 +135,13 @@ def compare(seed: int, device: str, share: int = 0, shares: int = 1) -> list[str
 
 def wanted_from(x: torch.Tensor, name: str | BlockFormat, key: int, first: int) -> torch.Tensor:
     """The reference of stochastic rounding of elements that begin at a place of a longer tensor, or of its rows."""
-    index = torch.arange(x.numel(), dtype=torch.int64) + first
     rounding, wide = get_rounding(mode_of("stochastic")), x.to(torch.float64)
     if isinstance(name, str) and name in formats.names():
         target = target_for(name, rounding, None, x.dtype)
         assert target is not None
-        words = round_words(to_words(wide), target, WORD64, random_words(key, index).view(x.shape))
-        return words.view(torch.float64).to(x.dtype)
+        return by_reference(wide, target, key, first).to(x.dtype)
     target = make_block_target(get_block(name), rounding, None, x.dtype)
-    rows = wide.view(-1, x.shape[-1])
-    bits = in_blocks(random_words(key, index).view(rows.shape), target.block)
-    result = round_blocks(in_blocks(rows, target.block), target, bits).flatten(1)[:, : x.shape[-1]]
-    return result.to(x.dtype).reshape(x.shape)
+    return blocks_by_reference(wide, target, key, first).to(x.dtype)
 
 
 class Far:

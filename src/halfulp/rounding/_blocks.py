@@ -34,10 +34,10 @@ from ._kernels import (
     note_write,
     round_by_triton,
     row_length,
-    to_words,
+    run_reference,
 )
 from ._modes import Nearest, Rounding, Up
-from ._random_bits import WEYL, draw, random_words, recorded_start
+from ._random_bits import WEYL, draw, recorded_start
 from ._target import (
     COUNT,
     DOWN,
@@ -388,23 +388,23 @@ def fixed_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
     return x[: x.numel() // length * length].view(-1, length)
 
 
-def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int) -> torch.Tensor:
+def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int, first: int = 0) -> torch.Tensor:
     """Return the result on any device.
 
     Blocks lie along the last dimension of x, and the last one of a row may be shorter; the index of an element's random
-    bits is its position in x.
+    bits is its position in x, counted from `first` on.
     """
     if x.numel() == 0:
         return x.clone()
     rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    bits = None
-    if target.element.mode == STOCHASTIC:
-        bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(rows.shape)
-        bits = in_blocks(bits, target.block)
+    index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(rows.shape)
     layout = layout_of(x.dtype, target) or _layout(x.dtype)
-    blocks = in_blocks(rows.to(torch.float64 if layout is WORD64 else torch.float32), target.block)
-    result = round_blocks(blocks, target, bits).flatten(1)[:, : rows.shape[1]]
-    return result.to(x.dtype).reshape(x.shape)
+    dtype = torch.float64 if layout is WORD64 else torch.float32
+    blocks, index = (in_blocks(one, target.block) for one in (rows.to(dtype), index))
+    table = rounding_table(dtype, Kind.of(dtype, target, layout))
+    words = _reference_words(blocks.abs().amax(-1), target)
+    rounded = run_reference(table, blocks, words, key if target.element.mode == STOCHASTIC else None, index)
+    return rounded.flatten(1)[:, : rows.shape[1]].to(x.dtype).reshape(x.shape)
 
 
 def in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
@@ -412,16 +412,13 @@ def in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
 
 
-def round_blocks(blocks: torch.Tensor, target: BlockTarget, bits: torch.Tensor | None) -> torch.Tensor:
-    """Round whole blocks, float32 or float64, with random bits for STOCHASTIC."""
-    drawn = 0 if bits is None else bits.to(torch.int32)
-    largest = blocks.abs().amax(-1)
-    return _run_reference("block", blocks, largest, target, {"draw": drawn})
-
-
 def scales_of_blocks(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
     """Return the scales of all of a tensor's blocks from their largest magnitudes; NaN where that is not finite."""
-    return _run_reference("scale", largest, largest, target, {})
+    layout = _layout(largest.dtype)
+    piece = _record_block_scale(Kind.of(largest.dtype, target, layout), layout.width)
+    bits = largest.contiguous().view(torch.int64 if layout is WORD64 else torch.int32)
+    given = {**inputs_of(_reference_words(largest, target)), "word": bits}
+    return run_on_tensors(piece.trace, (), given, piece.results)[0][0].view(largest.dtype)
 
 
 def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
@@ -434,16 +431,10 @@ def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
     return float(scale), float(scale * single[2])
 
 
-def _run_reference(
-    what: str, x: torch.Tensor, largest: torch.Tensor, target: BlockTarget, inputs: dict
-) -> torch.Tensor:
-    layout = _layout(x.dtype)
+def _reference_words(largest: torch.Tensor, target: BlockTarget) -> np.ndarray:
+    """Return the constants of a target, under the tensor's own scale if it has one."""
     amax = float(torch.where(largest.isfinite(), largest, 0).max()) if target.tensor_scale else 0.0
-    numbers = inputs_of(words_of(target, layout, *tensor_scale(amax, target)))
-    piece = _record_block_function(what, Kind.of(x.dtype, target, layout), layout.width)
-    given = {**numbers, **inputs, "word": to_words(x.contiguous())}
-    block = target.block if what == "block" else None
-    return run_on_tensors(piece.trace, (), given, piece.results, block)[0][0].view(x.dtype)
+    return words_of(target, _layout(largest.dtype), *tensor_scale(amax, target))
 
 
 def _layout(dtype: torch.dtype) -> Layout:
@@ -451,16 +442,11 @@ def _layout(dtype: torch.dtype) -> Layout:
 
 
 @cache
-def _record_block_function(what: str, kind: Kind, width: int) -> Piece:
-    """Return the device function that rounds an element of a block, or makes a scale of a block's largest magnitude."""
+def _record_block_scale(kind: Kind, width: int) -> Piece:
+    """Return the device function that makes a scale of a block's largest magnitude."""
     element = Recording(0, 2 * COUNT + len(BlockWords._fields), f"w{width}")
-    word, names = element.given("word", f"w{width}"), bound_names(kind)
-    c, d, of_block = words_in(element.constants)
-    if what == "block":
-        made = bound(block_element, names)(word, element.given("draw", "w32"), c, d, of_block)
-    else:
-        made = bound(block_scale, names)(word, c, d, of_block)
-    return Piece(element.trace, (made.number,))
+    word = element.given("word", f"w{width}")
+    return Piece(element.trace, (bound(block_scale, bound_names(kind))(word, *words_in(element.constants)).number,))
 
 
 @lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,18 +22,16 @@ from ..kernels import (
     run_on_tensors,
     select_engine,
 )
-from ..kernels._device_function import ALIGNMENT, Recording, Table, bound
+from ..kernels._device_function import ALIGNMENT, STREAM, Recording, Table, bound
 from ..kernels._engine import reference_in_this_thread
 from ..kernels._operations import load32, load64, store32, store64
 from ..kernels._threads import flushes
-from ..kernels._trace import Piece
 from ..kernels.triton._launch import VECTOR, TensorKernel, fixed_memory, is_aligned, ready
 from ..kernels.vector._machine_function import Kernel, address_of
 from ..kernels.vector._table_loop import compile_row
 from . import _device_functions as p
-from ._device_functions import rounded
 from ._modes import mode_of
-from ._random_bits import WEYL, draw, random_words, recorded_start
+from ._random_bits import WEYL, draw, random_words, recorded_start, stream_of
 from ._target import (
     COUNT,
     DOWN,
@@ -43,7 +41,6 @@ from ._target import (
     UP,
     WORD32,
     WORD64,
-    Layout,
     Target,
     Words,
     constants,
@@ -123,48 +120,39 @@ def fixed_elements(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([x, small, torch.tensor(special, dtype=torch.float64, device="cpu").to(dtype)])
 
 
-def by_reference(x: torch.Tensor, target: Target, key: int) -> torch.Tensor:
-    """Return the result in plain torch, on any device; the random index is the position in x's logical order."""
-    layout = WORD64 if x.dtype == torch.float64 else WORD32
-    wide = x if x.dtype == torch.float64 else x.to(torch.float32)
-    bits = None
-    if target.mode == STOCHASTIC:
-        bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(x.shape)
-    words = round_words(to_words(wide), target, layout, bits)
-    return words.view(wide.dtype).to(x.dtype)
+def by_reference(x: torch.Tensor, target: Target, key: int, first: int = 0) -> torch.Tensor:
+    """Return the result in plain torch, on any device.
 
-
-def round_words(words: torch.Tensor, target: Target, layout: Layout, bits: torch.Tensor | None) -> torch.Tensor:
-    """Round words, the bits of float32 (int32 tensors) or float64 numbers (int64), as the layout says; NaNs are quiet.
-
-    For STOCHASTIC, `bits` are an int64 tensor of the same shape, uniform in [0, 2^32); the upper ones are used.
+    The index of an element's random bits is its position in x's logical order, counted from `first` on.
     """
-    piece, numbers = _recorded(target.mode, constants(target, layout)[:3], layout.width), _numbers(target, layout)
-    drawn = 0 if bits is None else bits.to(torch.int32)
-    return run_on_tensors(piece.trace, (), {**numbers, "word": words, "draw": drawn}, piece.results)[0][0]
+    known = constants(target, WORD64 if x.dtype == torch.float64 else WORD32)
+    index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(x.shape)
+    table = rounding_table(x.dtype, target.mode, known[:3])
+    return run_reference(table, x, known.words, key if target.mode == STOCHASTIC else None, index)
 
 
-@functools.cache
-def _recorded(mode: int, kind: tuple[str, bool, bool], width: int) -> Piece:
-    element = Recording(0, COUNT, f"w{width}")
-    given = element.given("word", f"w{width}"), element.given("draw", "w32"), Words(*element.constants)
-    return Piece(element.trace, (bound(rounded, mode_pieces(mode, kind))(*given).number,))
+def run_reference(
+    table: Table, x: torch.Tensor, words: np.ndarray, key: int | None, index: torch.Tensor
+) -> torch.Tensor:
+    """Return what a table that rounds gives for x, in plain torch.
+
+    Args:
+        table: of two columns, as `rounding_table` returns it.
+        x: where there are blocks, whole ones.
+        words: the table's constants.
+        key: of the random words; None where none are drawn.
+        index: int64 tensor of x's shape, which numbers the elements under the key.
+    """
+    drawn = {} if key is None else dict(zip(STREAM, stream_of(key, index)))
+    out = torch.empty_like(x)
+    run_on_tensors(table.trace, [x, out], inputs_of(words) | drawn, block=table.block)
+    return out
 
 
-@functools.lru_cache(1024)
-def _numbers(target: Target, layout: Layout) -> dict[tuple[str, int], int]:
-    return inputs_of(constants(target, layout).words)
-
-
-def inputs_of(words: np.ndarray) -> dict[tuple[str, int], int]:
+def inputs_of(words: np.ndarray) -> dict[tuple[str, int], Any]:
     """Return constants as signed integers, by the names of a trace's inputs."""
     signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
     return {("constant", k): word for k, word in enumerate(signed.tolist())}
-
-
-def to_words(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a float32 or float64 tensor, as int32 or int64."""
-    return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
 
 
 class TritonPlan(NamedTuple):
