@@ -208,7 +208,7 @@ def test_the_digest_of_sources_tells_every_edit_of_any_of_them(tmp_path):
 def test_every_code_generator_has_a_say_in_the_digest():
     from halfulp.kernels import _cache
 
-    whole = source_digest(*_cache._GENERATORS)
-    for one in _cache._GENERATORS:
-        others = [other for other in _cache._GENERATORS if other != one]
+    whole = source_digest(*_cache._GENERATOR_SOURCES)
+    for one in _cache._GENERATOR_SOURCES:
+        others = [other for other in _cache._GENERATOR_SOURCES if other != one]
         assert source_digest(*others) != whole, one

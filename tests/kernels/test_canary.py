@@ -86,7 +86,7 @@ def test_check_bits():
 
 
 def test_a_wrong_kernel_raises(monkeypatch):
-    monkeypatch.setattr(_canary, "_compared", set())
+    monkeypatch.setattr(_canary, "_compared_kernels", set())
     idle = Kernel(lambda packed: None, lambda *arguments: b"")
     monkeypatch.setattr(_kernels, "_kernel", lambda *arguments: idle)
     _kernels.prepare.cache_clear()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfulp import kernels
-from halfulp.kernels import engine, note, note_and_warn_once, report, select_engine
+from halfulp.kernels import engine, note_and_warn_once, note_fallback, report, select_engine
 from halfulp.rounding import quantize
 
 
@@ -67,8 +67,8 @@ def test_without_llvmlite(monkeypatch):
 
 def test_notes(monkeypatch):
     monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
-    note("kind", "one thing")
-    note("kind", "one thing")
+    note_fallback("kind", "one thing")
+    note_fallback("kind", "one thing")
     with pytest.warns(RuntimeWarning, match="another"):
         note_and_warn_once("kind", "another")
     note_and_warn_once("kind", "another")

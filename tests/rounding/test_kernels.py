@@ -6,7 +6,7 @@ import torch
 
 import halfulp as hu
 from halfulp.formats import BlockFormat, e4m3fn, e8m0
-from halfulp.kernels import IndexMap, address, chunks, run_chunks, same_bits
+from halfulp.kernels import IndexMap, address, cut_into_chunks, run_chunks, same_bits
 from halfulp.kernels._device_function import Recording, Table
 from halfulp.kernels._operations import load32
 from halfulp.kernels.triton import _launch
@@ -95,7 +95,7 @@ def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     ).int()
     x = torch.cat([wide, between.view(torch.float32).flatten(), wide * 2.0**-20])
     out = torch.empty(x.numel(), dtype=dtype)
-    whole = chunks(IndexMap.whole(tuple(x.shape)), 0)
+    whole = cut_into_chunks(IndexMap.whole(tuple(x.shape)), 0)
     pointers, rows = np.array([address(x), address(out)], np.int64), np.zeros(1, np.int64)
     run_chunks(kernel, whole[:, 2], *map(address_of, (whole, pointers, rows)), 0, 0, 0, 0)
     assert same_bits(out, x.to(dtype))
@@ -109,7 +109,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
     monkeypatch.setattr(hu.kernels._engine, "_why_missing", lambda name: "")
     monkeypatch.setattr(hu.kernels._engine, "_notes", type(hu.kernels._engine._notes)())
     monkeypatch.setattr(_tensor_kernel, "load_module", refuse)
-    monkeypatch.setattr(_launch, "_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernels", {})
     x = torch.randn(4, 64)
     for name, what in (("e4m3", "quantize of"), ("mxfp4", "quantize in blocks of")):
         with hu.kernels.engine("reference"):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from halfulp.kernels._device_function import record_words
-from halfulp.kernels._tensor_writer import as_signed, run_on_tensors
+from halfulp.kernels._device_function import record_word_function
+from halfulp.kernels._tensor_writer import run_on_tensors, to_signed_integer
 from halfulp.rounding import mix64, random_words
 from halfulp.rounding._random_bits import WEYL, drawn_word, hashed, stream_of, stream_start
 
@@ -18,8 +18,8 @@ LIMIT = 6.5  # beyond it once in ten million, a tail a little longer than a norm
 
 def words_of(key, number, count=COUNT, first=0):
     """Some of the words of neighbouring elements, by the device functions that kernels are written from."""
-    piece = record_words(lambda *x: drawn_word(hashed(*stream_start(*x)), number), "w32", "w32", "w64")
-    halves = as_signed(key & 0xFFFFFFFF, 32), as_signed(key >> 32, 32)
+    piece = record_word_function(lambda *x: drawn_word(hashed(*stream_start(*x)), number), "w32", "w32", "w64")
+    halves = to_signed_integer(key & 0xFFFFFFFF, 32), to_signed_integer(key >> 32, 32)
     given = {0: halves[0], 1: halves[1], 2: torch.arange(first, first + count)}
     return run_on_tensors(piece.trace, (), given, piece.results)[0][0].to(torch.int64) & 0xFFFFFFFF
 

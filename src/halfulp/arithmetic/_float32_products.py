@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_versions import saved_tensor_hooks
 from ..environment._narrow_products import NARROW, widened_dtypes
-from ..kernels import constant_result, note
+from ..kernels import constant_result, note_fallback
 
 # By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
 PRODUCT_NAMES = {
@@ -105,7 +105,7 @@ def product(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
 
 @constant_result
 def _count(name: str, dtype: torch.dtype) -> None:
-    note("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
+    note_fallback("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
 
 
 def _compute_and_write(

@@ -25,7 +25,7 @@ from ..kernels import (
     gather,
     is_finite,
     nearest_integer,
-    note,
+    note_fallback,
     power,
     select,
     times_power,
@@ -615,7 +615,7 @@ def reduced_exactly(parts: Sequence[torch.Tensor], count: int) -> tuple[torch.Te
 
     One element at a time, which `halfulp.kernels.report()` counts.
     """
-    note("arithmetic", "angles beyond 2^20 are reduced one by one, exactly and slowly")
+    note_fallback("arithmetic", "angles beyond 2^20 are reduced one by one, exactly and slowly")
     right, quadrants, rows = _pi() // 2, [], []
     for terms in zip(*(part.tolist() for part in parts)):
         value = sum(map(Fraction, terms), Fraction(0))

@@ -20,25 +20,25 @@ import numpy as np
 import torch
 
 from ..kernels import (
-    LANES,
-    SERIAL_BELOW,
-    Quick,
+    BROADCAST_LANES,
+    SERIAL_ELEMENTS,
+    QuickTrace,
     address,
     compile_trace,
     define_operator,
     is_finite,
-    note,
+    note_fallback,
     plain,
     power_below,
     product_error,
-    record,
+    record_function,
     run_chunks,
     select,
     select_engine,
 )
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
-from ..kernels.triton._expansions import LONGEST, VECTOR, Pointwise
-from ..kernels.triton._launch import ready
+from ..kernels.triton._expansions import MOST_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
+from ..kernels.triton._launch import find_checked_kernel
 from ._error_free import Terms, fast_two_sum, two_sum
 from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, STEP, beyond_reach, reduced_exactly
 from ._operators import SHAPES, float16_to_float64, round_to_components, to_float64_terms
@@ -199,7 +199,7 @@ class Elements:
             if outputs[0].numel():
                 fill(self.kernel, inputs, outputs)
             return True
-        kernel = self._on(outputs[0].device, outputs[0].numel() % VECTOR == 0) if engine == "triton" else None
+        kernel = self._on(outputs[0].device, outputs[0].numel() % VECTOR_ELEMENTS == 0) if engine == "triton" else None
         if kernel is None:
             return False
         kernel(inputs, outputs)
@@ -212,7 +212,7 @@ class Elements:
     @functools.cached_property
     def traced(self) -> tuple[Any, list[int]]:
         """The instructions, and which of them are results."""
-        trace, results = record(self.function, self.arithmetic, len(self.stored))
+        trace, results = record_function(self.function, self.arithmetic, len(self.stored))
         return trace, [r.number if hasattr(r, "number") else trace.emit("add", (r, 0.0)).number for r in results]
 
     @functools.cached_property
@@ -220,28 +220,28 @@ class Elements:
         """The kernel of the processor."""
         return compile_trace(self.name, *self.traced, self.stored, self.written, self._quick(), self.exact)
 
-    def _quick(self) -> Quick | None:
+    def _quick(self) -> QuickTrace | None:
         if self.quick is None:
             return None
-        trace, found = record(*self.quick, len(self.stored))
+        trace, found = record_function(*self.quick, len(self.stored))
         *results, doubt = (value.number for value in found)
-        return Quick(trace, tuple(results), doubt)
+        return QuickTrace(trace, tuple(results), doubt)
 
     @functools.cached_property
-    def on_triton(self) -> Pointwise:
+    def on_triton(self) -> PointwiseKernel:
         """The kernel of an accelerator."""
-        return Pointwise(*self.traced, self.stored, self.written)
+        return PointwiseKernel(*self.traced, self.stored, self.written)
 
     def _on(self, device: torch.device, whole: bool) -> Any:
         """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
-        if self.on_triton.size > LONGEST:
-            note(
+        if self.on_triton.size > MOST_INSTRUCTIONS:
+            note_fallback(
                 "engine",
                 f"{self.label} is too long for Triton, {self.on_triton.size} instructions: plain torch instead",
             )
             return None
         count = 512 if whole else 515
-        return ready(
+        return find_checked_kernel(
             (self, whole),
             self.label,
             device,
@@ -250,7 +250,7 @@ class Elements:
             lambda: [part[:count] for part in self._wanted()],
         )
 
-    def _tried_on(self, kernel: Pointwise, device: torch.device, count: int) -> list[torch.Tensor]:
+    def _tried_on(self, kernel: PointwiseKernel, device: torch.device, count: int) -> list[torch.Tensor]:
         inputs = [part[:count].to(device) for part in _trial(self.stored)]
         made = [torch.empty(count, dtype=dtype, device=device) for dtype in self.written]
         kernel(inputs, made)
@@ -526,7 +526,7 @@ def _run_rows(kernel: Callable[..., Any], words: list[int]) -> None:
     """Run a kernel on a table that begins with the elements of a row and of all rows."""
     (row, count), table = words[:2], array.array("q", words)
     rows = -(-count // row)
-    if count < SERIAL_BELOW or rows == 1 or torch.get_num_threads() == 1:
+    if count < SERIAL_ELEMENTS or rows == 1 or torch.get_num_threads() == 1:
         kernel(0, rows, table.buffer_info()[0])
     else:
         run_chunks(kernel, np.full(rows, row, np.int64), table.buffer_info()[0])
@@ -559,16 +559,16 @@ def _repeat_operand(
     """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
     if part.numel() == 1:
         if part.dtype in _CODES:
-            copies = array.array(_CODES[part.dtype], (part.item(),)) * LANES
+            copies = array.array(_CODES[part.dtype], (part.item(),)) * BROADCAST_LANES
             return copies, (copies.buffer_info()[0], 0, 0)
-        part = part.reshape(1).expand(LANES).contiguous()
+        part = part.reshape(1).expand(BROADCAST_LANES).contiguous()
         return part, (address(part), 0, 0)
     if part.dim() == 1 and part.shape[-1] == row:
         part = part.contiguous()
         return part, (address(part), 0, 1)
     if part.shape[-1] == 1:
-        part = part.expand(*shape[:-1], 1).reshape(-1, 1).expand(-1, LANES).contiguous()
-        return part, (address(part), LANES, 0)
+        part = part.expand(*shape[:-1], 1).reshape(-1, 1).expand(-1, BROADCAST_LANES).contiguous()
+        return part, (address(part), BROADCAST_LANES, 0)
     part = part.expand(shape).contiguous()
     return part, (address(part), row, 1)
 

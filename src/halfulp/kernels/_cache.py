@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from .._messages import ENVIRONMENT
-from ._engine import note, note_and_warn_once
+from ._engine import note_and_warn_once, note_fallback
 from .vector._processor import processor
 
-_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
-_TAG = b"halfulp-kernel-1"
+_FOLDER_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
+_ENTRY_TAG = b"halfulp-kernel-1"
 # How many kernels this process found, compiled and wrote, and the bytes that it wrote.
 statistics = Counter[str]()
-_GENERATORS = tuple(Path(__file__).parent / name for name in ("_operations.py", "vector"))
+_GENERATOR_SOURCES = tuple(Path(__file__).parent / name for name in ("_operations.py", "vector"))
 
 
 def cache_folder() -> Path | None:
@@ -53,38 +53,38 @@ class CacheEntry:
 
     def read(self, rebuild: Callable[[bytes], Any]) -> Any:
         """Return `rebuild` of the file; None where there is none that can be read."""
-        path = self._path()
-        found = None if path is None else self._load(path, rebuild)
+        path = self._find_path()
+        found = None if path is None else self._load_file(path, rebuild)
         statistics["found" if found is not None else "compiled"] += 1
         return found
 
-    def _load(self, path: Path, rebuild: Callable[[bytes], Any]) -> Any:
+    def _load_file(self, path: Path, rebuild: Callable[[bytes], Any]) -> Any:
         if not path.is_file():
             return None
         try:
             blob = path.read_bytes()
             tag, checksum, payload = blob[:16], blob[16:48], blob[48:]
-            if tag != _TAG or hashlib.sha256(payload).digest() != checksum:
+            if tag != _ENTRY_TAG or hashlib.sha256(payload).digest() != checksum:
                 raise ValueError("damaged")
             return rebuild(payload)
         except (  # LLVM's errors are RuntimeError
             OSError, ValueError, TypeError, EOFError, AttributeError, ImportError, RuntimeError, pickle.UnpicklingError
         ) as e:  # fmt: skip
-            note("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
+            note_fallback("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
             return None
 
     def write(self, payload: bytes) -> None:
         """Write an entry whole or not at all."""
-        path = self._path()
+        path = self._find_path()
         if path is None:
-            note_and_warn_once("cache", f"no home folder: kernels are compiled in every process; {_REMEDY}")
+            note_and_warn_once("cache", f"no home folder: kernels are compiled in every process; {_FOLDER_REMEDY}")
             return
         temporary = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".part")
             with os.fdopen(handle, "wb") as file:
-                file.write(_TAG + hashlib.sha256(payload).digest() + payload)
+                file.write(_ENTRY_TAG + hashlib.sha256(payload).digest() + payload)
             os.replace(temporary, path)
             statistics.update(written=1, bytes=len(payload))
         except OSError as e:
@@ -93,12 +93,12 @@ class CacheEntry:
             note_and_warn_once(
                 "cache",
                 f"kernel cache {path.parent} cannot be written ({e.strerror}): kernels are compiled in every process; "
-                f"{_REMEDY}",
+                f"{_FOLDER_REMEDY}",
             )
 
-    def _path(self) -> Path | None:
+    def _find_path(self) -> Path | None:
         folder = cache_folder()
-        machine = (*self._compilers, processor(), source_digest(*_GENERATORS))
+        machine = (*self._compilers, processor(), source_digest(*_GENERATOR_SOURCES))
         key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
         return None if folder is None else folder / f"{self._name}-{key}.kernel"
 

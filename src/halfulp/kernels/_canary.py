@@ -18,7 +18,7 @@ class KernelMismatchError(RuntimeError):
 
 
 # The kernels that were compared in this process.
-_compared: set[Hashable] = set()
+_compared_kernels: set[Hashable] = set()
 
 
 def check_bits(
@@ -35,9 +35,9 @@ def check_bits(
         reference: the same in plain torch.
         key: of the kernel, which is compared once in a process; without one at every call.
     """
-    if key in _compared:
+    if key in _compared_kernels:
         return
-    with undisturbed():
+    with disable_callers_modes():
         pairs = list(zip(fast(), reference(), strict=True))
         wrong = [position for position, (a, b) in enumerate(pairs) if not same_bits(a, b)]
     for position in wrong:
@@ -47,11 +47,11 @@ def check_bits(
             f"persists, set HALFULP_ENGINE=reference and report it; {ENVIRONMENT}"
         )
     if key is not None:
-        _compared.add(key)
+        _compared_kernels.add(key)
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def disable_callers_modes() -> Iterator[None]:
     """Return a context without the caller's dispatch modes (FakeTensorMode, emulation), autograd and flush-to-zero."""
     with _disable_current_modes(), torch.no_grad(), keeping_subnormals():
         yield

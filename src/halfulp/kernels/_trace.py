@@ -21,15 +21,21 @@ from ._devices import float32_root, in_float64
 
 Network = TypeVar("Network", bound=Callable[..., list[Any]])
 
-MANTISSA = {torch.float32: 23, torch.float64: 52}
-_BIAS = {torch.float32: 127, torch.float64: 1023}
-_WORD = {torch.float32: torch.int32, torch.float64: torch.int64}
-_REAL = {torch.float32: "f32", torch.float64: "f64"}
+MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
+_EXPONENT_BIAS = {torch.float32: 127, torch.float64: 1023}
+_WORD_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
+_REAL_KINDS = {torch.float32: "f32", torch.float64: "f64"}
 Number = float | np.number
-_KINDS: dict[type, str] = {np.float32: "f32", np.float64: "f64", np.uint32: "w32", np.uint64: "w64", np.int64: "w64"}
+_NUMPY_KINDS: dict[type, str] = {
+    np.float32: "f32",
+    np.float64: "f64",
+    np.uint32: "w32",
+    np.uint64: "w64",
+    np.int64: "w64",
+}
 _COMPARISONS = ("lt", "gt", "le", "ge", "eq", "ne")
-COPIES = 4  # of counters that neighbours take turns at
-_SHORT = 60  # instructions up to which a network is better written out than called
+COUNTER_COPIES = 4  # of counters that neighbours take turns at
+_INLINED_INSTRUCTIONS = 60  # instructions up to which a network is better written out than called
 
 
 class Trace:
@@ -51,7 +57,7 @@ class Trace:
         self.lines: list[tuple[str, tuple[int, ...], Any]] = []
         self.kinds: list[str] = []
         self.tables: list[tuple[float, ...]] = []
-        self.functions: list[Piece] = []
+        self.functions: list[RecordedFunction] = []
         self.stores: dict[tuple[int, int, bool], int] = {}
         self.sums: list[tuple[str, int]] = []
         self.deposits: list[tuple[int, int, int, int]] = []
@@ -85,7 +91,7 @@ class Trace:
             TypeError: operands of two kinds.
         """
         kind = self.kind_of(a, b)
-        kinds = {x.kind if isinstance(x, Traced) else _KINDS.get(type(x), kind) for x in (a, b)}
+        kinds = {x.kind if isinstance(x, Traced) else _NUMPY_KINDS.get(type(x), kind) for x in (a, b)}
         if len(kinds) > 1:
             raise TypeError(
                 f"{operation} of {' and '.join(sorted(kinds))} in a device function, whose operands are of one kind: "
@@ -99,8 +105,8 @@ class Trace:
     def kind_of(self, *operands: Traced | Number) -> str:
         """Return the kind of the first traced value, or else of the first typed number, or else the trace's reals."""
         traced = [x.kind for x in operands if isinstance(x, Traced)]
-        typed = [_KINDS[type(x)] for x in operands if type(x) in _KINDS]
-        return (traced or typed or [_REAL[self.dtype]])[0]
+        typed = [_NUMPY_KINDS[type(x)] for x in operands if type(x) in _NUMPY_KINDS]
+        return (traced or typed or [_REAL_KINDS[self.dtype]])[0]
 
     def load(self, bits: int, address: Traced, index: Traced) -> Traced:
         """Load an array's element, or its block's one, as a word: the value stored before, if there was a store.
@@ -158,16 +164,16 @@ class Trace:
 
         Arguments that are no lists belong to the function; the same value given twice is one input of it.
         """
-        real = _REAL[self.dtype]
+        real = _REAL_KINDS[self.dtype]
         numbers = [[self._number(x, real) for x in a] if isinstance(a, list) else a for a in arguments]
         distinct = list(dict.fromkeys(k for a in numbers if isinstance(a, list) for k in a))
         shape = tuple(tuple(map(distinct.index, a)) if isinstance(a, list) else a for a in numbers)
         if (function, shape) not in self._function_numbers:
             self._function_numbers[function, shape] = len(self.functions)
-            self.functions.append(_piece(function, shape, self.dtype, len(distinct)))
+            self.functions.append(_record_called_function(function, shape, self.dtype, len(distinct)))
         place = self._function_numbers[function, shape]
         piece = self.functions[place]
-        if len(piece.trace.lines) <= _SHORT:
+        if len(piece.trace.lines) <= _INLINED_INSTRUCTIONS:
             return function(*arguments)
         made = self.emit("call", [Traced(self, k) for k in distinct], place)
         return [self.emit("part", (made,), k) for k in range(len(piece.results))]
@@ -187,13 +193,13 @@ class Trace:
             return x.number
         if kind[0] == "w":
             return self.emit("word", (), (int(x), int(kind[1:])), kind).number
-        other = kind if kind != _REAL[self.dtype] else None  # reals of the trace's own dtype are plain constants
+        other = kind if kind != _REAL_KINDS[self.dtype] else None  # reals of the trace's own dtype are plain constants
         extra = float(x).hex() if other is None else (float(x).hex(), other)
         return self.emit("constant", (), extra, kind).number
 
 
 @dataclass(frozen=True)
-class Piece:
+class RecordedFunction:
     """A function of the trace: its own trace, and which instructions are its results."""
 
     trace: Trace
@@ -201,15 +207,15 @@ class Piece:
 
 
 @functools.cache
-def _piece(function: Callable, shape: tuple, dtype: torch.dtype, inputs: int) -> Piece:
+def _record_called_function(function: Callable, shape: tuple, dtype: torch.dtype, inputs: int) -> RecordedFunction:
     def on_lists(*values):
         return function(*([values[k] for k in a] if isinstance(a, tuple) else a for a in shape))
 
-    trace, results = record(on_lists, dtype, inputs)
-    return Piece(trace, tuple(x.number for x in results))
+    trace, results = record_function(on_lists, dtype, inputs)
+    return RecordedFunction(trace, tuple(x.number for x in results))
 
 
-def shared(network: Network) -> Network:
+def shared_network(network: Network) -> Network:
     """Return a network, (lists of values and constants) -> a list of values, that large kernels hold once and call."""
 
     @functools.wraps(network)
@@ -222,7 +228,7 @@ def shared(network: Network) -> Network:
     return cast("Network", run)
 
 
-def _on_either_side(operation: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+def _make_operator_methods(operation: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
     """Return the methods of an operation whose first operand, or second one, is traced."""
     return (lambda own, other: own.trace.binary(operation, own, other)), (
         lambda own, other: own.trace.binary(operation, other, own)
@@ -249,12 +255,12 @@ class Traced:
     def __bool__(self) -> bool:
         raise TypeError("a device function has no branches: write select(condition, a, b), and & | ~ for and, or, not")
 
-    __add__, __radd__ = _on_either_side("add")
-    __sub__, __rsub__ = _on_either_side("sub")
-    __mul__, __rmul__ = _on_either_side("mul")
-    __truediv__, __rtruediv__ = _on_either_side("div")
-    __lt__, __gt__, __le__, __ge__ = (_on_either_side(name)[0] for name in ("lt", "gt", "le", "ge"))
-    __eq__, __ne__ = (_on_either_side(name)[0] for name in ("eq", "ne"))
+    __add__, __radd__ = _make_operator_methods("add")
+    __sub__, __rsub__ = _make_operator_methods("sub")
+    __mul__, __rmul__ = _make_operator_methods("mul")
+    __truediv__, __rtruediv__ = _make_operator_methods("div")
+    __lt__, __gt__, __le__, __ge__ = (_make_operator_methods(name)[0] for name in ("lt", "gt", "le", "ge"))
+    __eq__, __ne__ = (_make_operator_methods(name)[0] for name in ("eq", "ne"))
     __hash__ = object.__hash__
 
     def __pow__(self, other):
@@ -326,8 +332,8 @@ def power_below(x):
     """2^floor(log2 |x|) for a normal x; 0 for zeros and subnormals, infinity for infinities and NaNs."""
     if isinstance(x, Traced):
         return x.trace.emit("power_below", (x,))
-    mantissa, word = MANTISSA[x.dtype], _WORD[x.dtype]
-    mask = (2 * _BIAS[x.dtype] + 1) << mantissa
+    mantissa, word = MANTISSA_BITS[x.dtype], _WORD_DTYPES[x.dtype]
+    mask = (2 * _EXPONENT_BIAS[x.dtype] + 1) << mantissa
     return (x.contiguous().view(word) & mask).view(x.dtype)
 
 
@@ -335,17 +341,17 @@ def exponent(x):
     """floor(log2 |x|) for a normal x, as a real number."""
     if isinstance(x, Traced):
         return x.trace.emit("exponent", (x,))
-    mantissa, word = MANTISSA[x.dtype], _WORD[x.dtype]
-    biased = (x.contiguous().view(word) >> mantissa) & (2 * _BIAS[x.dtype] + 1)
-    return (biased - _BIAS[x.dtype]).to(x.dtype)
+    mantissa, word = MANTISSA_BITS[x.dtype], _WORD_DTYPES[x.dtype]
+    biased = (x.contiguous().view(word) >> mantissa) & (2 * _EXPONENT_BIAS[x.dtype] + 1)
+    return (biased - _EXPONENT_BIAS[x.dtype]).to(x.dtype)
 
 
 def power(k):
     """2^k for an integer k in the range of normal numbers."""
     if isinstance(k, Traced):
         return k.trace.emit("power", (k,))
-    mantissa, word = MANTISSA[k.dtype], _WORD[k.dtype]
-    return ((k.nan_to_num(0.0).to(word) + _BIAS[k.dtype]) << mantissa).view(k.dtype)
+    mantissa, word = MANTISSA_BITS[k.dtype], _WORD_DTYPES[k.dtype]
+    return ((k.nan_to_num(0.0).to(word) + _EXPONENT_BIAS[k.dtype]) << mantissa).view(k.dtype)
 
 
 def gather(table: tuple[float, ...], index):
@@ -371,7 +377,7 @@ def is_finite(x: Any) -> Any:
     return (x - x) == 0.0
 
 
-def record(function: Callable, dtype: torch.dtype, inputs: int) -> tuple[Trace, list[Traced]]:
+def record_function(function: Callable, dtype: torch.dtype, inputs: int) -> tuple[Trace, list[Traced]]:
     """Record what a function of `inputs` values of a dtype computes; return the trace and the results."""
     trace = Trace(dtype)
     values = [trace.emit("input", (), k) for k in range(inputs)]
@@ -385,15 +391,15 @@ def _product_error(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor) -> torch.T
     (fa, ka), (fb, kb) = torch.frexp(a), torch.frexp(b)
     k = (ka + kb).to(a.dtype)
     high = fa * fb
-    a1, a2 = _halves(fa)
-    b1, b2 = _halves(fb)
+    a1, a2 = _split_float64(fa)
+    b1, b2 = _split_float64(fb)
     low = ((a1 * b1 - high) + a1 * b2 + a2 * b1) + a2 * b2
     # Where p is subnormal it left out more than the product of the mantissas did.
     error = times_power((high - times_power(p, -k)) + low, k)
     return torch.where(is_finite(p), error, p - p)
 
 
-def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_float64(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split a float64 into 26 and 27 bits (Veltkamp)."""
     t = x * 134217729.0
     high = t - (t - x)
@@ -402,13 +408,13 @@ def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def times_power(x, k):
     """x 2^k for an integer k, rounded once, for |x| not near the ends of the range or k beyond all of it."""
-    reach = 1000.0 if trace_is_wide(x) else 120.0
+    reach = 1000.0 if is_float64(x) else 120.0
     first = select(k > reach, reach, select(k < -reach, -reach, k))
     rest = k - first
     rest = select(rest > reach, reach, select(rest < -reach, -reach, rest))
     return (x * power(first)) * power(rest)
 
 
-def trace_is_wide(x) -> bool:
+def is_float64(x) -> bool:
     """Return whether a value is computed in float64."""
     return (x.trace.dtype if isinstance(x, Traced) else x.dtype) == torch.float64

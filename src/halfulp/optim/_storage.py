@@ -36,7 +36,7 @@ from ..kernels._operations import (
     to_word,
     word,
 )
-from ..kernels._trace import Piece
+from ..kernels._trace import RecordedFunction
 from ..rounding._device_functions import (
     BEYOND_HALF,
     E4M3FN,
@@ -172,10 +172,10 @@ def random_words_of(random: torch.Tensor | None, random_bits: int) -> torch.Tens
 
 
 @functools.cache
-def _decoder(store: Store) -> Piece:
+def _decoder(store: Store) -> RecordedFunction:
     element = Recording(1)
     found = bound(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
-    return Piece(element.trace, (found.number,))
+    return RecordedFunction(element.trace, (found.number,))
 
 
 @functools.cache

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from ..formats import BlockFormat
-from ..kernels import address, check_bits, note, run_chunks, run_on_tensors
+from ..kernels import address, check_bits, note_fallback, run_chunks, run_on_tensors
 from ..kernels._device_function import Recording, Table, bound
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, divide, real, select, shl, shr, sub, word
-from ..kernels._trace import Piece, block_largest
+from ..kernels._trace import RecordedFunction, block_largest
 from ..kernels.triton._launch import TensorKernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
@@ -442,11 +442,13 @@ def _layout(dtype: torch.dtype) -> Layout:
 
 
 @cache
-def _record_block_scale(kind: Kind, width: int) -> Piece:
+def _record_block_scale(kind: Kind, width: int) -> RecordedFunction:
     """Return the device function that makes a scale of a block's largest magnitude."""
     element = Recording(0, 2 * COUNT + len(BlockWords._fields), f"w{width}")
     word = element.given("word", f"w{width}")
-    return Piece(element.trace, (bound(block_scale, bound_names(kind))(word, *words_in(element.constants)).number,))
+    return RecordedFunction(
+        element.trace, (bound(block_scale, bound_names(kind))(word, *words_in(element.constants)).number,)
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -495,9 +497,9 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
     layout, engine = layout_of(x.dtype, target), engine_for(x)
     if engine == "reference" or layout is None or target.block > _MOST_BLOCK:
         if target.block > _MOST_BLOCK:
-            note("blocks", f"blocks of more than {_MOST_BLOCK} elements are rounded by the reference")
+            note_fallback("blocks", f"blocks of more than {_MOST_BLOCK} elements are rounded by the reference")
         elif layout is None:
-            note("blocks", f"{x.dtype} with scales that are not powers of two is rounded by the reference")
+            note_fallback("blocks", f"{x.dtype} with scales that are not powers of two is rounded by the reference")
         out.copy_(blocks_by_reference(x, target, key))
         return
     # The processor's kernels store 16-bit numbers without rounding.

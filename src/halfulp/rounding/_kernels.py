@@ -11,22 +11,22 @@ import numpy as np
 import torch
 
 from ..kernels import (
-    SERIAL_BELOW,
+    SERIAL_ELEMENTS,
     IndexMap,
     address,
     check_bits,
-    chunks,
+    cut_into_chunks,
     keeping_subnormals,
     require_same_bits,
     run_chunks,
     run_on_tensors,
     select_engine,
 )
-from ..kernels._device_function import ALIGNMENT, STREAM, Recording, Table, bound
-from ..kernels._engine import reference_in_this_thread
+from ..kernels._device_function import STREAM_ALIGNMENT, STREAM_INPUTS, Recording, Table, bound
+from ..kernels._engine import use_reference_in_thread
 from ..kernels._operations import load32, load64, store32, store64
-from ..kernels._threads import flushes
-from ..kernels.triton._launch import VECTOR, TensorKernel, fixed_memory, is_aligned, ready
+from ..kernels._threads import flushes_subnormals
+from ..kernels.triton._launch import VECTOR_BYTES, TensorKernel, copy_with_alignment, find_checked_kernel, is_aligned
 from ..kernels.vector._machine_function import Kernel, address_of
 from ..kernels.vector._table_loop import compile_row
 from . import _device_functions as p
@@ -143,7 +143,7 @@ def run_reference(
         key: of the random words; None where none are drawn.
         index: int64 tensor of x's shape, which numbers the elements under the key.
     """
-    drawn = {} if key is None else dict(zip(STREAM, stream_of(key, index)))
+    drawn = {} if key is None else dict(zip(STREAM_INPUTS, stream_of(key, index)))
     out = torch.empty_like(x)
     run_on_tensors(table.trace, [x, out], inputs_of(words) | drawn, block=table.block)
     return out
@@ -213,12 +213,14 @@ def round_by_triton(
     aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(row_length(x))
 
     def on_fixed(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
-        here, there = (fixed_memory(fixed(aligned, ragged), device, aligned) for _ in range(2))
+        here, there = (copy_with_alignment(fixed(aligned, ragged), device, aligned) for _ in range(2))
         plan.round(here, FIXED_KEY, there, aligned)
         return [there.cpu()]
 
     key_of_use = "quantize", *plan.kind, aligned, ragged
-    found = ready(key_of_use, plan.name, x.device, lambda: plan, on_fixed, lambda: [reference(fixed(aligned, ragged))])
+    found = find_checked_kernel(
+        key_of_use, plan.name, x.device, lambda: plan, on_fixed, lambda: [reference(fixed(aligned, ragged))]
+    )
     if found is None:
         return False
     plan.round(x, key, out, aligned)
@@ -237,7 +239,7 @@ def plan_for(dtype: torch.dtype, target: Target) -> TritonPlan:
 def _round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
     def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
         elements = fixed_elements(x.dtype)
-        return elements[: elements.numel() // VECTOR * VECTOR] if aligned else elements
+        return elements[: elements.numel() // VECTOR_BYTES * VECTOR_BYTES] if aligned else elements
 
     plan = plan_for(x.dtype, target)
     return round_by_triton(plan, x, key, out, fixed, lambda elements: by_reference(elements, target, FIXED_KEY))
@@ -260,7 +262,7 @@ def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.
     def rounded(device: torch.device) -> list[torch.Tensor]:
         elements = fixed_elements(x.dtype).to(device)
         out = torch.empty_like(elements)
-        with reference_in_this_thread():  # what is asked is whether plain torch rounds there as here
+        with use_reference_in_thread():  # what is asked is whether plain torch rounds there as here
             round_into(elements, out)
         return [out.cpu()]
 
@@ -330,11 +332,11 @@ def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams
 
 def round_memory(plan: Plan, source: int, goal: int, count: int, key: int) -> None:
     """Round so many elements from one address to another."""
-    if count * plan.size >= STREAMED and goal != source and goal % ALIGNMENT == 0:
+    if count * plan.size >= STREAMED and goal != source and goal % STREAM_ALIGNMENT == 0:
         plan = prepare(plan.target, plan.dtype, True)
     number, lengths, table = _table(count)
     kernel, key = plan.kernel, key - (key >> 63 << 64)
-    if (count < SERIAL_BELOW or torch.get_num_threads() == 1) and not flushes():
+    if (count < SERIAL_ELEMENTS or torch.get_num_threads() == 1) and not flushes_subnormals():
         kernel.run(kernel.pack(0, number, table, plan.at, 0, key, source, goal))
     else:
         run_chunks(kernel, lengths, table, plan.at, 0, key, source, goal)
@@ -349,7 +351,7 @@ def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
 @lru_cache(maxsize=256)
 def _table(numel: int) -> tuple[int, np.ndarray, int]:
     """Return the number of chunks, their lengths, a view of their table, and the table's address."""
-    table = chunks(IndexMap.whole((numel,)), 0)
+    table = cut_into_chunks(IndexMap.whole((numel,)), 0)
     return len(table), table[:, 2], address_of(table)
 
 

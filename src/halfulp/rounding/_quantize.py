@@ -11,7 +11,7 @@ import torch
 from ..formats import BlockFormat, Format, block_names, get, get_block
 from ..kernels import constant_result, define_operator, plain_address, untraced
 from ..kernels._engine import allows_machine_code, choose_engine
-from ..kernels._plain_memory import is_dense, is_watched, refuse
+from ..kernels._plain_memory import is_dense, is_watched, refuse_tensor
 from ._blocks import BlockTarget, make_block_target, round_blocks_into
 from ._kernels import Plan, collide, increment_version, is_widened, note_write, prepare, round_memory, run
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
@@ -239,7 +239,7 @@ def check_tensor(x: torch.Tensor) -> None:
         raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
     # A graph may not ask for a layout inside of a backward; what it calls as it runs has no sparse tensors.
     if not torch.compiler.is_compiling() and (x.layout is not torch.strided or x.is_nested):
-        refuse(x, "x")
+        refuse_tensor(x, "x")
     if x.dtype not in DTYPES:
         if x.dtype.is_complex:
             remedy = "round the parts: torch.view_as_real(x)"

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kernels._device_function import record_words
+from ..kernels._device_function import record_word_function
 from ..kernels._operations import Word, add, bit_xor, high_word, low_word, mul, shr
-from ..kernels._tensor_writer import as_signed, run_on_tensors
-from ..kernels._trace import Piece
+from ..kernels._tensor_writer import run_on_tensors, to_signed_integer
+from ..kernels._trace import RecordedFunction
 
 WEYL = np.uint32(0x9E3779B9)
 FIRST = np.uint32(0x21F0AAAD)
@@ -89,9 +89,9 @@ def stream_start(key_low: Word, key_high: Word, index: Word) -> tuple[Word, Word
 
 
 @functools.cache
-def recorded_start() -> Piece:
+def recorded_start() -> RecordedFunction:
     """Return `stream_start` as a table of pointers takes it."""
-    return record_words(stream_start, "w32", "w32", "w64")
+    return record_word_function(stream_start, "w32", "w32", "w64")
 
 
 def hashed(counter: Word, own: Word) -> Word:
@@ -128,11 +128,11 @@ def stream_of(key: int, index: torch.Tensor) -> list[torch.Tensor]:
     return _draw_at_elements(recorded_start(), key, index)
 
 
-def _draw_at_elements(piece: Piece, key: int, index: torch.Tensor) -> list[torch.Tensor]:
-    halves = (as_signed(key & 0xFFFFFFFF, 32), as_signed(key >> 32, 32))
+def _draw_at_elements(piece: RecordedFunction, key: int, index: torch.Tensor) -> list[torch.Tensor]:
+    halves = (to_signed_integer(key & 0xFFFFFFFF, 32), to_signed_integer(key >> 32, 32))
     return run_on_tensors(piece.trace, (), dict(enumerate((*halves, index))), piece.results)[0]
 
 
 @functools.cache
-def _recorded_draw() -> Piece:
-    return record_words(lambda low, high, index: draw(*stream_start(low, high, index)), "w32", "w32", "w64")
+def _recorded_draw() -> RecordedFunction:
+    return record_word_function(lambda low, high, index: draw(*stream_start(low, high, index)), "w32", "w32", "w64")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels import under_transform
+from ..kernels import is_under_transform
 from ._modes import Nearest, Rounding, Stochastic, get_rounding
 from ._quantize import AnyFormat, check_format, check_tensor, quantize
 from ._random_bits import mix64
@@ -56,7 +56,7 @@ class _Transformed(_StraightThrough):
 
 
 def _function() -> Callable[..., torch.Tensor]:
-    chosen: type[torch.autograd.Function] = _Transformed if under_transform() else _StraightThrough
+    chosen: type[torch.autograd.Function] = _Transformed if is_under_transform() else _StraightThrough
     return chosen.apply
 
 

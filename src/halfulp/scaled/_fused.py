@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import power_below, record, round_to_float32, run_on_tensors, select, select_engine, sqrt
+from ..kernels import power_below, record_function, round_to_float32, run_on_tensors, select, select_engine, sqrt
 from ..kernels._operations import bit_and, bit_or, real, word
 from ..kernels._plain_memory import is_dense
 from ..kernels._trace import Trace
-from ..kernels.triton._launch import on_device, ready
-from ..kernels.triton._writer import OPTIONS, function_sources, load_module, module_source
+from ..kernels.triton._launch import find_checked_kernel, on_device
+from ..kernels.triton._writer import COMPILE_OPTIONS, function_sources, load_module, module_source
 from ..rounding._device_functions import E4M3FN, E5M2, bfloat16_code, bfloat16_word, float16_code, float16_word
 from . import _powers_of_two as _powers
 
@@ -215,7 +215,7 @@ class Traces(NamedTuple):
 def traces_of(kernel: Kernel) -> Traces:
     """Return a kernel's device functions, recorded."""
     scales, numbers, kept = kernel.counts
-    wide, found = record(lambda *x: kernel.scales(x[:scales], *x[scales:]), torch.float64, scales + numbers)
+    wide, found = record_function(lambda *x: kernel.scales(x[:scales], *x[scales:]), torch.float64, scales + numbers)
     element = Trace(torch.float32)
     codes: tuple[int, ...] = ()
     if kernel.element is not None:
@@ -316,7 +316,7 @@ def level_traces(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tup
     """Return the traces that measure an element of a payload, and that turn the whole into a scale."""
     element = Trace(torch.float32)
     measured = measure_element(CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
-    wide, made = record(level_of, torch.float64, 5)
+    wide, made = record_function(level_of, torch.float64, 5)
     return element, tuple(x.number for x in measured), wide, tuple(x.number for x in made)
 
 
@@ -453,8 +453,8 @@ def level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
         parts = torch.empty(3 * programs, dtype=torch.float64, device=y.device)
         out = torch.empty((), dtype=torch.float32, device=y.device)
         loops = -(-blocks // programs)
-        kernels["measure"][(programs,)](_bytes(y), parts, y.numel(), programs, loops, BLOCK, **OPTIONS)
-        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, PARTS, **OPTIONS)
+        kernels["measure"][(programs,)](_bytes(y), parts, y.numel(), programs, loops, BLOCK, **COMPILE_OPTIONS)
+        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, PARTS, **COMPILE_OPTIONS)
         return [out]
 
     def by_torch(y: Tensor) -> list[Tensor]:
@@ -487,13 +487,13 @@ def _run_kernel(
         held, scales = [_dense(x) for x in given[: len(payloads)]], given[len(payloads) :]
         made = [torch.empty((), dtype=torch.float32, device=given[0].device) for _ in range(kernel.counts[2])]
         if not held:
-            module["kernel"][(1,)](*scales, *made, *numbers, **OPTIONS)
+            module["kernel"][(1,)](*scales, *made, *numbers, **COMPILE_OPTIONS)
             return made
         out = torch.empty_like(held[0], dtype=kernel.written)
         count, period = held[0].numel(), held[-1].numel()
         grid = (max(1, -(-count // BLOCK)),)
         arrays = map(_bytes, (*held, out))
-        module["kernel"][grid](*arrays, count, period, *scales, *made, *numbers, same, BLOCK, **OPTIONS)
+        module["kernel"][grid](*arrays, count, period, *scales, *made, *numbers, same, BLOCK, **COMPILE_OPTIONS)
         return [out, *made]
 
     def by_torch(*given: Tensor) -> list[Tensor]:
@@ -521,7 +521,7 @@ def _run(
         with on_device(device):
             return [x.cpu() for x in run(*(x.to(device) for x in _make_self_test_inputs(payloads, len(scales))))]
 
-    module = ready(
+    module = find_checked_kernel(
         key,
         f"{key[0]} of scaled tensors",
         device,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..kernels import define_operator, under_transform, untraced
+from ..kernels import define_operator, is_under_transform, untraced
 from ..subclass import recorded
 from ..subclass.models._conversion import matcher, remove_hooks
 from . import _fused as fused
@@ -66,7 +66,7 @@ def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
     if by not in STATISTICS:
         raise ValueError(f"by={by!r}: allowed are {', '.join(STATISTICS)}")
     check_side(side)
-    chosen: type[torch.autograd.Function] = _Transformed if under_transform() else _Rescale
+    chosen: type[torch.autograd.Function] = _Transformed if is_under_transform() else _Rescale
     apply: Callable[..., Tensor] = chosen.apply
     return apply(x, by, side) if isinstance(x, ScaledTensor) else x
 

@@ -8,7 +8,7 @@ import torch
 from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic._functions import DIVISIONS, NETWORKS, STEP
 from halfulp.arithmetic._pointwise import Call
-from halfulp.kernels import engine, record, same_bits
+from halfulp.kernels import engine, record_function, same_bits
 
 
 def pair(*shape, dtype=torch.float32):
@@ -109,7 +109,7 @@ def test_a_compiler_sees_few_instructions(name):
     """Ten thousand take about a second to compile; erf of four components has a hundred thousand to run."""
     counts = (8, 4) if name == STEP else (4, 8, 4) if name in DIVISIONS else (4,) * NETWORKS[name].operands
     call = Call(name, tuple((torch.float64, count) for count in counts), 9 if name == STEP else 4, torch.float64)
-    assert _to_compile(record(call.evaluate, torch.float64, sum(counts))[0], set()) < 15_000
+    assert _to_compile(record_function(call.evaluate, torch.float64, sum(counts))[0], set()) < 15_000
 
 
 def test_refusals_say_what_is_allowed():

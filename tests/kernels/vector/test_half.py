@@ -2,13 +2,13 @@
 
 import torch
 
-from halfulp.kernels import compile_trace, record
+from halfulp.kernels import compile_trace, record_function
 
 from .rows import run_rows
 
 
 def _through(x, into):
-    trace, results = record(lambda value: [value], torch.float32, 1)
+    trace, results = record_function(lambda value: [value], torch.float32, 1)
     kernel = compile_trace("test", trace, [r.number for r in results], [x.dtype], [into])
     y = torch.empty(len(x), dtype=into)
     run_rows(kernel, len(x), [x], [(len(x), 1)], [y])

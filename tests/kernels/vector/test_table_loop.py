@@ -8,7 +8,7 @@ import torch
 
 from halfulp.kernels import Trace, same_bits
 from halfulp.kernels import _operations as o
-from halfulp.kernels._device_function import Table, bound, record_words
+from halfulp.kernels._device_function import Table, bound, record_word_function
 from halfulp.kernels._operations import (
     add,
     bit_and,
@@ -150,7 +150,7 @@ def test_constants_counters_and_sums(narrow, seed):
         trace.gather_sum("sum", trace.emit("to_float64", (value,), None, "f64"))
         trace.gather_sum("max", bit_and(word(value), np.uint32(0x7FFFFFFF)))
 
-    start = record_words(
+    start = record_word_function(
         lambda low, high, index: add(add(low, mul(high, np.uint32(3))), low_word(index)), *["w32"] * 2, "w64"
     )
     table = recorded(function, 3, constants=2, start=start, step=1)
@@ -185,7 +185,7 @@ def test_blocks_store_what_their_largest_says(block, seed):
         is_top = select(value == top, np.uint32(1), np.uint32(0))
         o.store8(bytes_, i, add(o.load8(bytes_, i), is_top))
 
-    start = record_words(lambda low, high, index: low_word(index), "w32", "w32", "w64")
+    start = record_word_function(lambda low, high, index: low_word(index), "w32", "w32", "w64")
     table = recorded(function, 4, start=start, step=1, block=block)
     rows, old = x.reshape(7, block).copy(), tops.copy()
     largest = rows.max(1, keepdims=True)

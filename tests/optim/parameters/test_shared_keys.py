@@ -16,7 +16,7 @@ TOLD = r"\(SGD, AdamW\) of unnamed parameters step in turn.*seed=0.*named_parame
 
 @pytest.fixture(autouse=True)
 def _untold(monkeypatch):
-    monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
+    monkeypatch.setattr(_engines, "_fallback_counts", type(_engines._fallback_counts)())
     monkeypatch.setattr(_random_identity._Last, "optimizer", None)
 
 

@@ -12,7 +12,7 @@ import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.kernels.triton import _launch
 from halfulp.kernels.triton._launch import TableKernel, TensorKernel
-from halfulp.kernels.triton._writer import OPTIONS, load_module
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_module
 from halfulp.optim._storage import PAYLOADS
 from halfulp.optim.step import _triton_kernel
 from halfulp.optim.step._run import amax_spec
@@ -185,11 +185,11 @@ def launches(count):
             for parameter in parameters:
                 parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
             if step == 2:
-                kernels = dict(_launch._kernels)
+                kernels = dict(_launch._checked_kernels)
                 for (key, device), kernel in kernels.items():
                     if not isinstance(kernel, TensorKernel):
                         name = "largest" if key.finds_amax else "step"
-                        _launch._kernels[key, device] = _Counted(kernel, launched, name)
+                        _launch._checked_kernels[key, device] = _Counted(kernel, launched, name)
                 TensorKernel.launch = _counted(TensorKernel.launch, launched, "choose")
                 TableKernel.__call__ = _counted(TableKernel.__call__, launched, "copy")
             with _Operators() if step == 2 else contextlib.nullcontext() as operators:
@@ -252,7 +252,7 @@ def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, c
     for kernel, types in kernels:
         whole = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types.values()) if kind[0] == "*"}
         source = triton.compiler.ASTSource(kernel, types, {(4,): True}, whole)
-        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS).asm["ptx"]
+        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=COMPILE_OPTIONS).asm["ptx"]
         lines = [[w for w in line.split() if w[0] != "@"] for line in ptx.splitlines() if line.startswith("\t")]
         found = [words[0] for words in lines if words]
         assert not inexact(found)

@@ -15,11 +15,11 @@ def processor() -> tuple[str, str, str]:
     Named "generic", it is any 64-bit processor of this kind that kernels run on, and has no further features but those
     that are given.
     """
-    return _processor(os.environ.get("HALFULP_CPU_NAME"), os.environ.get("HALFULP_CPU_FEATURES"))
+    return _describe_processor(os.environ.get("HALFULP_CPU_NAME"), os.environ.get("HALFULP_CPU_FEATURES"))
 
 
 @functools.cache
-def _processor(name: str | None, features: str | None) -> tuple[str, str, str]:
+def _describe_processor(name: str | None, features: str | None) -> tuple[str, str, str]:
     from llvmlite import binding
 
     # Versions that need it no longer raise an error.
@@ -28,11 +28,11 @@ def _processor(name: str | None, features: str | None) -> tuple[str, str, str]:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     if features is None:
-        features = _own_features() if name != "generic" else "+f16c" if _is_x86() else ""
+        features = _find_host_features() if name != "generic" else "+f16c" if _is_x86() else ""
     return binding.get_process_triple(), name or binding.get_host_cpu_name(), features
 
 
-def _own_features() -> str:
+def _find_host_features() -> str:
     from llvmlite import binding
 
     try:
@@ -43,7 +43,7 @@ def _own_features() -> str:
 
 
 @functools.cache
-def why_unknown() -> str:
+def explain_unsupported() -> str:
     """Return why llvmlite, which is installed, cannot compile for this machine; "" where it can."""
     try:
         from llvmlite import binding

@@ -18,11 +18,11 @@ from ... import formats
 from ..._messages import listed
 from ...formats import Format
 from ...kernels import (
-    CHUNK,
+    CHUNK_ELEMENTS,
     IndexMap,
     address,
     address_of,
-    chunks,
+    cut_into_chunks,
     plain,
     run_chunks,
     run_on_tensors,
@@ -31,8 +31,8 @@ from ...kernels import (
 )
 from ...kernels import _operations as o
 from ...kernels._device_function import Recording, Table
-from ...kernels._tensor_writer import as_signed
-from ...kernels._trace import COPIES
+from ...kernels._tensor_writer import to_signed_integer
+from ...kernels._trace import COUNTER_COPIES
 from ...kernels.vector._table_loop import compile_table
 from .._text import holds_numbers
 from ..checkpoints._files import Checkpoint, Stored, map_pages
@@ -272,13 +272,13 @@ def _word(dtype: torch.dtype, value: float) -> int:
 
 def _count_by_kernel(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
     kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
-    cut = chunks(IndexMap.whole((parts[0].numel(),)), 0)
+    cut = cut_into_chunks(IndexMap.whole((parts[0].numel(),)), 0)
     counted = _run(codes_table(*kinds), cut, parts, of_codes)
     whole = (counted[:, EQUAL] == cut[:, 2]) & (counted[:, SPECIAL] == 0) & (kinds[0] == kinds[1])
     found.counts[list(SIDES)] += counted[:, 2:].sum(0).astype(np.int64)
     found.counts[[SAME, FINITE]] += int(cut[whole, 2].sum())
     if (rest := cut[~whole]).size:
-        table = np.zeros((torch.get_num_threads(), COPIES, SLOTS), np.int64)
+        table = np.zeros((torch.get_num_threads(), COUNTER_COPIES, SLOTS), np.int64)
         changed = _run(record_changes_table(*kinds), rest, parts, of_changes, table)
         _add_changes(found, table.sum((0, 1)), changed[:, :-1].sum(0), float(changed[:, -1].max()))
 
@@ -298,7 +298,7 @@ def _run(table: Table, cut: np.ndarray, parts: list[Tensor], constants: list[int
     given = cut, pointers, np.zeros(groups, np.int64), words, np.zeros(0, np.int64), sums
     run_chunks(
         lambda first, last, *places: kernel(int(edges[first]), int(edges[last]), *places),
-        lengths * CHUNK,
+        lengths * CHUNK_ELEMENTS,
         *map(address_of, given),
         0,
     )
@@ -315,7 +315,7 @@ def _count_tensors(found: Differences, parts: list[Tensor], forms: tuple[Format,
     table = torch.zeros(1, SLOTS, dtype=torch.int64, device="cpu")
     sums = []
     for one, words in ((codes_table(*kinds), of_codes), (record_changes_table(*kinds), of_changes)):
-        inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(words)}
+        inputs = {("constant", k): to_signed_integer(word, 64) for k, word in enumerate(words)}
         sums.append(np.array(run_on_tensors(one.trace, [*parts, table], inputs)[1]))
     found.counts[list(SIDES)] += sums[0][2:].astype(np.int64)
     _add_changes(found, table[0].numpy(), sums[1][:-1], sums[1][-1])

@@ -26,14 +26,14 @@ from ...kernels import (
     address,
     address_of,
     check_bits,
+    disable_callers_modes,
     keeping_subnormals,
     plain,
     plain_address,
     select_engine,
-    undisturbed,
 )
-from ...kernels._device_function import CHUNK, Table
-from ...kernels._trace import COPIES
+from ...kernels._device_function import CHUNK_COLUMNS, Table
+from ...kernels._trace import COUNTER_COPIES
 from ...kernels.vector._machine_function import Kernel
 from ...kernels.vector._table_loop import compile_table
 from ...mctensor import MCTensor
@@ -295,7 +295,7 @@ class Totals:
         self.sums: np.ndarray = np.zeros(
             d.SINGLES + 3 * len(candidates.single) + BLOCK_COLUMNS * len(candidates.blocks)
         )
-        self.counters: np.ndarray = np.zeros((1, WIDE[1] + 1) if wide else (COPIES, NARROW[1] + 1), np.int64)
+        self.counters: np.ndarray = np.zeros((1, WIDE[1] + 1) if wide else (COUNTER_COPIES, NARROW[1] + 1), np.int64)
 
     @property
     def histogram(self) -> np.ndarray:
@@ -473,7 +473,7 @@ class Rows:
     """
 
     def __init__(self, columns: int) -> None:
-        self.chunks, self.pointers = np.zeros((ROWS, CHUNK), np.int64), np.zeros((ROWS, columns), np.int64)
+        self.chunks, self.pointers = np.zeros((ROWS, CHUNK_COLUMNS), np.int64), np.zeros((ROWS, columns), np.int64)
         self.chunks[:, 0] = _ROW_NUMBERS
 
     def set(self, lengths: Sequence[int], pointers: Sequence[tuple[int, ...]]) -> None:
@@ -504,7 +504,7 @@ class RowsKernel:
 
 
 @functools.cache
-@undisturbed()
+@disable_callers_modes()
 def check_kernels(dtype: torch.dtype) -> None:
     """Compare the kernels of a dtype with the reference, before their first use in a process."""
     candidates = Candidates(DEFAULT_FORMATS)

@@ -14,7 +14,7 @@ import torch
 from ...kernels import Trace, float32_root, run_on_tensors
 from ...kernels._device_function import Recording
 from ...kernels._operations import add, bit_and, load16, select, shr, sqrt, store16, sub, to_real, word
-from ...kernels._trace import Piece, block_largest
+from ...kernels._trace import RecordedFunction, block_largest
 from .._storage import (
     ABS,
     EXPONENT,
@@ -85,10 +85,10 @@ class TensorCodec:
 
 
 @functools.cache
-def _reader(codec: TensorCodec) -> Piece:
+def _reader(codec: TensorCodec) -> RecordedFunction:
     element = Recording(codec.columns)
     found = codec.load(element.arrays, element.index, element.block(), element.given("scale"))
-    return Piece(element.trace, (found.number,))
+    return RecordedFunction(element.trace, (found.number,))
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...kernels import chunk_table, has_own_memory, overlaps_itself, plain
-from ...kernels._plain_memory import refuse
+from ...kernels._plain_memory import refuse_tensor
 from ...kernels.vector._machine_function import address_of
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
@@ -466,7 +466,7 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
     dense = part.layout is torch.strided and not part.is_quantized and not part.is_nested
     if dense and type(part) in (torch.Tensor, torch.nn.Parameter):
         return
-    refuse(part, f"parameter {name}", "torch.optim's optimizers step what such a class allows")
+    refuse_tensor(part, f"parameter {name}", "torch.optim's optimizers step what such a class allows")
 
 
 def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
@@ -476,7 +476,7 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
     named += [(f"state {key!r} of parameter", tensor) for key, tensor in plan.tensors.items()]
     for what, tensor in named:
         if not has_own_memory(tensor) or (tensor.is_neg() and tensor.is_contiguous()):
-            refuse(tensor, f"{what} {plan.name}")
+            refuse_tensor(tensor, f"{what} {plan.name}")
         if tensor.device != gradient.device:
             raise ValueError(
                 f"{what} {plan.name} is on {tensor.device} and the gradient on {gradient.device}: move them to one "

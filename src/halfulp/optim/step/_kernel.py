@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels import IndexMap, Trace, Traced, record, run_on_tensors
-from ...kernels._device_function import STREAM, Recording, Table, bound, record_call
+from ...kernels import IndexMap, Trace, Traced, record_function, run_on_tensors
+from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bound, record_call
 from ...kernels._operations import bit_and, select, shr, sqrt
-from ...kernels._trace import Piece
+from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table
 from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start, stream_of
 from .._storage import F32
@@ -65,8 +65,8 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     """Return the instructions of one element.
 
     Inputs are the addresses of the table of pointers, the constants ("constant", k) and the place in the stream of
-    random words (`STREAM`); a metered step sums up updates wanted and cancelled, u^2 and u (realised change), one that
-    finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload` that of the
+    random words (`STREAM_INPUTS`). A metered step sums up updates wanted and cancelled, u^2 and u (realised change);
+    one that finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload` of the
     payload as read.
     """
     element = Recording(pointer_count(spec), len(spec.constants))
@@ -270,7 +270,7 @@ def reference_step(
     """
     drawn = {}
     if key is not None:
-        drawn = dict(zip(STREAM, stream_of(key, global_index(index_map, gradient.device))))
+        drawn = dict(zip(STREAM_INPUTS, stream_of(key, global_index(index_map, gradient.device))))
     found = _run(spec, parts, gradient, states, constants, drawn)
     return (found[0], found[1], found[2], found[3]) if spec.metered else None
 
@@ -302,10 +302,10 @@ def change_by_rule(
 
 
 @functools.lru_cache(64)
-def _recorded_rule(update: Callable, inputs: int) -> Piece:
-    trace, results = record(functools.partial(record_call, update), torch.float32, inputs)
+def _recorded_rule(update: Callable, inputs: int) -> RecordedFunction:
+    trace, results = record_function(functools.partial(record_call, update), torch.float32, inputs)
     as_values = [x if isinstance(x, Traced) else trace.emit("constant", (), float(x).hex(), "f32") for x in results]
-    return Piece(trace, tuple(x.number for x in as_values))
+    return RecordedFunction(trace, tuple(x.number for x in as_values))
 
 
 def _run(spec, parts, gradient, states, constants, drawn) -> list[float]:

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from ...kernels import (
-    CHUNK,
+    CHUNK_ELEMENTS,
     IndexMap,
     address,
     check_bits,
-    chunks,
+    cut_into_chunks,
     has_own_memory,
-    note,
+    note_fallback,
     plain,
     require_same_bits,
     run_chunks,
@@ -118,7 +118,7 @@ def _write(batch: Batch) -> None:
     if batch.engine == "triton" and not spec.scaled and _run_triton(batch):  # scaled ones have been tried
         return
     if device != "cpu":
-        note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
+        note_fallback("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
     keys = _keys(batch).tolist()
     for row, plan in enumerate(batch.plans):
         if not has_own_memory(batch.gradients[row]):  # freed, or not written out
@@ -278,7 +278,7 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
     kernel; without it the reference runs.
     """
     count = 2 * (spec.block or 32)
-    shape, index_map = torch.Size([count]), IndexMap((count,), (4 * CHUNK,), (CHUNK,), (1,))
+    shape, index_map = torch.Size([count]), IndexMap((count,), (4 * CHUNK_ELEMENTS,), (CHUNK_ELEMENTS,), (1,))
     ramp = torch.linspace(-1, 1, count, dtype=torch.float32, device="cpu")
     value, gradient = ramp * ramp * ramp, ramp * ramp.abs().sqrt() * 3e-2
     value[5::16] *= 2.0**-128
@@ -316,14 +316,14 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
             row = np.array([constants], np.float32)
             given = (spec, parts, gradient, states, constants)
             found = reference_amax(*given) if run is None else run(
-                chunks(index_map, 0), np.array([pointers], np.int64), row, keys
+                cut_into_chunks(index_map, 0), np.array([pointers], np.int64), row, keys
             ).max(0)[: len(record_step(spec).sums)]  # fmt: skip
             return [torch.tensor(found, dtype=torch.float32, device="cpu")]
         if run is None:
             reference_step(spec, parts, gradient, states, constants, (keys[0].tolist() or [None])[0], index_map)
         else:
             row = np.array([constants], np.float32).reshape(1, -1)
-            run(chunks(index_map, 0), np.array([pointers], np.int64), row, keys)
+            run(cut_into_chunks(index_map, 0), np.array([pointers], np.int64), row, keys)
     return [tensor.cpu() for tensor in (*parts, *(tensor for state in states for tensor in state))]
 
 

@@ -16,20 +16,20 @@ import numpy as np
 import torch
 
 from ...kernels import address, run_on_tensors
-from ...kernels._device_function import STREAM, Recording, Table
+from ...kernels._device_function import STREAM_INPUTS, Recording, Table
 from ...kernels._operations import load32, store32
 from ...kernels.triton._launch import (
-    PARTS,
-    TILE,
+    TILE_ELEMENTS,
+    TILES_PER_CHUNK,
     TableKernel,
     TensorKernel,
     chunk_lines,
-    line_lines,
+    element_lines,
+    find_checked_kernel,
     on_device,
-    ready,
     to_device,
 )
-from ...kernels.triton._writer import OPTIONS, element_source, load_module, module_source, piece_source
+from ...kernels.triton._writer import COMPILE_OPTIONS, element_source, load_module, module_source, word_function_source
 from ..parameters._step_spec import StepSpec, pointer_count, state_pointers
 from ._kernel import record_step, table
 from ._scales import scale_columns, scale_table
@@ -69,7 +69,7 @@ def triton_source(spec: StepSpec) -> str:
     (parameters, of the weight, of each scaled state, of the payload).
     """
     start = table(spec).start
-    functions = [] if start is None else [piece_source("start_stream", start)]
+    functions = [] if start is None else [word_function_source("start_stream", start)]
     recorded = record_step(spec, with_payload=spec.finds_amax)
     return module_source([*functions, element_source("element", recorded, _arguments(spec))], _kernel_text(spec))
 
@@ -78,7 +78,7 @@ def _arguments(spec: StepSpec) -> dict[object, str]:
     columns = Columns.of(spec)
     names: dict[object, str] = {j: f"a{j}" for j in range(columns.pointers)}
     names |= {("constant", k): f"constant{k}" for k in range(len(spec.constants))}
-    return names | ({name: name[0] for name in STREAM} if table(spec).start else {})
+    return names | ({name: name[0] for name in STREAM_INPUTS} if table(spec).start else {})
 
 
 def _kernel_text(spec: StepSpec) -> str:
@@ -101,7 +101,7 @@ def _kernel_text(spec: StepSpec) -> str:
         *chunk_lines(),
         f"row = parameters + r * {columns.count}",
         *reads,
-        *(_block_lines(spec.block) if spec.block else line_lines()),
+        *(_block_lines(spec.block) if spec.block else element_lines()),
         *draws,
         *(_largest(spec, call) if spec.finds_amax else _meter_lines(call) if spec.metered else [call]),
     ]
@@ -111,7 +111,7 @@ def _kernel_text(spec: StepSpec) -> str:
 
 
 def _block_lines(block: int) -> list[str]:
-    rows = TILE // block
+    rows = TILE_ELEMENTS // block
     return [
         f"row_of_tile = (part * {rows} + tl.arange(0, {rows})).to(tl.int64)",
         "blocks = row_of_tile[:, None]",
@@ -125,7 +125,7 @@ def _block_lines(block: int) -> list[str]:
 
 
 def _meter_lines(call: str) -> list[str]:
-    lines = [f"{', '.join(METER)} = {call}", f"to = meter + (c * {PARTS} + part) * {len(METER)}"]
+    lines = [f"{', '.join(METER)} = {call}", f"to = meter + (c * {TILES_PER_CHUNK} + part) * {len(METER)}"]
     return lines + [
         f"tl.store(to + {j}, tl.sum(tl.where(lanes, {name}, 0.0).to(tl.float64)))" for j, name in enumerate(METER)
     ]
@@ -288,7 +288,7 @@ def step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
 
     `trial(spec, run, device)` is what a step on fixed elements writes, by the reference without `run`.
     """
-    return ready(
+    return find_checked_kernel(
         spec,
         f"optimizer step {spec.name}",
         device,
@@ -304,7 +304,7 @@ def scaled_kernels(spec: StepSpec, amax: StepSpec, device: torch.device, trial: 
     if largest is None or step is None:
         return None
 
-    choose: TensorKernel | None = ready(
+    choose: TensorKernel | None = find_checked_kernel(
         (spec, "scales"),
         f"the scales of optimizer step {spec.name}",
         device,
@@ -396,14 +396,16 @@ def _run(
     if spec.finds_amax:
         meter = torch.zeros(count, largest_columns(spec), dtype=torch.int32, device=device)
     else:
-        meter = torch.zeros(chunks if spec.metered else 0, PARTS, len(METER), dtype=torch.float64, device=device)
-    parts = -(-int(held.chunks[:, 2].max(initial=0)) // TILE)
+        meter = torch.zeros(
+            chunks if spec.metered else 0, TILES_PER_CHUNK, len(METER), dtype=torch.float64, device=device
+        )
+    parts = -(-int(held.chunks[:, 2].max(initial=0)) // TILE_ELEMENTS)
     more = () if scales is None else (scales,)
     with on_device(device):
         for first, last, aligned in ((0, held.aligned, True), (held.aligned, chunks, False)):
             if first < last:
                 to = meter if spec.finds_amax else meter[first:]
-                kernel[last - first, parts](held.tensor[first:last], parameters, to, *more, aligned, **OPTIONS)
+                kernel[last - first, parts](held.tensor[first:last], parameters, to, *more, aligned, **COMPILE_OPTIONS)
     return meter
 
 

@@ -15,7 +15,7 @@ import torch
 from ..._names import enter, words_of
 from ...kernels import Trace, run_on_tensors
 from ...kernels._device_function import Recording, bound
-from ...kernels._trace import Piece
+from ...kernels._trace import RecordedFunction
 from .._storage import Store, canonical
 
 Parts = Sequence[torch.Tensor]
@@ -93,10 +93,10 @@ class WeightUpdate:
 
 
 @functools.cache
-def _reader(update: WeightUpdate, store: Store) -> Piece:
+def _reader(update: WeightUpdate, store: Store) -> RecordedFunction:
     element, names = Recording(4), update.bindings(store)
     read: Any = names["read_weight"]
-    return Piece(element.trace, (bound(read, names)(*element.arrays, element.index)[0].number,))
+    return RecordedFunction(element.trace, (bound(read, names)(*element.arrays, element.index)[0].number,))
 
 
 @functools.cache
