@@ -36,6 +36,7 @@ CASES = [
     ("Lion", {}, "stochastic", E5M2, FP32, E5M2),
     ("AdamW", {}, None, FP32, HALF, HALF),
 ]
+FACTORS = torch.linspace(-40, 40, 9)  # exponents of the steps of a random walk
 SHARES = 4
 THIS = "tests.optim.step.test_triton_scaled"
 WIDE = 16_384 + 600  # of two chunks
@@ -114,8 +115,8 @@ def compare(seed, device, share=0, shares=1):
             if wrong or not counted or here.keys() != there.keys() or _kept_scales(a) != _kept_scales(b):
                 found.append(f"{case}: {wrong} {counted=} {_kept_scales(a)} {_kept_scales(b)}")
         for update, dtype in PAIRS[share :: 4 * shares] if device == "cpu" else ():
-            broken, *walked = walk(update, dtype, 9, seed, "triton", steps=2)
-            _, *expected = walk(update, dtype, 9, seed, steps=2)
+            broken, *walked = walk(update, dtype, FACTORS, seed, "triton", steps=2)
+            _, *expected = walk(update, dtype, FACTORS, seed, steps=2)
             if broken or not all(same_bits(a, b) for x, y in zip(walked, expected) for a, b in zip(x, y)):
                 found.append(f"{update} {dtype} on its walk: {broken}")
     return found
