@@ -46,9 +46,9 @@ from ..rounding._device_functions import (
     REBIAS,
     SINGLE_NORMAL,
     THIRTEEN,
-    bfloat16_word,
-    float16_code,
-    float16_word,
+    encode_float16,
+    widen_bfloat16,
+    widen_float16,
 )
 from ..rounding._device_functions import E5M2 as E5M2_CODEC
 
@@ -110,7 +110,7 @@ class Store:
 
 def bf16_real(code):
     """Device function: the float32 of a bfloat16 code."""
-    return real(bfloat16_word(code))
+    return real(widen_bfloat16(code))
 
 
 def bf16_nearest(x, random):
@@ -136,12 +136,12 @@ def f32_exact(x, random):
 
 def fp16_real(code):
     """Device function: the float32 of a float16 code."""
-    return real(float16_word(code))
+    return real(widen_float16(code))
 
 
 def fp16_nearest(x, random):
     """Device function: the float16 code nearest to x, ties to even."""
-    return float16_code(word(x))
+    return encode_float16(word(x))
 
 
 def fp16_stochastic(x, random):

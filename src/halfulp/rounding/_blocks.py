@@ -20,37 +20,37 @@ from ..kernels._trace import RecordedFunction, block_largest
 from ..kernels.triton._launch import TensorKernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
-from ._device_functions import rounded
+from ._device_functions import round_word
 from ._kernels import (
     FIXED_KEY,
     TritonPlan,
     check_device,
-    collide,
-    container_pieces,
-    engine_for,
-    fixed_elements,
-    inputs_of,
-    mode_pieces,
+    choose_container_functions,
+    choose_mode_functions,
+    choose_rounding_engine,
+    find_row_length,
+    make_fixed_elements,
+    name_constants,
     note_write,
+    overlap_partly,
     round_by_triton,
-    row_length,
-    run_reference,
+    run_table_on_tensors,
 )
 from ._modes import Nearest, Rounding, Up
-from ._random_bits import WEYL, draw, recorded_start
+from ._random_bits import WEYL_STEP, draw_first_word, record_stream_start
 from ._target import (
-    COUNT,
     DOWN,
-    DTYPES,
+    ROUNDED_DTYPES,
     STOCHASTIC,
     UP,
     WORD32,
     WORD64,
-    Layout,
+    WORD_COUNT,
+    RoundingWords,
     Target,
-    Words,
-    constants,
-    layout_for,
+    WordLayout,
+    choose_layout,
+    make_constants,
     make_target,
 )
 
@@ -72,35 +72,35 @@ class BlockWords(NamedTuple):
     divisor: Any = 0
 
 
-SMALLEST_SCALE = np.float32(2.0**-126)
+SMALLEST_TENSOR_SCALE = np.float32(2.0**-126)
 
 
-def block_element(w, u, c, d, b):
+def round_block_element(w, u, c, d, b):
     """Device function: an element rounded over its block's scale, times the scale."""
     scale = scale_of(block_largest(bit_and(w, c.magnitude)), c, d, b)
-    return rounded_payload(w, u, inverse_of(scale, c, b), factor_of(scale, c, b), c)
+    return round_payload(w, u, inverse_of(scale, c, b), factor_of(scale, c, b), c)
 
 
-def block_scale(a, c, d, b):
+def compute_block_scale(a, c, d, b):
     """Device function: the scale of a block from its largest magnitude."""
     return factor_of(scale_of(a, c, d, b), c, b)
 
 
-def finite_largest(w, c):
+def find_finite_largest(w, c):
     """Device function: the largest magnitude of a block, 0 if one of its elements is infinite or NaN."""
     largest = block_largest(bit_and(w, c.magnitude))
     return select(largest < c.infinity, largest, 0)
 
 
-def rounded_payload(w, u, inverse, factor, c):
+def round_payload(w, u, inverse, factor, c):
     """Device function: an element over its scale, rounded, times the scale."""
-    return word(real(rounded(payload(w, inverse, c), u, c)) * real(factor))
+    return word(real(round_word(payload(w, inverse, c), u, c)) * real(factor))
 
 
 # scales that are powers of two: the word of a scale is its exponent ------------------------------------------
 
 
-def exponent_of_scale(a, c, d, b):
+def compute_scale_exponent(a, c, d, b):
     """Device function: e - FIRST + (f >= SECOND) for amax = 2^e (1 + f), within the scale's range; all ones for NaN."""
     e = shr(a, c.field)
     e = select(bit_and(a, c.significand) >= b.second, add(e, 1), e)
@@ -110,18 +110,18 @@ def exponent_of_scale(a, c, d, b):
     return select(a >= c.infinity, c.ones, e)
 
 
-def power(e, c, b):
+def make_power(e, c, b):
     """Device function: 2^e; 2^-127 is subnormal in float32."""
     w = select(e < 1, b.below_normal, shl(e, c.field))
     return select(e == c.ones, c.nan, w)
 
 
-def inverse_power(e, c, b):
+def make_inverse_power(e, c, b):
     """Device function: 2^-e."""
     return select(e == c.ones, c.nan, shl(sub(b.twice_bias, e), c.field))
 
 
-def multiplied(w, inverse, c):
+def multiply_by_inverse(w, inverse, c):
     """Device function: an element over a power of two; one far below its block becomes 0, which it rounds to."""
     return word(real(w) * real(inverse))
 
@@ -136,7 +136,7 @@ def nonzero_quotient(w, inverse, c):
 # any scale: the word of a scale is that of the product with the tensor's -------------------------------------
 
 
-def product_of_scale(a, c, d, b):
+def compute_scale_product(a, c, d, b):
     """Device function: amax / (largest element x tensor scale), rounded within the scale's range, x tensor scale."""
     q = word(real(a) / real(b.unit))
     e = shr(q, d.field)
@@ -149,36 +149,36 @@ def product_of_scale(a, c, d, b):
     return select(a >= c.infinity, c.nan, word(real(r) * real(b.tensor)))
 
 
-def under_tensor_scale(b):
+def add_tensor_scale(b):
     """Device function: the words about blocks, `unit` times the tensor's scale, which is amax / divisor."""
     scale = divide(real(b.amax), real(b.divisor))
-    scale = select(scale > SMALLEST_SCALE, scale, SMALLEST_SCALE)
+    scale = select(scale > SMALLEST_TENSOR_SCALE, scale, SMALLEST_TENSOR_SCALE)
     return b._replace(tensor=word(scale), unit=word(scale * real(b.unit)))
 
 
-def nearest_scale(q, s, lost, d):
+def nearest_scale_addend(q, s, lost, d):
     """Device function: to nearest, ties to even."""
     last = shr(bit_or(bit_and(q, d.significand), d.implicit), s)
     return add(shr(lost, 1), bit_and(bit_and(last, 1), lost))
 
 
-def raised_scale(q, s, lost, d):
+def upward_scale_addend(q, s, lost, d):
     """Device function: away from zero."""
     return lost
 
 
-def itself(scale, c, b):
+def scale_as_factor(scale, c, b):
     """Device function: the scale's word is the scale."""
     return scale
 
 
-def divided(w, inverse, c):
+def divide_by_scale(w, inverse, c):
     """Device function: an element over its scale."""
     return word(real(w) / real(inverse))
 
 
-FLOOR, RAISED, CLOSEST = range(3)
-_SCALE_ROUNDINGS = {"floor": FLOOR, "up": RAISED, "nearest": CLOSEST}
+SCALE_ROUNDED_DOWN, SCALE_ROUNDED_UP, SCALE_ROUNDED_TO_NEAREST = range(3)
+_SCALE_ROUNDINGS = {"floor": SCALE_ROUNDED_DOWN, "up": SCALE_ROUNDED_UP, "nearest": SCALE_ROUNDED_TO_NEAREST}
 
 
 class BlockTarget(NamedTuple):
@@ -188,29 +188,29 @@ class BlockTarget(NamedTuple):
         element: what payloads are rounded to.
         scale: what scales are rounded to, saturating.
         block: elements that share a scale.
-        choice: FLOOR, RAISED or CLOSEST.
+        scale_rounding: FLOOR, RAISED or CLOSEST.
         tensor_scale: whether the tensor has a scale of its own.
     """
 
     element: Target
     scale: Target
     block: int
-    choice: int
-    tensor_scale: bool
+    scale_rounding: int
+    compute_tensor_scale: bool
 
-    def flat(self) -> tuple[int, ...]:
+    def to_integers(self) -> tuple[int, ...]:
         """Return the target as an operator's argument."""
-        return (*self.element, *self.scale, self.block, self.choice, int(self.tensor_scale))
+        return (*self.element, *self.scale, self.block, self.scale_rounding, int(self.tensor_scale))
 
     @classmethod
-    def of(cls, flat: list[int]) -> BlockTarget:
+    def from_integers(cls, flat: list[int]) -> BlockTarget:
         """Return the target that an operator's argument encodes."""
         size = len(Target._fields)
         element, scale = Target(*flat[:size]), Target(*flat[size : 2 * size])
         return cls(element, scale, flat[-3], flat[-2], bool(flat[-1]))
 
     @property
-    def powers(self) -> bool:
+    def has_power_scales(self) -> bool:
         """Whether scales are powers of two, so that scaling is exact."""
         return self.scale.mantissa_bits == 0 and not self.tensor_scale
 
@@ -226,7 +226,7 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
     if not format.element.zero or not format.element.signed:
         raise ValueError(f"{format.name}: elements need a zero and a sign, and {format.element.name} lacks one")
     choice = _SCALE_ROUNDINGS[format.scale_rounding]
-    mode = Nearest() if choice == CLOSEST else Up()
+    mode = Nearest() if choice == SCALE_ROUNDED_TO_NEAREST else Up()
     element = make_target(format.element, rounding, "saturate", torch.float64)
     scale = make_target(format.scale, mode, "saturate", torch.float64)
     if element is None or scale is None or format.element.mantissa_bits > 10 or format.scale.mantissa_bits > 22:
@@ -234,7 +234,7 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
             f"{format.name}: elements of up to 10 and scales of up to 22 mantissa bits are rounded in blocks; got "
             f"{format.element.name} and {format.scale.name}"
         )
-    if dtype not in DTYPES:
+    if dtype not in ROUNDED_DTYPES:
         raise TypeError(f"x is float16, bfloat16, float32 or float64; got {dtype}")
     return BlockTarget(element, scale, format.block, choice, format.tensor_scale)
 
@@ -246,20 +246,20 @@ def scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
     """
     largest = Fraction(target.element.max)
     never = 1 << mantissa
-    if target.choice == FLOOR:
-        return _exponent(largest), never
-    if target.choice == CLOSEST:
+    if target.scale_rounding == SCALE_ROUNDED_DOWN:
+        return _floor_log2(largest), never
+    if target.scale_rounding == SCALE_ROUNDED_TO_NEAREST:
         largest = largest * 3 / 2
-    first = _exponent(largest)
+    first = _floor_log2(largest)
     second = (largest / Fraction(2) ** first - 1) * never
-    return first, int(second) + (target.choice == RAISED)
+    return first, int(second) + (target.scale_rounding == SCALE_ROUNDED_UP)
 
 
-def _exponent(value: Fraction) -> int:
+def _floor_log2(value: Fraction) -> int:
     return frexp(float(value))[1] - 1
 
 
-class Kind(NamedTuple):
+class BlockKernelKind(NamedTuple):
     """The parameters that determine the instructions of a block kernel beside the dtype.
 
     Attributes:
@@ -283,11 +283,18 @@ class Kind(NamedTuple):
     under_amax: bool = False
 
     @classmethod
-    def of(cls, dtype: torch.dtype, target: BlockTarget, layout: Layout) -> Kind:
+    def of(cls, dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> BlockKernelKind:
         """Return the kind of a target, of tensors of a dtype."""
-        known = constants(target.element, layout)[:3]
+        known = make_constants(target.element, layout)[:3]
         inexact = dtype.itemsize == 2 and has_wide_results(target)
-        return cls(target.element.mode, *known, target.block, target.powers, target.choice == CLOSEST, inexact)
+        return cls(
+            target.element.mode,
+            *known,
+            target.block,
+            target.has_power_scales,
+            target.scale_rounding == SCALE_ROUNDED_TO_NEAREST,
+            inexact,
+        )
 
 
 def has_wide_results(target: BlockTarget) -> bool:
@@ -295,74 +302,80 @@ def has_wide_results(target: BlockTarget) -> bool:
 
     So may products, and what a largest element scaled down makes of a larger one.
     """
-    return not target.powers or target.choice == CLOSEST
+    return not target.has_power_scales or target.scale_rounding == SCALE_ROUNDED_TO_NEAREST
 
 
-def layout_of(dtype: torch.dtype, target: BlockTarget) -> Layout | None:
+def choose_block_layout(dtype: torch.dtype, target: BlockTarget) -> WordLayout | None:
     """Return the words in which blocks are rounded; None where only the reference does it."""
-    narrow = layout_for(target.element) is WORD32 and dtype != torch.float64
-    if not target.powers:
-        fits = layout_for(target.scale) is WORD32 and target.scale.tiny_exponent >= -126
+    narrow = choose_layout(target.element) is WORD32 and dtype != torch.float64
+    if not target.has_power_scales:
+        fits = choose_layout(target.scale) is WORD32 and target.scale.tiny_exponent >= -126
         return WORD32 if narrow and fits else None
     first, _ = scale_threshold(target, 0)
     return WORD32 if narrow and first >= 2 and target.scale.emin >= -127 else WORD64
 
 
 @cache
-def rounding_table(dtype: torch.dtype, kind: Kind) -> Table:
+def rounding_table(dtype: torch.dtype, kind: BlockKernelKind) -> Table:
     """Return the table that rounds: its columns are what is rounded and where it goes."""
-    return _table(dtype, kind, rounds=True)
+    return _record_table(dtype, kind, rounds=True)
 
 
 @cache
-def amax_table(dtype: torch.dtype, kind: Kind) -> Table:
+def amax_table(dtype: torch.dtype, kind: BlockKernelKind) -> Table:
     """Return the table that finds the largest of the finite blocks' largest magnitudes."""
-    return _table(dtype, kind, rounds=False)
+    return _record_table(dtype, kind, rounds=False)
 
 
-def bound_names(kind: Kind) -> dict[str, object]:
+def bind_device_functions(kind: BlockKernelKind) -> dict[str, object]:
     """Return the functions bound to the free names of the device functions."""
-    names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating))}
-    names["quotient"] = multiplied if kind.powers else divided
+    names: dict[str, object] = {**choose_mode_functions(kind.mode, (kind.path, kind.plain, kind.saturating))}
+    names["quotient"] = multiply_by_inverse if kind.powers else divide_by_scale
     names["payload"] = nonzero_quotient if kind.mode in (UP, DOWN) else names["quotient"]
     if kind.powers:
-        names |= {"scale_of": exponent_of_scale, "factor_of": power, "inverse_of": inverse_power}
+        names |= {"scale_of": compute_scale_exponent, "factor_of": make_power, "inverse_of": make_inverse_power}
     else:
-        names |= {"scale_of": product_of_scale, "factor_of": itself, "inverse_of": itself}
-        names["scale_addend"] = nearest_scale if kind.closest else raised_scale
+        names |= {"scale_of": compute_scale_product, "factor_of": scale_as_factor, "inverse_of": scale_as_factor}
+        names["scale_addend"] = nearest_scale_addend if kind.closest else upward_scale_addend
     return names
 
 
-def _table(dtype: torch.dtype, kind: Kind, rounds: bool) -> Table:
-    pieces, wide = container_pieces(dtype, kind.inexact), dtype == torch.float64
-    element = Recording(2, 2 * COUNT + len(BlockWords._fields), "w64" if wide else "w32")
-    i, (source, target), (c, d, of_block) = element.index, element.arrays, words_in(element.constants)
-    w, names = pieces["load"](source, i), bound_names(kind)
+def _record_table(dtype: torch.dtype, kind: BlockKernelKind, rounds: bool) -> Table:
+    pieces, wide = choose_container_functions(dtype, kind.inexact), dtype == torch.float64
+    element = Recording(2, 2 * WORD_COUNT + len(BlockWords._fields), "w64" if wide else "w32")
+    i, (source, target), (c, d, of_block) = element.index, element.arrays, split_words(element.constants)
+    w, names = pieces["load"](source, i), bind_device_functions(kind)
     if rounds:
-        random, of_block = draw(*element.stream), under_tensor_scale(of_block) if kind.under_amax else of_block
-        pieces["store"](target, i, bound(block_element, names)(w, random, c, d, of_block))
+        random, of_block = draw_first_word(*element.stream), add_tensor_scale(of_block) if kind.under_amax else of_block
+        pieces["store"](target, i, bound(round_block_element, names)(w, random, c, d, of_block))
     else:
-        element.trace.gather_sum("max", bound(finite_largest, names)(w, c))
-    return Table(element.trace, 2, len(element.constants), recorded_start(), int(WEYL), kind.block, partial=True)
+        element.trace.gather_sum("max", bound(find_finite_largest, names)(w, c))
+    return Table(
+        element.trace, 2, len(element.constants), record_stream_start(), int(WEYL_STEP), kind.block, partial=True
+    )
 
 
-def words_in(constants: Sequence[Any]) -> tuple[Words, Words, BlockWords]:
+def split_words(constants: Sequence[Any]) -> tuple[RoundingWords, RoundingWords, BlockWords]:
     """Return the words of a table's constants: of the elements, of the scales, and of blocks."""
-    return Words(*constants[:COUNT]), Words(*constants[COUNT : 2 * COUNT]), BlockWords(*constants[2 * COUNT :])
+    return (
+        RoundingWords(*constants[:WORD_COUNT]),
+        RoundingWords(*constants[WORD_COUNT : 2 * WORD_COUNT]),
+        BlockWords(*constants[2 * WORD_COUNT :]),
+    )
 
 
-def words_of(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
+def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float, unit: float) -> np.ndarray:
     """Return the constants of a table: of the elements, of the scales, and of blocks.
 
     `tensor` is the tensor's scale, and `unit` its product with the largest element.
     """
-    of_scale = constants(target.scale, layout).words
-    of_block = _block_words(target, layout, tensor, unit)
-    return np.concatenate([constants(target.element, layout).words, of_scale, of_block])
+    of_scale = make_constants(target.scale, layout).words
+    of_block = _make_block_words(target, layout, tensor, unit)
+    return np.concatenate([make_constants(target.element, layout).words, of_scale, of_block])
 
 
-def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
-    if target.powers:
+def _make_block_words(target: BlockTarget, layout: WordLayout, tensor: float, unit: float) -> np.ndarray:
+    if target.has_power_scales:
         first, second = scale_threshold(target, layout.mantissa)
         highest = int(np.frexp(target.scale.max)[1]) - 1
         words = BlockWords(
@@ -374,21 +387,21 @@ def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float
             below_normal=layout.power(-layout.bias),
         )
     else:
-        with np.errstate(over="ignore"):  # an infinity, as in `tensor_scale`
+        with np.errstate(over="ignore"):  # an infinity, as in `compute_tensor_scale`
             divisor = float(np.float32(target.element.max * target.scale.max)) if target.tensor_scale else 0.0
         words = BlockWords(unit=layout.word(unit), tensor=layout.word(tensor), divisor=layout.word(divisor))
     return np.array(words, np.uint32 if layout.width == 32 else np.uint64)
 
 
 @cache
-def fixed_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
+def make_fixed_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
     """Return rows of a length, of numbers of all magnitudes and the special ones."""
-    x = fixed_elements(dtype)
+    x = make_fixed_elements(dtype)
     x = x.repeat(-(-length // x.numel()))
     return x[: x.numel() // length * length].view(-1, length)
 
 
-def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int, first: int = 0) -> torch.Tensor:
+def round_blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int, first: int = 0) -> torch.Tensor:
     """Return the result on any device.
 
     Blocks lie along the last dimension of x, and the last one of a row may be shorter; the index of an element's random
@@ -398,85 +411,86 @@ def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int, first: i
         return x.clone()
     rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
     index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(rows.shape)
-    layout = layout_of(x.dtype, target) or _layout(x.dtype)
+    layout = choose_block_layout(x.dtype, target) or _reference_layout(x.dtype)
     dtype = torch.float64 if layout is WORD64 else torch.float32
-    blocks, index = (in_blocks(one, target.block) for one in (rows.to(dtype), index))
-    table = rounding_table(dtype, Kind.of(dtype, target, layout))
+    blocks, index = (cut_into_blocks(one, target.block) for one in (rows.to(dtype), index))
+    table = rounding_table(dtype, BlockKernelKind.of(dtype, target, layout))
     words = _reference_words(blocks.abs().amax(-1), target)
-    rounded = run_reference(table, blocks, words, key if target.element.mode == STOCHASTIC else None, index)
+    rounded = run_table_on_tensors(table, blocks, words, key if target.element.mode == STOCHASTIC else None, index)
     return rounded.flatten(1)[:, : rows.shape[1]].to(x.dtype).reshape(x.shape)
 
 
-def in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
+def cut_into_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
     """Cut rows into blocks, the last of each filled up with zeros."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
 
 
-def scales_of_blocks(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
+def compute_block_scales(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
     """Return the scales of all of a tensor's blocks from their largest magnitudes; NaN where that is not finite."""
-    layout = _layout(largest.dtype)
-    piece = _record_block_scale(Kind.of(largest.dtype, target, layout), layout.width)
+    layout = _reference_layout(largest.dtype)
+    piece = _record_block_scale(BlockKernelKind.of(largest.dtype, target, layout), layout.width)
     bits = largest.contiguous().view(torch.int64 if layout is WORD64 else torch.int32)
-    given = {**inputs_of(_reference_words(largest, target)), "word": bits}
+    given = {**name_constants(_reference_words(largest, target)), "word": bits}
     return run_on_tensors(piece.trace, (), given, piece.results)[0][0].view(largest.dtype)
 
 
-def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
+def compute_tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
     """Return the tensor's scale, and its product with the largest element, as float32 numbers."""
     if not target.tensor_scale:
         return 1.0, target.element.max
     numbers = [amax, target.element.max * target.scale.max, target.element.max]
     single = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-    scale = (single[0] / single[1]).clamp(min=float(SMALLEST_SCALE))
+    scale = (single[0] / single[1]).clamp(min=float(SMALLEST_TENSOR_SCALE))
     return float(scale), float(scale * single[2])
 
 
 def _reference_words(largest: torch.Tensor, target: BlockTarget) -> np.ndarray:
     """Return the constants of a target, under the tensor's own scale if it has one."""
     amax = float(torch.where(largest.isfinite(), largest, 0).max()) if target.tensor_scale else 0.0
-    return words_of(target, _layout(largest.dtype), *tensor_scale(amax, target))
+    return make_block_constants(target, _reference_layout(largest.dtype), *compute_tensor_scale(amax, target))
 
 
-def _layout(dtype: torch.dtype) -> Layout:
+def _reference_layout(dtype: torch.dtype) -> WordLayout:
     return WORD64 if dtype == torch.float64 else WORD32
 
 
 @cache
-def _record_block_scale(kind: Kind, width: int) -> RecordedFunction:
+def _record_block_scale(kind: BlockKernelKind, width: int) -> RecordedFunction:
     """Return the device function that makes a scale of a block's largest magnitude."""
-    element = Recording(0, 2 * COUNT + len(BlockWords._fields), f"w{width}")
+    element = Recording(0, 2 * WORD_COUNT + len(BlockWords._fields), f"w{width}")
     word = element.given("word", f"w{width}")
     return RecordedFunction(
-        element.trace, (bound(block_scale, bound_names(kind))(word, *words_in(element.constants)).number,)
+        element.trace,
+        (bound(compute_block_scale, bind_device_functions(kind))(word, *split_words(element.constants)).number,),
     )
 
 
 @lru_cache(maxsize=1024)
-def plan_for(dtype: torch.dtype, target: BlockTarget, layout: Layout) -> TritonPlan:
+def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> TritonPlan:
     """Return the plan of a dtype and a target, in words of a layout."""
-    words = words_of(target, layout, 1.0, target.element.max)
-    kind = Kind.of(dtype, target, layout)._replace(under_amax=target.tensor_scale)
+    words = make_block_constants(target, layout, 1.0, target.element.max)
+    kind = BlockKernelKind.of(dtype, target, layout)._replace(under_amax=target.tensor_scale)
     # The largest magnitude on which a tensor's scale depends lies in the device's memory.
-    in_memory = (2 * COUNT + BlockWords._fields.index("amax"),) if kind.under_amax else ()
+    in_memory = (2 * WORD_COUNT + BlockWords._fields.index("amax"),) if kind.under_amax else ()
     kernel = TensorKernel(rounding_table(dtype, kind), in_memory)
     measure = TensorKernel(amax_table(dtype, kind)) if target.tensor_scale else None
     measured = () if measure is None else measure.arguments(words)
     # The choice of a scale is a constant of the kernel, with which it is compared.
-    told, name = (dtype, kind, target.choice), f"quantize in blocks of {dtype}"
+    told, name = (dtype, kind, target.scale_rounding), f"quantize in blocks of {dtype}"
     return TritonPlan(kernel, kernel.arguments(words), told, name, measure, measured)
 
 
-def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
+def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor) -> bool:
     def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
-        return fixed_rows(x.dtype, 3 * target.block + 1 if ragged else 16 * target.block)
+        return make_fixed_rows(x.dtype, 3 * target.block + 1 if ragged else 16 * target.block)
 
-    plan = plan_for(x.dtype, target, layout)
-    return round_by_triton(plan, x, key, out, fixed, lambda rows: blocks_by_reference(rows, target, FIXED_KEY))
+    plan = make_block_triton_plan(x.dtype, target, layout)
+    return round_by_triton(plan, x, key, out, fixed, lambda rows: round_blocks_by_reference(rows, target, FIXED_KEY))
 
 
-GROUP = 16_384
+GROUP_ELEMENTS = 16_384
 # Kernels hold a block on the stack, of which threads may have no more than 512 KiB, or in a program's registers.
-_MOST_BLOCK = 4096
+_LONGEST_BLOCK = 4096
 
 
 def round_blocks_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
@@ -494,74 +508,78 @@ def round_blocks_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch
 
 
 def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
-    layout, engine = layout_of(x.dtype, target), engine_for(x)
-    if engine == "reference" or layout is None or target.block > _MOST_BLOCK:
-        if target.block > _MOST_BLOCK:
-            note_fallback("blocks", f"blocks of more than {_MOST_BLOCK} elements are rounded by the reference")
+    layout, engine = choose_block_layout(x.dtype, target), choose_rounding_engine(x)
+    if engine == "reference" or layout is None or target.block > _LONGEST_BLOCK:
+        if target.block > _LONGEST_BLOCK:
+            note_fallback("blocks", f"blocks of more than {_LONGEST_BLOCK} elements are rounded by the reference")
         elif layout is None:
             note_fallback("blocks", f"{x.dtype} with scales that are not powers of two is rounded by the reference")
-        out.copy_(blocks_by_reference(x, target, key))
+        out.copy_(round_blocks_by_reference(x, target, key))
         return
     # The processor's kernels store 16-bit numbers without rounding.
     single = engine == "llvm" and layout is WORD32 and has_wide_results(target)
     work = torch.float64 if layout is WORD64 else torch.float32 if single else x.dtype
     source = x.to(work).contiguous()
-    direct = work == x.dtype and out.is_contiguous() and not collide(source, out)
+    direct = work == x.dtype and out.is_contiguous() and not overlap_partly(source, out)
     # A Triton program has read all of its blocks before it writes one.
     result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
     if engine == "llvm":
-        _run(source, target, layout, key, result)
+        _round_by_llvm(source, target, layout, key, result)
     elif not _round_by_triton(source, target, layout, key, result):
-        out.copy_(blocks_by_reference(x, target, key))
+        out.copy_(round_blocks_by_reference(x, target, key))
         return
     if result is not out:
         out.copy_(result)
 
 
-def _run(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
+def _round_by_llvm(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor) -> None:
     kind, rows = (
-        Kind.of(x.dtype, target, layout),
-        fixed_rows(x.dtype, 3 * target.block + 1),
+        BlockKernelKind.of(x.dtype, target, layout),
+        make_fixed_rows(x.dtype, 3 * target.block + 1),
     )  # the last block incomplete
     kernels = _compile_kernels(x.dtype, kind)
 
     def fast() -> list[torch.Tensor]:
         rounded = torch.empty_like(rows)
-        _call(*kernels, rows, target, layout, FIXED_KEY, rounded)
+        _call_kernels(*kernels, rows, target, layout, FIXED_KEY, rounded)
         return [rounded]
 
-    name, told = f"quantize in blocks ({x.dtype})", ("blocks", x.dtype, kind, target.choice)
-    check_bits(name, fast, lambda: [blocks_by_reference(rows, target, FIXED_KEY)], told)
-    _call(*kernels, x, target, layout, key, out)
+    name, told = f"quantize in blocks ({x.dtype})", ("blocks", x.dtype, kind, target.scale_rounding)
+    check_bits(name, fast, lambda: [round_blocks_by_reference(rows, target, FIXED_KEY)], told)
+    _call_kernels(*kernels, x, target, layout, key, out)
 
 
 @cache
-def _compile_kernels(dtype: torch.dtype, kind: Kind) -> tuple[Callable[..., None], Callable[..., None] | None]:
+def _compile_kernels(
+    dtype: torch.dtype, kind: BlockKernelKind
+) -> tuple[Callable[..., None], Callable[..., None] | None]:
     """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
     kernel = compile_table("quantize_blocks", rounding_table(dtype, kind))
     return kernel, None if kind.powers else compile_table("largest_blocks", amax_table(dtype, kind))
 
 
-def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
-    length = row_length(x)
-    table, sizes = _groups(x.numel() // length, length, target.block)
+def _call_kernels(
+    kernel, measure, x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor
+) -> None:
+    length = find_row_length(x)
+    table, sizes = _cut_rows_into_chunks(x.numel() // length, length, target.block)
     numbers = array("Q", (address(x), address(out), key, 0))
     pointers = numbers.buffer_info()[0]
     given = (address_of(table), pointers, pointers + 24)
-    words = words_of(target, layout, 1.0, target.element.max)
+    words = make_block_constants(target, layout, 1.0, target.element.max)
     if measure is not None:
         found = np.zeros((len(table), 4))
         run_chunks(measure, sizes, *given, address_of(words), pointers + 16, address_of(found), 0)
-        words = words_of(target, layout, *tensor_scale(float(found[:, 0].max()), target))
+        words = make_block_constants(target, layout, *compute_tensor_scale(float(found[:, 0].max()), target))
     run_chunks(kernel, sizes, *given, address_of(words), pointers + 16, 0, 0)
 
 
 @lru_cache(maxsize=64)
-def _groups(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _cut_rows_into_chunks(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut rows into chunks of whole blocks, of which the last may be incomplete; return chunks and lengths."""
     if length % block == 0:
         rows, length = 1, rows * length
-    step = max(1, GROUP // block) * block
+    step = max(1, GROUP_ELEMENTS // block) * block
     starts = np.arange(0, length, step, dtype=np.int64)
     sizes = np.minimum(starts + step, length) - starts
     begin = (starts + np.arange(rows, dtype=np.int64)[:, None] * length).reshape(-1)

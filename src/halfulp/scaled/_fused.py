@@ -22,7 +22,7 @@ from ..kernels._plain_memory import is_dense
 from ..kernels._trace import Trace
 from ..kernels.triton._launch import find_checked_kernel, on_device
 from ..kernels.triton._writer import COMPILE_OPTIONS, function_sources, load_module, module_source
-from ..rounding._device_functions import E4M3FN, E5M2, bfloat16_code, bfloat16_word, float16_code, float16_word
+from ..rounding._device_functions import E4M3FN, E5M2, encode_bfloat16, encode_float16, widen_bfloat16, widen_float16
 from . import _powers_of_two as _powers
 
 SMALLEST, LARGEST, HUGE = _powers.SMALLEST, _powers.LARGEST, _powers.HUGE
@@ -50,8 +50,8 @@ class Codec(NamedTuple):
 
 CODECS = {
     torch.float32: Codec(real, word),
-    torch.bfloat16: Codec(lambda w: real(bfloat16_word(w)), lambda x: bfloat16_code(word(x))),
-    torch.float16: Codec(lambda w: real(float16_word(w)), lambda x: float16_code(word(hold(x, 65504.0)))),
+    torch.bfloat16: Codec(lambda w: real(widen_bfloat16(w)), lambda x: encode_bfloat16(word(x))),
+    torch.float16: Codec(lambda w: real(widen_float16(w)), lambda x: encode_float16(word(hold(x, 65504.0)))),
     torch.float8_e5m2: Codec(E5M2.decode, lambda x: E5M2.nearest(hold(x, 57344.0), None)),
     torch.float8_e4m3fn: Codec(E4M3FN.decode, lambda x: E4M3FN.nearest(x, None)),
 }

@@ -13,8 +13,8 @@ from ...kernels import select
 from ...kernels._device_function import Recording, Table, bound
 from ...kernels._trace import block_largest
 from ...rounding import _blocks as b
-from ...rounding._blocks import Kind, bound_names
-from ...rounding._target import COUNT
+from ...rounding._blocks import BlockKernelKind, bind_device_functions
+from ...rounding._target import WORD_COUNT
 
 # The words of infinity in memory, and bits of the fraction.
 INFINITE_WORDS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -82,22 +82,22 @@ def counts_table(singles: int) -> Table:
 
 
 @functools.cache
-def blocks_table(kind: Kind) -> Table:
+def blocks_table(kind: BlockKernelKind) -> Table:
     """Return the kernel that counts float32 numbers in a block format.
 
     Columns: the sample, and one that is not read. Constants: the words of the first payloads that become nonzero and
     normal, those of `rounding.blocks`, and two of the float64 that is the largest of all finite blocks. Sums: elements
     of finite blocks, those that become zero, those that become subnormal, and zeros in blocks whose largest stays.
     """
-    element = Recording(2, 2 + 2 * COUNT + len(b.BlockWords._fields) + 2, "w32")
+    element = Recording(2, 2 + 2 * WORD_COUNT + len(b.BlockWords._fields) + 2, "w32")
     (nonzero, normal), words, amax = element.constants[:2], element.constants[2:-2], element.constants[-2:]
-    c, d, of_block = b.words_in(words)
+    c, d, of_block = b.split_words(words)
     if kind.under_amax:
         low, high = map(o.widen, amax)
         largest = o.real(o.bit_or(low, o.shl(high, 32)))
         of_block = of_block._replace(amax=o.word(element.trace.emit("to_float32", (largest,), None, "f32")))
-        of_block = b.under_tensor_scale(of_block)
-    names: dict[str, Any] = bound_names(kind)
+        of_block = b.add_tensor_scale(of_block)
+    names: dict[str, Any] = bind_device_functions(kind)
     a = o.bit_and(o.load32(element.arrays[0], element.index), c.magnitude)
     top = block_largest(a)
     scale = bound(names["scale_of"], names)(top, c, d, of_block)

@@ -40,13 +40,13 @@ from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import local
 from ...rounding import Nearest, mix64, mix64_all, quantize
 from ...rounding._blocks import (
+    BlockKernelKind,
     BlockTarget,
-    Kind,
     amax_table,
-    layout_of,
+    choose_block_layout,
+    compute_block_scales,
+    make_block_constants,
     make_block_target,
-    scales_of_blocks,
-    words_of,
 )
 from ...rounding._target import WORD32
 from ...scaled import ScaledTensor
@@ -420,10 +420,10 @@ class Counter:
     def _block_kernels(self, format: BlockFormat) -> Callable[[Sequence[torch.Tensor]], np.ndarray]:
         """Return what counts samples in a block format: kernels, or torch where its scales are no words of 32 bits."""
         target = make_target(format)
-        if layout_of(torch.float32, target) is not WORD32:
+        if choose_block_layout(torch.float32, target) is not WORD32:
             return lambda samples: np.array([count_in_blocks(sample, format) for sample in samples], np.float64)
-        kind = Kind.of(torch.float32, target, WORD32)
-        words = words_of(target, WORD32, 1.0, target.element.max)
+        kind = BlockKernelKind.of(torch.float32, target, WORD32)
+        words = make_block_constants(target, WORD32, 1.0, target.element.max)
         table = d.blocks_table(kind._replace(under_amax=target.tensor_scale))
         # The last two constants are the largest magnitude of a tensor's finite blocks, a float64.
         blocks = RowsKernel(table, self._samples, [*find_thresholds(format.element)[:2], *words, 0, 0])
@@ -629,11 +629,11 @@ def count_in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int
     rounded = quantize(sample, format)
     padding = -len(sample) % format.block
     x, y = (torch.nn.functional.pad(t, (0, padding)).view(-1, format.block) for t in (sample, rounded))
-    work = x.double() if target.powers or x.dtype == torch.float64 else x
+    work = x.double() if target.has_power_scales or x.dtype == torch.float64 else x
     amax = work.abs().amax(-1, keepdim=True)
     good = amax.isfinite()
     known = torch.where(good, amax, 0)
-    scale = scales_of_blocks(known.double() if target.powers else known, target)
+    scale = compute_block_scales(known.double() if target.has_power_scales else known, target)
     gone = good & (x != 0) & (y == 0)
     smallest = (format.element.smallest_normal * scale).to(y.dtype)
     subnormal = good & (y != 0) & (y.abs() < smallest)

@@ -15,7 +15,7 @@ from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bound, 
 from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table
-from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start, stream_of
+from ...rounding._random_bits import WEYL_STEP, compute_stream, draw_word, hash_element, record_stream_start
 from .._storage import F32
 from ..parameters._payload_digests import payload_digest
 from ..parameters._step_spec import (
@@ -53,8 +53,8 @@ def table(spec: StepSpec) -> Table:
         record_step(spec),
         pointer_count(spec),
         len(spec.constants),
-        recorded_start() if spec.draws and spec.writes else None,
-        int(WEYL),
+        record_stream_start() if spec.draws and spec.writes else None,
+        int(WEYL_STEP),
         spec.block,
         digest=payload_digest(spec.store.dtype.itemsize) if spec.digests else None,
     )
@@ -243,7 +243,7 @@ class _Step:
         """Return random bits: a word of the element's one hash, or some of its bits."""
         if drawn is None:
             return UNDRAWN
-        word = drawn_word(hashed(*self.element.stream), drawn.word)
+        word = draw_word(hash_element(*self.element.stream), drawn.word)
         word = shr(word, np.uint32(drawn.shift)) if drawn.shift else word
         cut = drawn.shift + drawn.bits < 32
         return bit_and(word, np.uint32((1 << drawn.bits) - 1)) if cut else word
@@ -270,7 +270,7 @@ def reference_step(
     """
     drawn = {}
     if key is not None:
-        drawn = dict(zip(STREAM_INPUTS, stream_of(key, global_index(index_map, gradient.device))))
+        drawn = dict(zip(STREAM_INPUTS, compute_stream(key, global_index(index_map, gradient.device))))
     found = _run(spec, parts, gradient, states, constants, drawn)
     return (found[0], found[1], found[2], found[3]) if spec.metered else None
 
