@@ -196,7 +196,7 @@ class BlockTarget(NamedTuple):
     scale: Target
     block: int
     scale_rounding: int
-    compute_tensor_scale: bool
+    tensor_scale: bool
 
     def to_integers(self) -> tuple[int, ...]:
         """Return the target as an operator's argument."""

@@ -178,7 +178,7 @@ class TritonPlan(NamedTuple):
     """
 
     kernel: TensorKernel
-    make_constants: tuple[int, ...]
+    constants: tuple[int, ...]
     kind: tuple[Hashable, ...]
     name: str
     largest_kernel: TensorKernel | None = None
