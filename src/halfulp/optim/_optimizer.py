@@ -66,7 +66,15 @@ from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule, check_states
 from .states._state import StateChoice
-from .step._batch import Batch, PlanCache, Roster, Setting, check_parameter, gradient_memory, gradient_store
+from .step._batch import (
+    Batch,
+    GroupSetting,
+    PlanCache,
+    Roster,
+    as_plain_gradient,
+    check_parameter,
+    choose_gradient_store,
+)
 from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
 from .weight_updates._weight_update import WeightUpdate
 
@@ -401,7 +409,9 @@ class Optimizer(CheckpointMixin):
         plans, gradients = [self._plans.get(parameter)], self._gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
         places = self._renew_plans([alone], settings, plans, gradients, scales)
-        batches = Roster.of(settings, plans, [], places, {}, None).batches([alone], [parameter], gradients, scales)
+        batches = Roster.from_places(settings, plans, [], places, {}, None).make_batches(
+            [alone], [parameter], gradients, scales
+        )
         assert batches is not None, "one parameter is metered or not"
         self._run(batches)
         # Schedulers ask whether there was a step.
@@ -449,12 +459,12 @@ class Optimizer(CheckpointMixin):
         self._look_ahead(batches)
         for batch in batches:
             run_step(batch)
-            batch.finish()
+            batch.record_step()
             if batch.spec.metered:
                 warn_if_mostly_lost(batch.plans)
         # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
         for batch in batches if len(batches) > 1 else ():
-            batch.follow_versions()
+            batch.record_versions_again()
 
     def _look_ahead(self, batches: list[Batch]) -> None:
         """Compute what rules need before their updates: sums, prepared tensors, and the constants that follow."""
@@ -510,13 +520,13 @@ class Optimizer(CheckpointMixin):
             if plan is not None and is_current(plan):
                 waiting.append(plan)
         roster, batches = self._plans.roster, None
-        if roster is not None and roster.stands(settings, plans, resting, parameters, gradients, self.state):
-            batches = roster.batches(groups, parameters, gradients, {})
+        if roster is not None and roster.is_valid_for(settings, plans, resting, parameters, gradients, self.state):
+            batches = roster.make_batches(groups, parameters, gradients, {})
         if batches is None:
             scales: dict[int, torch.Tensor] = {}
             places = self._renew_plans(groups, settings, plans, gradients, scales)
-            roster = self._plans.roster = Roster.of(settings, plans, resting, places, self.state, roster)
-            batches = roster.batches(groups, parameters, gradients, scales)
+            roster = self._plans.roster = Roster.from_places(settings, plans, resting, places, self.state, roster)
+            batches = roster.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
 
@@ -525,13 +535,13 @@ class Optimizer(CheckpointMixin):
         self._check_numbers(group)
         warn_of_rate_jump(group)
 
-    def _setting(self, group: dict[str, Any]) -> Setting:
+    def _setting(self, group: dict[str, Any]) -> GroupSetting:
         return self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"])
 
     def _renew_plans(
         self,
         groups: list[dict[str, Any]],
-        settings: list[Setting],
+        settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
         gradients: list[torch.Tensor | None],
         scales: dict[int, torch.Tensor],
@@ -550,7 +560,7 @@ class Optimizer(CheckpointMixin):
                     continue
                 if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                     name = name_of(group, position)
-                    gradient, scale = gradient_memory(local(gradient), parameter, name)
+                    gradient, scale = as_plain_gradient(local(gradient), parameter, name)
                     if isinstance(scale, torch.Tensor):
                         scales[place] = scale
                 if (
@@ -559,7 +569,7 @@ class Optimizer(CheckpointMixin):
                     or gradient.layout is not torch.strided
                     or not is_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
-                    store = gradient_store(gradient, parameter, name_of(group, position))
+                    store = choose_gradient_store(gradient, parameter, name_of(group, position))
                     plan = plans[place] = self._new_plan(group, position, store, options, carried, gradient)
                 if gradient.shape != plan.shape:
                     raise ValueError(

@@ -14,7 +14,7 @@ from halfulp.kernels import engine, same_bits
 from halfulp.optim._storage import PAYLOADS
 from halfulp.optim.states._codec import Scaled
 from halfulp.optim.step import _scales as words
-from halfulp.optim.step._scales import WINDOWS, choose_weight_scale
+from halfulp.optim.step._scales import SCALE_WINDOWS, choose_weight_scale
 from halfulp.scaled import ScaledTensor
 
 from ... import samples
@@ -136,7 +136,7 @@ def test_a_weight_that_leaves_the_range_takes_its_scale_along_in_the_same_step(s
 
 
 def test_a_scale_is_kept_inside_its_window_and_powers_of_two_are_exact(seed):
-    for dtype, (low, high, target) in WINDOWS.items():
+    for dtype, (low, high, target) in SCALE_WINDOWS.items():
         assert torch.finfo(dtype).max >= 2.0 ** (high + 1) * 0.99
         for binade in range(low, high + 1):
             assert choose_weight_scale(dtype, 2.0**-5, 1.5 * 2.0 ** (binade - 5)) == 2.0**-5
@@ -389,7 +389,7 @@ def _word(x):
 
 def _weight_scale(dtype, scale, largest, stored):
     """The new scale of a weight, by Python's floats, and the factor that brings the payload there."""
-    low, high, target = WINDOWS[dtype]
+    low, high, target = SCALE_WINDOWS[dtype]
     binade = math.frexp(largest)[1] - 1
     if largest == 0 or low <= binade - (math.frexp(scale)[1] - 1) <= high:
         return scale, 1.0
@@ -417,7 +417,7 @@ def _magnitudes(seed):
     return [0.0, *powers, *sides, *drawn, GREATEST]
 
 
-@pytest.mark.parametrize("dtype", WINDOWS)
+@pytest.mark.parametrize("dtype", SCALE_WINDOWS)
 def test_the_scale_of_a_weight_and_the_factor_to_it_are_the_cpus(seed, dtype):
     new_scale = words.weight_scale_function(dtype)
     most, magnitudes = torch.finfo(dtype).max, _magnitudes(seed)
@@ -431,8 +431,8 @@ def test_the_scale_of_a_weight_and_the_factor_to_it_are_the_cpus(seed, dtype):
         given = f"{present=} {largest=} {payload=}"
         assert _real(found) == scale, given
         assert 2.0**-126 <= scale <= 2.0**127, given
-        assert _real(words.ratio(_word(present), found, _word(payload))) == factor, given
-        assert _real(words.inverse(found)) == 1 / scale, given
+        assert _real(words.compute_scale_ratio(_word(present), found, _word(payload))) == factor, given
+        assert _real(words.invert_scale(found)) == 1 / scale, given
 
 
 @pytest.mark.parametrize("squared", [False, True])
@@ -445,4 +445,4 @@ def test_the_scale_of_a_state_is_the_cpus(seed, dtype, squared):
     for largest in (*_magnitudes(seed), *map(float, np.float32(edges)), *sides):
         found = scale_of(_word(largest))
         assert _real(found) == codec.fitting(largest), largest
-        assert _real(words.inverse(found)) == 1 / codec.fitting(largest)
+        assert _real(words.invert_scale(found)) == 1 / codec.fitting(largest)

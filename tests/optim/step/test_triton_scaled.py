@@ -266,7 +266,7 @@ def failing(engine_name):
     """Payload and scale after a step whose kernel fails once the scales are chosen; printed when run apart."""
     parameter = torch.nn.Parameter(ScaledTensor.encode(torch.randn(48), HALF))
     optimizer = hu.optim.AdamW([parameter], lr=1e9, weight_update="kahan", report_interval=0)
-    run = _triton_kernel._run
+    run = _triton_kernel._run_step_kernel
 
     def refuse(spec, *rest):
         if not spec.finds_amax:
@@ -277,10 +277,10 @@ def failing(engine_name):
         parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
         optimizer.step()
         before = parameter.detach().decode().tolist()
-        _triton_kernel._run = refuse
+        _triton_kernel._run_step_kernel = refuse
         with contextlib.suppress(RuntimeError):
             optimizer.step()
-        _triton_kernel._run = run
+        _triton_kernel._run_step_kernel = run
     return before == parameter.detach().decode().tolist()
 
 

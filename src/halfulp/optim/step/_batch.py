@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class Table:
+class BatchTable:
     """The parameters of a batch and the tables of its kernel, one row per plan, rebuilt only if one of these changes.
 
     Attributes:
-        places: of the parameters among those of all groups.
-        runs: the number of a group and the rows of its parameters, (group, first, last).
+        parameter_places: of the parameters among those of all groups.
+        group_runs: the number of a group and the rows of its parameters, (group, first, last).
         chunks: int64 array of shape (chunks, 4); `lengths` is a column of it.
         pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
         digests: of each payload, as the last step of these plans has written them here, where it computes them.
@@ -71,12 +71,12 @@ class Table:
     addresses: list[int]
     has_gaps: list[int]
     is_plain: bool
-    places: list[int] = field(default_factory=list)
-    runs: list[tuple[int, int, int]] = field(default_factory=list)
+    parameter_places: list[int] = field(default_factory=list)
+    group_runs: list[tuple[int, int, int]] = field(default_factory=list)
     device_chunks: DeviceChunks | None = None
 
     @classmethod
-    def of(cls, plans: list[ParameterPlan]) -> Table:
+    def of_plans(cls, plans: list[ParameterPlan]) -> BatchTable:
         """Return the tables of some plans of one step specification."""
         chunks = chunk_table([plan.index_map for plan in plans])
         pointers = np.array([plan.addresses for plan in plans], np.int64)
@@ -107,11 +107,13 @@ class Table:
             is_plain=all(plan.plain for plan in plans),
         )
 
-    def own(self, values: list[Any]) -> list[Any]:
+    def select_own(self, values: list[Any]) -> list[Any]:
         """Return the values of the batch's parameters, given those of all."""
-        return values if len(self.places) == len(values) else [values[place] for place in self.places]
+        return (
+            values if len(self.parameter_places) == len(values) else [values[place] for place in self.parameter_places]
+        )
 
-    def stands(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
+    def is_valid_for(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
         """Return whether all plans are valid for the parameters of a step, and their gradients plain memory.
 
         It is `is_valid` of every plan, column by column, but for what the roster asks once for all. A no says
@@ -130,12 +132,12 @@ class Table:
                 and [*map(tensor.numel, parameters)] == self.counts
                 and all(map(tensor.is_contiguous, parameters))
                 and [*map(tensor.data_ptr, parameters)] == self.addresses
-                and all(self._holds(*column) for column in self.stored)
+                and all(self._holds_state_tensors(*column) for column in self.stored)
             )
         except RuntimeError:  # a tensor without strides
             return False
 
-    def _holds(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
+    def _holds_state_tensors(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
         """Return whether the optimizer's state has the tensors of a column where they were."""
         try:
             now = [entry[name] for entry in self.entries]
@@ -144,7 +146,7 @@ class Table:
         return all(map(is_, now, held)) and [*map(torch.Tensor.data_ptr, held)] == addresses
 
 
-Copies = tuple[torch.Tensor, ...]
+TensorCopies = tuple[torch.Tensor, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -161,14 +163,14 @@ class Batch:
         ages: the groups, and the numbers of the step that the rule counts, where it needs them again.
         prepared: by row, what the rule's `prepare` gives, if it has one.
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
-            the copies, and `finish` copies the values back.
+            the copies, and `record_step` copies the values back.
         recorded: the payload versions of those whose writes are tracked.
         digests: of the payloads as written, if the step computed them.
         scales: of the payloads as written, on their device, if the step chose them there.
     """
 
     spec: StepSpec
-    table: Table
+    table: BatchTable
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor]
     gradient_scales: list[float | torch.Tensor]
@@ -176,7 +178,7 @@ class Batch:
     constants: list[tuple[float, ...]]
     ages: list[tuple[Mapping[str, Any], int]] = field(default_factory=list)
     prepared: list[torch.Tensor] = field(default_factory=list)
-    copies: dict[int, Copies] = field(default_factory=dict)
+    copies: dict[int, TensorCopies] = field(default_factory=dict)
     recorded: list[PayloadVersion] = field(default_factory=list)
     engine: str = ""
     digests: list[np.ndarray] | None = None
@@ -208,7 +210,7 @@ class Batch:
         """Return the tensors of a parameter's states, and what is prepared for its step behind them."""
         return [*self.plans[row].states, *([one] for one in self.prepared[row : row + 1])]
 
-    def drop_stale(self) -> None:
+    def reset_stale_tensors(self) -> None:
         """Reset the auxiliary tensors of parameters that were written from outside."""
         recorded, parameters = self.recorded, self.parameters
         versions = [held.version for held in recorded]
@@ -219,7 +221,7 @@ class Batch:
             if held is not None and held.version != parameter._version:
                 drop_stale(plan)
 
-    def finish(self) -> None:
+    def record_step(self) -> None:
         """Record a step that has been written."""
         stepped = self.parameters
         if not self.table.is_plain and not self.spec.scaled:
@@ -233,14 +235,14 @@ class Batch:
         if self.recorded:
             mark_stepped(self.plans, self.recorded, stepped, self.digests, self.scales)
 
-    def follow_versions(self) -> None:
+    def record_versions_again(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
         for plan in self.plans:
             follow_version(plan)
 
 
 # Of one group: its rule, plan options, report interval and number of parameters.
-Setting = tuple[UpdateRule, Any, int, int]
+GroupSetting = tuple[UpdateRule, Any, int, int]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -250,22 +252,22 @@ class Roster:
     Attributes:
         settings: of the groups.
         plans: of all parameters in the groups' order; None for one that has not stepped.
-        resting: the places of those without a gradient.
+        resting_places: the places of those without a gradient.
         tables: of the batches.
         keys, entries: of the optimizer's state, in its order, the keys by their ids.
     """
 
-    settings: list[Setting]
+    settings: list[GroupSetting]
     plans: list[ParameterPlan | None]
-    resting: list[int]
-    tables: list[Table]
+    resting_places: list[int]
+    tables: list[BatchTable]
     keys: list[int]
     entries: list[Any]
 
     @classmethod
-    def of(
+    def from_places(
         cls,
-        settings: list[Setting],
+        settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
         resting: list[int],
         places: Sequence[list[int]],
@@ -280,19 +282,19 @@ class Roster:
             own = [plan for plan in map(plans.__getitem__, chosen) if plan is not None]
             table = known.get(own[0])
             if table is None or table.plans != own:
-                table = Table.of(own)
+                table = BatchTable.of_plans(own)
             groups = [group_of[place] for place in chosen]
             cuts = [0, *(k for k in range(1, len(groups)) if groups[k] != groups[k - 1]), len(groups)]
-            table.places, table.runs = (
+            table.parameter_places, table.group_runs = (
                 chosen,
                 [(groups[first], first, last) for first, last in itertools.pairwise(cuts)],
             )
             tables.append(table)
         return cls(settings, plans, resting, tables, [*map(id, state)], [*state.values()])
 
-    def stands(
+    def is_valid_for(
         self,
-        settings: list[Setting],
+        settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
         resting: list[int],
         parameters: list[torch.Tensor],
@@ -303,14 +305,16 @@ class Roster:
         if not (
             settings == self.settings
             and plans == self.plans
-            and resting == self.resting
+            and resting == self.resting_places
             and [*map(id, state)] == self.keys
             and all(map(is_, state.values(), self.entries))
         ):
             return False
-        return all(table.stands(table.own(parameters), table.own(gradients)) for table in self.tables)
+        return all(
+            table.is_valid_for(table.select_own(parameters), table.select_own(gradients)) for table in self.tables
+        )
 
-    def batches(
+    def make_batches(
         self,
         groups: list[dict[str, Any]],
         parameters: list[torch.Tensor],
@@ -328,7 +332,7 @@ class Roster:
             counted: list[tuple[Mapping[str, Any], int]] = []
             steps: list[int] = [entry["step"] + 1 for entry in table.entries]
             metered = set()
-            for number, first, last in table.runs:
+            for number, first, last in table.group_runs:
                 rule, _, interval, _ = self.settings[number]
                 own = steps[first:last]
                 entries = table.entries[first:last]
@@ -347,20 +351,20 @@ class Roster:
                 Batch(
                     spec.metered_twin if metered.pop() else spec,
                     table,
-                    table.own(parameters),
-                    table.own(gradients),
-                    [scales.get(place, 1.0) for place in table.places] if scales else [1.0] * len(steps),
+                    table.select_own(parameters),
+                    table.select_own(gradients),
+                    [scales.get(place, 1.0) for place in table.parameter_places] if scales else [1.0] * len(steps),
                     steps,
                     constants,
                     counted,
                 )
             )
         for batch in found:
-            batch.drop_stale()
+            batch.reset_stale_tensors()
         return found
 
 
-def _stored_choice(state_dtype: Any) -> Any:
+def _comparable_state_dtype(state_dtype: Any) -> Any:
     """Return a comparable copy of a group's `state_dtype`: of a dict the items."""
     return tuple(state_dtype.items()) if isinstance(state_dtype, Mapping) else state_dtype
 
@@ -393,7 +397,7 @@ class PlanCache(TensorMap[ParameterPlan]):
 
     def options_of(self, group: Mapping[str, Any]) -> PlanOptions:
         """Return the options of a group, for `is_valid` and `renew`."""
-        update, states = group["weight_update"], _stored_choice(group["state_dtype"])
+        update, states = group["weight_update"], _comparable_state_dtype(group["state_dtype"])
         return PlanOptions(update, states, group["format"], group["param_dtype"], group["seed"], self._generation)
 
     def renew(
@@ -440,17 +444,17 @@ class PlanCache(TensorMap[ParameterPlan]):
     ) -> StepSpec:
         """Return a parameter's step specification, as `step_spec_of` does; equal ones on one device are one object."""
         if memory(parameter) is not parameter:
-            return self._intern(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            return self._share_spec(step_spec_of(rule, group, parameter, gradient, name), parameter)
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
-        states = _stored_choice(group["state_dtype"])
+        states = _comparable_state_dtype(group["state_dtype"])
         key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
         found = self._specs_by_options.get(key)
         if found is None:
-            spec = self._intern(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            spec = self._share_spec(step_spec_of(rule, group, parameter, gradient, name), parameter)
             found = self._specs_by_options[key] = spec, given
         return found[0]
 
-    def _intern(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
+    def _share_spec(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
         return self._specs.setdefault((spec, local(parameter).device), spec)
 
 
@@ -492,7 +496,7 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
         )
 
 
-def gradient_memory(
+def as_plain_gradient(
     gradient: torch.Tensor, parameter: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
     """Return a gradient as plain memory, with its scale, which only the step of a scaled parameter uses."""
@@ -508,7 +512,7 @@ def gradient_memory(
     return plain(gradient, f"the gradient of {name}"), 1.0
 
 
-def gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
+def choose_gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
     """Return the store that a gradient's numbers are read by."""
     if gradient.layout is not torch.strided:
         raise ValueError(

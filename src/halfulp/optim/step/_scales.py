@@ -18,9 +18,9 @@ from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec
 from ..states._codec import Scaled, finite_amax
 
-Constants = tuple[float, ...]
+ConstantRow = tuple[float, ...]
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
-WINDOWS = {
+SCALE_WINDOWS = {
     torch.float16: (-4, 13, 3),
     torch.float8_e4m3fn: (-1, 7, 5),
     torch.float8_e5m2: (-4, 14, 4),
@@ -31,16 +31,18 @@ WINDOWS = {
 LARGEST_BINADE = 120
 
 
-def with_present_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants, gradient_scale: float) -> Constants:
+def append_present_scales(
+    spec: StepSpec, plan: ParameterPlan, constants: ConstantRow, gradient_scale: float
+) -> ConstantRow:
     """Return a rule's constants with a parameter's present scales behind them; placeholders for the new ones."""
     scale = plan.scale
     own = [number for k in spec.scaled_states for number in (plan.states[k][1].item(), 1.0)]
     return (*constants, scale, 1 / scale, gradient_scale, 1.0, scale, *own)
 
 
-def with_new_scales(
-    spec: StepSpec, plans: Sequence[ParameterPlan], constants: Sequence[Constants], amax: np.ndarray
-) -> list[Constants]:
+def choose_new_scales(
+    spec: StepSpec, plans: Sequence[ParameterPlan], constants: Sequence[ConstantRow], amax: np.ndarray
+) -> list[ConstantRow]:
     """Return constants with the scales under which a step's results will be stored; tensors are not changed yet.
 
     A step reads the payload under its present scale and rounds the sum once, under the new one.
@@ -67,7 +69,7 @@ def with_new_scales(
     return [(*row[:first], *scales) for row, scales in zip(constants, chosen, strict=True)]
 
 
-def keep_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants) -> None:
+def write_kept_scales(spec: StepSpec, plan: ParameterPlan, constants: ConstantRow) -> None:
     """Write the scales of the weight and the states that a step has stored."""
     at = spec.constant_places
     if constants[at["new_scale"]] != constants[at["weight_scale"]]:
@@ -94,11 +96,11 @@ def scale_table(spec: StepSpec) -> Table:
     weight, *of_states, stored = (load32(array, i) for array in element.arrays[len(columns) :])
     present = load32(columns["weight_scale"], i)
     new_scale = weight_scale_function(spec.store.dtype)(present, weight, stored)
-    chosen = {"new_scale": new_scale, "weight_inverse": inverse(new_scale)}
-    chosen["weight_ratio"] = ratio(present, new_scale, stored)
+    chosen = {"new_scale": new_scale, "weight_inverse": invert_scale(new_scale)}
+    chosen["weight_ratio"] = compute_scale_ratio(present, new_scale, stored)
     for (k, codec), largest in zip(states.items(), of_states, strict=True):
         chosen[f"new_scale_{k}"] = state_scale_function(codec)(largest)
-        chosen[f"inverse_{k}"] = inverse(chosen[f"new_scale_{k}"])
+        chosen[f"inverse_{k}"] = invert_scale(chosen[f"new_scale_{k}"])
     for name, scale in chosen.items():
         store32(columns[name], i, scale)
     return Table(element.trace, len(element.arrays))
@@ -114,48 +116,48 @@ def choose_weight_scale(dtype: torch.dtype, present: float, largest: float) -> f
     return float(weight_scale_function(dtype)(*words).view(np.float32))
 
 
-BIAS = 512
-NONE, ONE, S23, MANTISSA, LEAST_NORMAL, HALF_OF_LEAST, WORD_OF_ONE = (
+EXPONENT_BIAS = 512
+ZERO_WORD, ONE_WORD, MANTISSA_SHIFT, MANTISSA_MASK, LEAST_NORMAL_WORD, HALF_LEAST_NORMAL_WORD, FLOAT_ONE_WORD = (
     np.uint32(n) for n in (0, 1, 23, 0x7FFFFF, 0x800000, 0x400000, 0x3F800000)
 )
-OF_NORMAL, OF_SUBNORMAL, OF_ONE = (np.uint32(BIAS + n) for n in (-127, -127 - 149, 0))
-LOWEST, HIGHEST = np.uint32(BIAS - 126), np.uint32(BIAS + 126)
+NORMAL_OFFSET, SUBNORMAL_OFFSET, ONE_OFFSET = (np.uint32(EXPONENT_BIAS + n) for n in (-127, -127 - 149, 0))
+LOWEST_EXPONENT, HIGHEST_EXPONENT = np.uint32(EXPONENT_BIAS - 126), np.uint32(EXPONENT_BIAS + 126)
 
 
-def normal(x: Any) -> Any:
+def normalize_word(x: Any) -> Any:
     """Device function: the word of a positive number, or of it times 2^149 where it is subnormal."""
-    return select(x < LEAST_NORMAL, word(to_real(x)), x)
+    return select(x < LEAST_NORMAL_WORD, word(to_real(x)), x)
 
 
-def exponent(x: Any) -> Any:
+def biased_exponent(x: Any) -> Any:
     """Device function: floor(log2) of a positive number."""
-    return add(shr(normal(x), S23), select(x < LEAST_NORMAL, OF_SUBNORMAL, OF_NORMAL))
+    return add(shr(normalize_word(x), MANTISSA_SHIFT), select(x < LEAST_NORMAL_WORD, SUBNORMAL_OFFSET, NORMAL_OFFSET))
 
 
-def power(e: Any) -> Any:
+def make_power_word(e: Any) -> Any:
     """Device function: the word of a power of two from 2^-127 to 2^127."""
-    return select(e < LOWEST, HALF_OF_LEAST, shl(sub(e, OF_NORMAL), S23))
+    return select(e < LOWEST_EXPONENT, HALF_LEAST_NORMAL_WORD, shl(sub(e, NORMAL_OFFSET), MANTISSA_SHIFT))
 
 
-def inverse(scale: Any) -> Any:
+def invert_scale(scale: Any) -> Any:
     """Device function: the reciprocal of a scale."""
-    return power(sub(np.uint32(2 * BIAS), exponent(scale)))
+    return make_power_word(sub(np.uint32(2 * EXPONENT_BIAS), biased_exponent(scale)))
 
 
-def lesser(a: Any, b: Any) -> Any:
+def select_lesser(a: Any, b: Any) -> Any:
     """Device function: the smaller of two words."""
     return select(a < b, a, b)
 
 
-def larger(a: Any, b: Any) -> Any:
+def select_larger(a: Any, b: Any) -> Any:
     """Device function: the larger of two words."""
     return select(a < b, b, a)
 
 
-def ratio(present: Any, new: Any, stored: Any) -> Any:
+def compute_scale_ratio(present: Any, new: Any, stored: Any) -> Any:
     """Device function: the factor that brings a payload from one scale to another; 1 for a payload of zeros."""
-    factor = larger(sub(add(exponent(present), OF_ONE), exponent(new)), LOWEST)
-    return select(stored == NONE, WORD_OF_ONE, power(factor))
+    factor = select_larger(sub(add(biased_exponent(present), ONE_OFFSET), biased_exponent(new)), LOWEST_EXPONENT)
+    return select(stored == ZERO_WORD, FLOAT_ONE_WORD, make_power_word(factor))
 
 
 @functools.cache
@@ -165,22 +167,24 @@ def weight_scale_function(dtype: torch.dtype) -> Callable[[Any, Any, Any], Any]:
     The scale stays while the weight lies in the window; else it moves as far as a factor in float32's range can bring
     the payload there and leave it finite.
     """
-    lowest, highest, target = WINDOWS[dtype]
-    first, last = np.uint32(BIAS + lowest), np.uint32(BIAS + highest)
-    below, reach = np.uint32(target), np.uint32(BIAS + LARGEST_BINADE)
+    lowest, highest, target = SCALE_WINDOWS[dtype]
+    first, last = np.uint32(EXPONENT_BIAS + lowest), np.uint32(EXPONENT_BIAS + highest)
+    below, reach = np.uint32(target), np.uint32(EXPONENT_BIAS + LARGEST_BINADE)
     # The payload's own range is wide enough for what a factor in float32's range leaves to do.
     is_wide = torch.finfo(dtype).max > 2.0**LARGEST_BINADE
 
     def new_scale(present: Any, largest: Any, stored: Any) -> Any:
-        now, binade = exponent(present), exponent(largest)
-        distance = sub(add(binade, OF_ONE), now)
-        wanted = larger(lesser(sub(binade, below), HIGHEST), LOWEST)
-        keeps = (largest == NONE) | ((distance >= first) & (distance <= last)) | (wanted == now)
-        reached = larger(wanted, add(now, sub(larger(add(exponent(stored), ONE), OF_ONE), reach)))
+        now, binade = biased_exponent(present), biased_exponent(largest)
+        distance = sub(add(binade, ONE_OFFSET), now)
+        wanted = select_larger(select_lesser(sub(binade, below), HIGHEST_EXPONENT), LOWEST_EXPONENT)
+        keeps = (largest == ZERO_WORD) | ((distance >= first) & (distance <= last)) | (wanted == now)
+        reached = select_larger(
+            wanted, add(now, sub(select_larger(add(biased_exponent(stored), ONE_WORD), ONE_OFFSET), reach))
+        )
         if is_wide:
-            reached = lesser(reached, add(now, np.uint32(126)))
-        reached = lesser(reached, HIGHEST)
-        return select(keeps, present, power(select(stored == NONE, wanted, reached)))
+            reached = select_lesser(reached, add(now, np.uint32(126)))
+        reached = select_lesser(reached, HIGHEST_EXPONENT)
+        return select(keeps, present, make_power_word(select(stored == ZERO_WORD, wanted, reached)))
 
     return new_scale
 
@@ -190,11 +194,15 @@ def state_scale_function(codec: Scaled) -> Callable[[Any], Any]:
     """Return the device function from the largest magnitude of a state to its scale."""
     greatest = torch.finfo(codec.store.dtype).max
     fraction, above = math.frexp(greatest)
-    digits, binade = np.float32(fraction).view(np.uint32) & MANTISSA, np.uint32(above - 1)
+    digits, binade = np.float32(fraction).view(np.uint32) & MANTISSA_MASK, np.uint32(above - 1)
 
     def scale(largest: Any) -> Any:
-        up = select(bit_and(normal(largest), MANTISSA) > digits, ONE, NONE)
-        needed = sub(add(exponent(largest), up), binade)
-        return select(largest == NONE, WORD_OF_ONE, power(larger(lesser(needed, HIGHEST), LOWEST)))
+        up = select(bit_and(normalize_word(largest), MANTISSA_MASK) > digits, ONE_WORD, ZERO_WORD)
+        needed = sub(add(biased_exponent(largest), up), binade)
+        return select(
+            largest == ZERO_WORD,
+            FLOAT_ONE_WORD,
+            make_power_word(select_larger(select_lesser(needed, HIGHEST_EXPONENT), LOWEST_EXPONENT)),
+        )
 
     return scale

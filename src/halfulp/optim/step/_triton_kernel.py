@@ -31,14 +31,14 @@ from ...kernels.triton._launch import (
 )
 from ...kernels.triton._writer import COMPILE_OPTIONS, element_source, load_module, module_source, word_function_source
 from ..parameters._step_spec import StepSpec, pointer_count, state_pointers
-from ._kernel import record_step, table
+from ._kernel import make_step_table, record_step
 from ._scales import scale_columns, scale_table
 
-METER = ("seen", "cancelled", "wanted", "kept")
+METER_NAMES = ("seen", "cancelled", "wanted", "kept")
 
 
 @dataclass(frozen=True)
-class Columns:
+class ParameterColumns:
     """The number of columns of each kind in the parameter table, in this order.
 
     Addresses, the rule's constants by their bits, and the 64-bit key of whoever draws.
@@ -49,7 +49,7 @@ class Columns:
     keys: int
 
     @classmethod
-    def of(cls, spec: StepSpec) -> Columns:
+    def of_spec(cls, spec: StepSpec) -> ParameterColumns:
         """Return the columns of one specification."""
         return cls(pointer_count(spec), len(spec.rule.constants), int(spec.draws))
 
@@ -68,22 +68,22 @@ def triton_source(spec: StepSpec) -> str:
     One that finds the largest magnitudes is given, in place of the meter, the words of the largest so far: int32
     (parameters, of the weight, of each scaled state, of the payload).
     """
-    start = table(spec).start
+    start = make_step_table(spec).start
     functions = [] if start is None else [word_function_source("start_stream", start)]
     recorded = record_step(spec, with_payload=spec.finds_amax)
-    return module_source([*functions, element_source("element", recorded, _arguments(spec))], _kernel_text(spec))
+    return module_source([*functions, element_source("element", recorded, _name_arguments(spec))], _kernel_text(spec))
 
 
-def _arguments(spec: StepSpec) -> dict[object, str]:
-    columns = Columns.of(spec)
+def _name_arguments(spec: StepSpec) -> dict[object, str]:
+    columns = ParameterColumns.of_spec(spec)
     names: dict[object, str] = {j: f"a{j}" for j in range(columns.pointers)}
     names |= {("constant", k): f"constant{k}" for k in range(len(spec.constants))}
-    return names | ({name: name[0] for name in STREAM_INPUTS} if table(spec).start else {})
+    return names | ({name: name[0] for name in STREAM_INPUTS} if make_step_table(spec).start else {})
 
 
 def _kernel_text(spec: StepSpec) -> str:
     """Return the source of the kernel: one program per tile of a chunk."""
-    columns = Columns.of(spec)
+    columns = ParameterColumns.of_spec(spec)
     at = iter(range(columns.count))
     reads = [f"a{j} = tl.load(row + {next(at)})" for j in range(columns.pointers)]
     real = ".to(tl.uint32).to(tl.float32, bitcast=True)"
@@ -93,17 +93,17 @@ def _kernel_text(spec: StepSpec) -> str:
         for j in range(len(scale_columns(spec)))
     ]
     draws = []
-    if table(spec).start:
+    if make_step_table(spec).start:
         reads.append(f"key = tl.load(row + {next(at)})")
         draws.append("counter, own = start_stream(key.to(tl.uint32), (key >> 32).to(tl.uint32), index)")
-    call = f"element(i, b, {', '.join(_arguments(spec).values())}, lanes, aligned)"
+    call = f"element(i, b, {', '.join(_name_arguments(spec).values())}, lanes, aligned)"
     lines = [
         *chunk_lines(),
         f"row = parameters + r * {columns.count}",
         *reads,
         *(_block_lines(spec.block) if spec.block else element_lines()),
         *draws,
-        *(_largest(spec, call) if spec.finds_amax else _meter_lines(call) if spec.metered else [call]),
+        *(_largest_lines(spec, call) if spec.finds_amax else _meter_lines(call) if spec.metered else [call]),
     ]
     body = "\n".join(f"    {line}" for line in lines)
     given = f"chunks, parameters, meter, {'scales, ' if spec.scaled else ''}aligned: tl.constexpr"
@@ -125,15 +125,15 @@ def _block_lines(block: int) -> list[str]:
 
 
 def _meter_lines(call: str) -> list[str]:
-    lines = [f"{', '.join(METER)} = {call}", f"to = meter + (c * {TILES_PER_CHUNK} + part) * {len(METER)}"]
+    lines = [f"{', '.join(METER_NAMES)} = {call}", f"to = meter + (c * {TILES_PER_CHUNK} + part) * {len(METER_NAMES)}"]
     return lines + [
-        f"tl.store(to + {j}, tl.sum(tl.where(lanes, {name}, 0.0).to(tl.float64)))" for j, name in enumerate(METER)
+        f"tl.store(to + {j}, tl.sum(tl.where(lanes, {name}, 0.0).to(tl.float64)))" for j, name in enumerate(METER_NAMES)
     ]
 
 
-def _largest(spec: StepSpec, call: str) -> list[str]:
+def _largest_lines(spec: StepSpec, call: str) -> list[str]:
     """Return the lines that raise a parameter's largest words: the order in which programs do does not show."""
-    names = [f"most{j}" for j in range(largest_columns(spec))]
+    names = [f"most{j}" for j in range(count_largest_columns(spec))]
     lines = [f"{', '.join(names)} = {call}", f"to = meter + r * {len(names)}"]
     for j, name in enumerate(names):
         lines.append(f"{name} = tl.where(lanes, {name}, 0).to(tl.int32, bitcast=True)")
@@ -141,7 +141,7 @@ def _largest(spec: StepSpec, call: str) -> list[str]:
     return lines
 
 
-def largest_columns(spec: StepSpec) -> int:
+def count_largest_columns(spec: StepSpec) -> int:
     """Return how many largest magnitudes are stored per parameter: weight, each scaled state, payload."""
     return 2 + len(spec.scaled_states)
 
@@ -185,7 +185,7 @@ class ScaleColumns:
         return scales
 
     def choose(self, kernel: TensorKernel, largest: torch.Tensor) -> None:
-        """Choose the new scales from the words of the largest magnitudes, (parameters, magnitudes); see `_largest`."""
+        """Choose the new scales from the words of the largest magnitudes, (parameters, magnitudes)."""
         every = [*self._addresses(range(len(self.columns)))[:, 0].tolist()]
         by_column = largest.t().contiguous()
         every += [address(row) for row in by_column]
@@ -219,12 +219,12 @@ def _present_columns(spec: StepSpec) -> list[int]:
 
 
 _COPY_TILE = 32
-_EXPONENTS = (-149, -127, -126, -60, -13, 0, 1, 15, 16, 60, 119, 127)
+_FIXED_EXPONENTS = (-149, -127, -126, -60, -13, 0, 1, 15, 16, 60, 119, 127)
 
 
-def _try_scales(spec: StepSpec, kernel: TensorKernel | None, device: torch.device) -> list[torch.Tensor]:
+def _choose_fixed_scales(spec: StepSpec, kernel: TensorKernel | None, device: torch.device) -> list[torch.Tensor]:
     """Return the columns of scales and the tensors of the new ones after a choice; by plain torch without a kernel."""
-    held, largest = (torch.from_numpy(rows).to(device) for rows in _fixed_scales(spec))
+    held, largest = (torch.from_numpy(rows).to(device) for rows in _make_fixed_scales(spec))
     if kernel is None:
         columns = torch.ones(len(scale_columns(spec)) + len(spec.scaled_states), held.shape[1], dtype=torch.float32)
         columns[_present_columns(spec)] = held
@@ -238,9 +238,9 @@ def _try_scales(spec: StepSpec, kernel: TensorKernel | None, device: torch.devic
     return [scales.columns.cpu(), held.cpu()]
 
 
-def _fixed_scales(spec: StepSpec) -> tuple[np.ndarray, np.ndarray]:
+def _make_fixed_scales(spec: StepSpec) -> tuple[np.ndarray, np.ndarray]:
     """Return scales (a row each, of as many parameters) and the largest magnitudes of each parameter, fixed ones."""
-    ends = [0.0, *(f * 2.0**k for k in _EXPONENTS for f in (1.0, 1.5)), float(np.finfo(np.float32).max)]
+    ends = [0.0, *(f * 2.0**k for k in _FIXED_EXPONENTS for f in (1.0, 1.5)), float(np.finfo(np.float32).max)]
     payloads = [x for x in ends if x <= torch.finfo(spec.store.dtype).max]
     present = [2.0**k for k in (-126, -125, -20, 0, 1, 63, 127)]
     rows = np.array([*itertools.product(present, ends, payloads[:: len(payloads) // 5])], np.float32)
@@ -249,7 +249,7 @@ def _fixed_scales(spec: StepSpec) -> tuple[np.ndarray, np.ndarray]:
     return held, np.stack([*largest, rows[:, 2]], 1)
 
 
-VECTOR = 16
+VECTOR_BYTES = 16
 
 
 @dataclass
@@ -293,7 +293,7 @@ def step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
         f"optimizer step {spec.name}",
         device,
         lambda: load_module(triton_source(spec))["step"],
-        lambda kernel, device: trial(spec, functools.partial(_run_trial, spec, kernel, device), device),
+        lambda kernel, device: trial(spec, functools.partial(_run_triton_trial, spec, kernel, device), device),
         lambda: trial(spec),
     )
 
@@ -309,27 +309,27 @@ def scaled_kernels(spec: StepSpec, amax: StepSpec, device: torch.device, trial: 
         f"the scales of optimizer step {spec.name}",
         device,
         lambda: TensorKernel(scale_table(spec)),
-        functools.partial(_try_scales, spec),
-        lambda: _try_scales(spec, None, torch.device("cpu")),
+        functools.partial(_choose_fixed_scales, spec),
+        lambda: _choose_fixed_scales(spec, None, torch.device("cpu")),
     )
     return None if choose is None else ScaledKernels(largest, choose, step, amax)
 
 
-def _run_trial(spec: StepSpec, kernel: Any, device: torch.device, chunks, pointers, constants, keys) -> Any:
+def _run_triton_trial(spec: StepSpec, kernel: Any, device: torch.device, chunks, pointers, constants, keys) -> Any:
     """Run a kernel under constants that hold the scales too; return the largest magnitudes if it finds them."""
     own = len(spec.rule.constants)
-    held = _place_chunks(chunks, _are_aligned(pointers), device, None)
-    parameters = parameter_table(device, pointers, constants[:, :own], keys)
+    held = _place_chunks(chunks, _find_aligned_rows(pointers), device, None)
+    parameters = make_parameter_table(device, pointers, constants[:, :own], keys)
     scales = to_device(np.ascontiguousarray(constants[:, own:]), device) if spec.scaled else None
-    found = _run(spec, kernel, held, parameters, len(pointers), scales)
+    found = _run_step_kernel(spec, kernel, held, parameters, len(pointers), scales)
     return found.cpu().numpy().view(np.float32) if spec.finds_amax else None
 
 
-Numbers = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+LaunchArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
-def launch(
-    spec: StepSpec, kernel: Any, device: torch.device, numbers: Numbers, held: DeviceChunks | None
+def launch_step(
+    spec: StepSpec, kernel: Any, device: torch.device, numbers: LaunchArrays, held: DeviceChunks | None
 ) -> tuple[DeviceChunks, np.ndarray | None]:
     """Make one step of every parameter of a batch.
 
@@ -342,20 +342,20 @@ def launch(
         What to give to the next call, and for a metered step a float64 array of shape (chunks, 4) in its order.
     """
     chunks, pointers, constants, keys = numbers
-    held = _place_chunks(chunks, _are_aligned(pointers), device, held)
-    parameters = parameter_table(device, pointers, constants, keys)
-    return held, _counts(spec, _run(spec, kernel, held, parameters, len(pointers)))
+    held = _place_chunks(chunks, _find_aligned_rows(pointers), device, held)
+    parameters = make_parameter_table(device, pointers, constants, keys)
+    return held, _sum_meter(spec, _run_step_kernel(spec, kernel, held, parameters, len(pointers)))
 
 
-def launch_scaled(
+def launch_scaled_step(
     spec: StepSpec,
     kernels: ScaledKernels,
     device: torch.device,
-    numbers: Numbers,
+    numbers: LaunchArrays,
     addresses: np.ndarray,
     held: DeviceChunks | None,
 ) -> tuple[DeviceChunks, np.ndarray | None, torch.Tensor]:
-    """Do what `launch` does for scaled parameters, under scales that the device chooses, and write those too.
+    """Do what `launch_step` does for scaled parameters, under scales that the device chooses, and write those too.
 
     Args:
         addresses: int64 array of shape (parameters, 2), of the scales of weights and gradients.
@@ -364,26 +364,26 @@ def launch_scaled(
         Also the scales under which the weights are stored, float32 (parameters,) on the device.
     """
     chunks, pointers, constants, keys = numbers
-    held = _place_chunks(chunks, _are_aligned(pointers), device, held)
-    parameters = parameter_table(device, pointers, constants, keys)
+    held = _place_chunks(chunks, _find_aligned_rows(pointers), device, held)
+    parameters = make_parameter_table(device, pointers, constants, keys)
     count, states = len(pointers), state_pointers(spec)
     of_states = [pointers[:, states[k] + 1] for k in spec.scaled_states]
     scales = ScaleColumns.read(spec, np.stack([*addresses.T, *of_states]), device)
-    scales.choose(kernels.choose, _run(kernels.amax, kernels.largest, held, parameters, count, scales.rows))
-    written = _run(spec, kernels.step, held, parameters, count, scales.rows)
+    scales.choose(kernels.choose, _run_step_kernel(kernels.amax, kernels.largest, held, parameters, count, scales.rows))
+    written = _run_step_kernel(spec, kernels.step, held, parameters, count, scales.rows)
     scales.keep()
-    return held, _counts(spec, written), scales.new_scales
+    return held, _sum_meter(spec, written), scales.new_scales
 
 
-def parameter_table(
+def make_parameter_table(
     device: torch.device, pointers: np.ndarray, constants: np.ndarray, keys: np.ndarray
 ) -> torch.Tensor:
-    """Return the parameter table of `Columns` on a device."""
+    """Return the parameter table of `ParameterColumns` on a device."""
     bits = np.ascontiguousarray(constants).view(np.uint32).astype(np.int64)
     return to_device(np.concatenate([pointers, bits, keys.view(np.int64)], 1), device)
 
 
-def _run(
+def _run_step_kernel(
     spec: StepSpec,
     kernel: Any,
     held: DeviceChunks,
@@ -394,10 +394,10 @@ def _run(
     """Run a kernel on all chunks; return the meter of the chunks, or the words of the parameters' largest numbers."""
     chunks, device = len(held.chunks), parameters.device
     if spec.finds_amax:
-        meter = torch.zeros(count, largest_columns(spec), dtype=torch.int32, device=device)
+        meter = torch.zeros(count, count_largest_columns(spec), dtype=torch.int32, device=device)
     else:
         meter = torch.zeros(
-            chunks if spec.metered else 0, TILES_PER_CHUNK, len(METER), dtype=torch.float64, device=device
+            chunks if spec.metered else 0, TILES_PER_CHUNK, len(METER_NAMES), dtype=torch.float64, device=device
         )
     parts = -(-int(held.chunks[:, 2].max(initial=0)) // TILE_ELEMENTS)
     more = () if scales is None else (scales,)
@@ -409,12 +409,12 @@ def _run(
     return meter
 
 
-def _counts(spec: StepSpec, meter: torch.Tensor) -> np.ndarray | None:
+def _sum_meter(spec: StepSpec, meter: torch.Tensor) -> np.ndarray | None:
     return meter.sum(1).cpu().numpy() if spec.metered else None
 
 
-def _are_aligned(pointers: np.ndarray) -> np.ndarray:
-    return (pointers % VECTOR == 0).all(1)
+def _find_aligned_rows(pointers: np.ndarray) -> np.ndarray:
+    return (pointers % VECTOR_BYTES == 0).all(1)
 
 
 def _place_chunks(
@@ -422,6 +422,6 @@ def _place_chunks(
 ) -> DeviceChunks:
     if held is not None and np.array_equal(held.rows, rows):
         return held
-    whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR == 0).all(1)
+    whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR_BYTES == 0).all(1)
     ordered = chunks[np.argsort(~whole, kind="stable")]
     return DeviceChunks(rows, ordered, int(whole.sum()), to_device(ordered, device))
