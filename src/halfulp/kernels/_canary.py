@@ -22,10 +22,7 @@ _compared_kernels: set[Hashable] = set()
 
 
 def check_bits(
-    name: str,
-    fast: Callable[[], list[torch.Tensor]],
-    reference: Callable[[], list[torch.Tensor]],
-    key: Hashable = None,
+    name: str, fast: Callable[[], list[torch.Tensor]], reference: Callable[[], list[torch.Tensor]], key: Hashable = None
 ) -> None:
     """Raise if a compiled kernel and its reference differ in a bit; two NaNs count as equal.
 

@@ -27,15 +27,15 @@ class Digest:
 
     Attributes:
         column: of the array.
-        size: bytes of an element.
-        term: (a word, its key) -> what it adds; words of 64 bits.
-        step: word j has the key (j + 1) step.
+        element_size: bytes of an element.
+        term_function: (a word, its key) -> what it adds; words of 64 bits.
+        key_step: word j has the key (j + 1) step.
     """
 
     column: int
-    size: int
-    term: RecordedFunction
-    step: int
+    element_size: int
+    term_function: RecordedFunction
+    key_step: int
 
 
 @dataclass(frozen=True)
@@ -46,42 +46,50 @@ class Table:
         trace: what is computed per element, of inputs ("constant", k) and those of `STREAM_INPUTS`.
         columns: of the table of pointers.
         constants: numbers per row, of 32 or 64 bits as the inputs are.
-        start: (low and high half of a row's key, global index) -> an element's `STREAM_INPUTS`; None without draws.
-        step: by which the counters of neighbours differ.
+        stream_start: (low and high half of a row's key, global index) -> an element's `STREAM_INPUTS`, if it draws.
+        counter_step: by which the counters of neighbours differ.
         block: elements of a block; None if there are none.
         partial: whether a chunk's last block may be incomplete; then no array has an element per block.
         digest: of an array, after all was written.
-        is_far: whether arrays lie in no cache, so that even of a few lines are asked for, further ahead.
-        streams: whether what is stored goes past the caches, which then need not read its old contents first. Arrays
-            begin at multiples of `STREAM_ALIGNMENT` bytes, and none is read and stored.
+        is_far_memory: whether arrays lie in no cache, so that even of a few lines are asked for, further ahead.
+        is_streaming: whether what is stored goes past the caches, which then need not read its old contents first.
+            Arrays begin at multiples of `STREAM_ALIGNMENT` bytes, and none is read and stored.
     """
 
     trace: Trace
     columns: int
     constants: int = 0
-    start: RecordedFunction | None = None
-    step: int = 0
+    stream_start: RecordedFunction | None = None
+    counter_step: int = 0
     block: int | None = None
     partial: bool = False
     digest: Digest | None = None
-    is_far: bool = False
-    streams: bool = False
+    is_far_memory: bool = False
+    is_streaming: bool = False
 
     @property
     def sums(self) -> int:
         """Columns of the sums of chunks."""
         return max(CHUNK_COLUMNS, len(self.trace.sums))
 
-    def key(self) -> str:
+    def make_key(self) -> str:
         """Return a key of the instructions, which omits the processor and the sources of `kernels`."""
-        pieces = [self.start, self.digest and self.digest.term]
+        pieces = [self.stream_start, self.digest and self.digest.term_function]
         told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
-        digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)
-        counts = self.columns, self.constants, self.step, self.block, self.partial, self.is_far, self.streams
-        return repr((self.trace.digest(), sorted(self.trace.rare), counts, digest, told))
+        digest = self.digest and (self.digest.column, self.digest.element_size, self.digest.key_step)
+        counts = (
+            self.columns,
+            self.constants,
+            self.counter_step,
+            self.block,
+            self.partial,
+            self.is_far_memory,
+            self.is_streaming,
+        )
+        return repr((self.trace.digest(), sorted(self.trace.rare_masks), counts, digest, told))
 
 
-def bound(function: Callable, names: Mapping[str, object]) -> Callable:
+def bind_names(function: Callable, names: Mapping[str, object]) -> Callable:
     """Return a device function in which names, and in those that it calls, stand for what the caller chose.
 
     Args:
@@ -178,7 +186,7 @@ class Recording:
         counter, own = (self.trace.emit("input", (), name, "w32") for name in STREAM_INPUTS)
         return counter, own
 
-    def given(self, name: str, kind: str = "f32") -> Traced:
+    def add_input(self, name: str, kind: str = "f32") -> Traced:
         """Return an input by a name of its own."""
         return self.trace.emit("input", (), name, kind)
 

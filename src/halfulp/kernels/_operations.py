@@ -35,7 +35,7 @@ def _make_word_operation(operation: str, of_numbers: Callable[..., Any] | None =
     def run(a: Word, b: Word) -> Word:
         if of_numbers and isinstance(a, np.unsignedinteger) and isinstance(b, np.unsignedinteger):
             return of_numbers(np.array([a]), np.array([b]))[0]  # arrays wrap around
-        return _find_trace(a, b).binary(f"word_{operation}", a, b)
+        return _find_trace(a, b).emit_binary(f"word_{operation}", a, b)
 
     return run
 
@@ -53,11 +53,11 @@ def _make_conversion(operation: str, kind: str, of_number: Callable[..., Any] | 
 
 
 def _make_load(bits: int) -> Callable[[Word, Word], Word]:
-    return lambda address, i: _find_trace(address).load(bits, address, i)
+    return lambda address, i: _find_trace(address).emit_load(bits, address, i)
 
 
 def _make_store(bits: int) -> Callable[[Word, Word, Word], None]:
-    return lambda address, i, word: _find_trace(address).store(bits, address, i, word)
+    return lambda address, i, word: _find_trace(address).emit_store(bits, address, i, word)
 
 
 # Modulo 2^32, or 2^64.
@@ -93,7 +93,7 @@ store4, store8, store16, store32, store64 = map(_make_store, (4, 8, 16, 32, 64))
 
 def deposit64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
     """Add a word to the 64-bit element i of an array, or of a copy of it; see `Trace.deposit`."""
-    _find_trace(address).deposit(address, i, w, apart)
+    _find_trace(address).emit_deposit(address, i, w, apart)
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:

@@ -116,7 +116,7 @@ class _ExecutionPlan:
 @functools.lru_cache(1024)
 def _plan_execution(trace: Trace, results: tuple[int, ...]) -> _ExecutionPlan:
     lines, end = trace.lines, len(trace.lines)
-    last = dict.fromkeys([*results, *trace.needed()], end)
+    last = dict.fromkeys([*results, *trace.find_live_outs()], end)
     for number in reversed(range(end)):
         if number in last:
             for operand in lines[number][1]:
@@ -156,7 +156,7 @@ class _TraceRun:
         trace: the instructions.
         arrays: tensors, by the instruction of their address.
         inputs: values by the inputs' names.
-        like: a tensor with one value per element.
+        like_tensor: a tensor with one value per element.
         block: elements of a block.
         is_called: whether another trace calls it, whose values are laid out already.
     """
@@ -164,12 +164,12 @@ class _TraceRun:
     trace: Trace
     arrays: Mapping[int, torch.Tensor]
     inputs: Mapping[Any, Any]
-    like: torch.Tensor
+    like_tensor: torch.Tensor
     block: int | None
     is_called: bool = False
 
     def __post_init__(self) -> None:
-        self.device, self.count = self.like.device, self.like.numel()
+        self.device, self.count = self.like_tensor.device, self.like_tensor.numel()
         self.mixes = not has_float64(self.device)  # float64 then lies on the CPU
         blocks = -(-self.count // self.block) if self.block else 0
         self.shape = (blocks, self.block) if self.block else (self.count,)
@@ -286,7 +286,7 @@ class _TraceRun:
     def restore_shape(self, value: Any, kind: str) -> torch.Tensor:
         """Return a result in the shape of the tensors."""
         flat = self.to_tensor(value, kind).expand(self.shape).reshape(-1)[: self.count]
-        return flat.reshape(self.like.shape)
+        return flat.reshape(self.like_tensor.shape)
 
     def gather_sums(self, values: Mapping[int, Any]) -> list[float]:
         """Return the sums, counts and largest values that the trace gathers, as floats."""
@@ -307,7 +307,7 @@ class _TraceRun:
     def call_function(self, number: int, given: list[torch.Tensor]) -> list[Any]:
         """Return the results of a device function that the trace calls."""
         piece = self.trace.functions[number]
-        inner = _TraceRun(piece.trace, {}, dict(enumerate(given)), self.like, self.block, is_called=True)
+        inner = _TraceRun(piece.trace, {}, dict(enumerate(given)), self.like_tensor, self.block, is_called=True)
         values = inner.compute_values(_plan_execution(piece.trace, piece.results))
         return [values[k] for k in piece.results]
 

@@ -49,7 +49,7 @@ class Trace:
         sums: what is added up, or whose largest is found, over all elements: (how, instruction) in order.
         deposits: words that are added to counters in memory: (address, instruction of the place, of the word, how far
             apart copies of the counters are) in order.
-        rare: masks that hold for few elements, if any, so that a loop may ask first whether one does.
+        rare_masks: masks that hold for few elements, if any, so that a loop may ask first whether one does.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -61,7 +61,7 @@ class Trace:
         self.stores: dict[tuple[int, int, bool], int] = {}
         self.sums: list[tuple[str, int]] = []
         self.deposits: list[tuple[int, int, int, int]] = []
-        self.rare: set[int] = set()
+        self.rare_masks: set[int] = set()
         self._line_numbers: dict[tuple, int] = {}
         self._function_numbers: dict[tuple, int] = {}
 
@@ -77,14 +77,14 @@ class Trace:
             kind: of the result; by default that of the operands.
         """
         own = kind or self.kind_of(*operands)
-        key = (operation, tuple(self._number(x, own) for x in operands), extra)
+        key = (operation, tuple(self._find_number(x, own) for x in operands), extra)
         if key not in self._line_numbers:
             self._line_numbers[key] = len(self.lines)
             self.lines.append(key)
             self.kinds.append(own)
         return Traced(self, self._line_numbers[key])
 
-    def binary(self, operation: str, a: Traced | Number, b: Traced | Number) -> Traced:
+    def emit_binary(self, operation: str, a: Traced | Number, b: Traced | Number) -> Traced:
         """Append an operation on two reals or two words; comparisons give masks.
 
         Raises:
@@ -97,7 +97,7 @@ class Trace:
                 f"{operation} of {' and '.join(sorted(kinds))} in a device function, whose operands are of one kind: "
                 "word(x) and real(w) take a value's bits, to_real(w) and to_word(x) its number"
             )
-        numbers = [Traced(self, self._number(x, kind)) for x in (a, b)]
+        numbers = [Traced(self, self._find_number(x, kind)) for x in (a, b)]
         family = {"w": "word_", "m": "mask_"}.get(kind[0], "")
         name = operation if operation.startswith("word_") else family + operation
         return self.emit(name, numbers, None, "mask" if operation in _COMPARISONS else kind)
@@ -108,29 +108,29 @@ class Trace:
         typed = [_NUMPY_KINDS[type(x)] for x in operands if type(x) in _NUMPY_KINDS]
         return (traced or typed or [_REAL_KINDS[self.dtype]])[0]
 
-    def load(self, bits: int, address: Traced, index: Traced) -> Traced:
+    def emit_load(self, bits: int, address: Traced, index: Traced) -> Traced:
         """Load an array's element, or its block's one, as a word: the value stored before, if there was a store.
 
         Raises:
             TypeError: another index than the element's or the block's.
         """
-        per_block = self._is_block(f"load{bits}", index)
+        per_block = self._is_block_index(f"load{bits}", index)
         stored = self.stores.get((address.number, bits, per_block))
         if stored is None:
             return self.emit("load", (address,), (bits, per_block), "w64" if bits == 64 else "w32")
         value = Traced(self, stored)
-        return value if bits >= 32 else self.binary("word_and", value, np.uint32((1 << bits) - 1))
+        return value if bits >= 32 else self.emit_binary("word_and", value, np.uint32((1 << bits) - 1))
 
-    def store(self, bits: int, address: Traced, index: Traced, value: Traced) -> None:
+    def emit_store(self, bits: int, address: Traced, index: Traced, value: Traced) -> None:
         """Write the low bits of a word to an array's element, or once per block, behind all that is read.
 
         Raises:
             TypeError: another index than the element's or the block's.
         """
-        place = address.number, bits, self._is_block(f"store{bits}", index)
-        self.stores[place] = self._number(value, "w64" if bits == 64 else "w32")
+        place = address.number, bits, self._is_block_index(f"store{bits}", index)
+        self.stores[place] = self._find_number(value, "w64" if bits == 64 else "w32")
 
-    def _is_block(self, name: str, index: Traced) -> bool:
+    def _is_block_index(self, name: str, index: Traced) -> bool:
         if not isinstance(index, Traced) or index.kind not in ("index", "block"):
             kind = index.kind if isinstance(index, Traced) else type(index).__name__
             raise TypeError(f"{name} in a device function takes the index of the element or of its block, got {kind}")
@@ -140,7 +140,7 @@ class Trace:
         """Add a float64 up ("sum"), find the largest float32's word or float64 ("max"), or count a mask ("count")."""
         self.sums.append((how, value.number))
 
-    def deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
+    def emit_deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
         """Add a 64-bit word of each element to an entry of an array of such words.
 
         Where copies of the counters lie `apart`, COPIES in all, a writer may spread the elements over them, since
@@ -148,24 +148,24 @@ class Trace:
         """
         self.deposits.append((address.number, place.number, word.number, apart))
 
-    def needed(self) -> list[int]:
+    def find_live_outs(self) -> list[int]:
         """Return the instructions whose values leave the trace: what is stored, summed up and deposited."""
         deposited = [number for _, place, word, _ in self.deposits for number in (place, word)]
         return [*self.stores.values(), *(number for _, number in self.sums), *deposited]
 
-    def table(self, values: tuple[float, ...]) -> int:
+    def add_table(self, values: tuple[float, ...]) -> int:
         """Return the number of a table of constants, added if it is new."""
         if values not in self.tables:
             self.tables.append(values)
         return self.tables.index(values)
 
-    def call(self, function: Callable, arguments: tuple) -> list[Traced]:
+    def emit_call(self, function: Callable, arguments: tuple) -> list[Traced]:
         """Return the results of a function of lists of values; it is recorded once for all calls with such lists.
 
         Arguments that are no lists belong to the function; the same value given twice is one input of it.
         """
         real = _REAL_KINDS[self.dtype]
-        numbers = [[self._number(x, real) for x in a] if isinstance(a, list) else a for a in arguments]
+        numbers = [[self._find_number(x, real) for x in a] if isinstance(a, list) else a for a in arguments]
         distinct = list(dict.fromkeys(k for a in numbers if isinstance(a, list) for k in a))
         shape = tuple(tuple(map(distinct.index, a)) if isinstance(a, list) else a for a in numbers)
         if (function, shape) not in self._function_numbers:
@@ -178,9 +178,11 @@ class Trace:
         made = self.emit("call", [Traced(self, k) for k in distinct], place)
         return [self.emit("part", (made,), k) for k in range(len(piece.results))]
 
-    def size(self) -> int:
+    def count_instructions(self) -> int:
         """Return the number of instructions with all calls inlined."""
-        return sum(self.functions[extra].trace.size() if name == "call" else 1 for name, _, extra in self.lines)
+        return sum(
+            self.functions[extra].trace.count_instructions() if name == "call" else 1 for name, _, extra in self.lines
+        )
 
     def digest(self) -> str:
         """Return a hash of everything recorded."""
@@ -188,7 +190,7 @@ class Trace:
         written = sorted(self.stores.items()), self.sums, self.deposits
         return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called, written)).encode()).hexdigest()
 
-    def _number(self, x: Traced | Number, kind: str) -> int:
+    def _find_number(self, x: Traced | Number, kind: str) -> int:
         if isinstance(x, Traced):
             return x.number
         if kind[0] == "w":
@@ -222,7 +224,7 @@ def shared_network(network: Network) -> Network:
     def run(*arguments: Any) -> list[Any]:
         values = (x for a in arguments if isinstance(a, list) for x in a)
         traced = next((x for x in values if isinstance(x, Traced)), None)
-        found: list[Any] = network(*arguments) if traced is None else traced.trace.call(network, arguments)
+        found: list[Any] = network(*arguments) if traced is None else traced.trace.emit_call(network, arguments)
         return found
 
     return cast("Network", run)
@@ -230,8 +232,8 @@ def shared_network(network: Network) -> Network:
 
 def _make_operator_methods(operation: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
     """Return the methods of an operation whose first operand, or second one, is traced."""
-    return (lambda own, other: own.trace.binary(operation, own, other)), (
-        lambda own, other: own.trace.binary(operation, other, own)
+    return (lambda own, other: own.trace.emit_binary(operation, own, other)), (
+        lambda own, other: own.trace.emit_binary(operation, other, own)
     )
 
 
@@ -357,7 +359,7 @@ def power(k):
 def gather(table: tuple[float, ...], index):
     """table[index] for an integer index within it."""
     if isinstance(index, Traced):
-        return index.trace.emit("gather", (index,), index.trace.table(table))
+        return index.trace.emit("gather", (index,), index.trace.add_table(table))
     values = torch.tensor(table, dtype=index.dtype, device=index.device)
     return values[index.nan_to_num(0.0).clamp(0, len(table) - 1).long()]
 

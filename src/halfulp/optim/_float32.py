@@ -21,7 +21,7 @@ from ..kernels import (
     run_chunks,
     select_engine,
 )
-from ..kernels._device_function import Recording, Table, bound
+from ..kernels._device_function import Recording, Table, bind_names
 from ..kernels._operations import store32, word
 from ..kernels.triton._launch import TableKernel, find_checked_kernel
 from ..kernels.vector._machine_function import address_of
@@ -183,7 +183,7 @@ def _record_read(update: WeightUpdate, store: Store) -> Trace:
     element, names = Recording(5), update.bindings(store)
     *arrays, out = element.arrays
     read: Any = names["read_weight"]
-    store32(out, element.index, word(bound(read, names)(*arrays, element.index)[0]))
+    store32(out, element.index, word(bind_names(read, names)(*arrays, element.index)[0]))
     return element.trace
 
 

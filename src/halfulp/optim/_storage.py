@@ -17,7 +17,7 @@ import torch
 from .. import formats
 from ..formats import Format
 from ..kernels import Trace, run_on_tensors
-from ..kernels._device_function import Recording, bound
+from ..kernels._device_function import Recording, bind_names
 from ..kernels._operations import (
     add,
     bit_and,
@@ -174,15 +174,15 @@ def random_words_of(random: torch.Tensor | None, random_bits: int) -> torch.Tens
 @functools.cache
 def _decoder(store: Store) -> RecordedFunction:
     element = Recording(1)
-    found = bound(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
+    found = bind_names(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
     return RecordedFunction(element.trace, (found.number,))
 
 
 @functools.cache
 def _encoder(store: Store, stochastic: bool) -> Trace:
     element = Recording(1)
-    value, random = canonical(element.given("value")), element.given("random", "w32")
-    rounded = bound(store.stochastic if stochastic else store.nearest, dict(store.constants))
+    value, random = canonical(element.add_input("value")), element.add_input("random", "w32")
+    rounded = bind_names(store.stochastic if stochastic else store.nearest, dict(store.constants))
     store.save(element.arrays[0], element.index, rounded(value, random))
     return element.trace
 

@@ -14,7 +14,7 @@ import torch
 
 from ..formats import BlockFormat
 from ..kernels import address, check_bits, note_fallback, run_chunks, run_on_tensors
-from ..kernels._device_function import Recording, Table, bound
+from ..kernels._device_function import Recording, Table, bind_names
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, divide, real, select, shl, shr, sub, word
 from ..kernels._trace import RecordedFunction, block_largest
 from ..kernels.triton._launch import TensorKernel
@@ -264,23 +264,24 @@ class BlockKernelKind(NamedTuple):
 
     Attributes:
         mode: of the elements' rounding.
-        path, plain, saturating: as in `Constants`, of the elements.
+        rounding_path, keeps_signs, saturates: as in `Constants`, of the elements.
         block: elements that share a scale.
-        powers: whether scales are powers of two.
-        closest: whether a scale is the closest.
-        inexact: whether results may lie between two numbers of the dtype, which has 16 bits, and are rounded to it.
-        under_amax: whether the tensor has a scale of its own that the kernel computes from the word AMAX.
+        has_power_scales: whether scales are powers of two.
+        rounds_scale_to_nearest: whether a scale is the closest.
+        has_inexact_results: whether results may lie between two numbers of the dtype, which has 16 bits, and are
+            rounded to it.
+        scales_by_amax: whether the tensor has a scale of its own that the kernel computes from the word AMAX.
     """
 
     mode: int
-    path: str
-    plain: bool
-    saturating: bool
+    rounding_path: str
+    keeps_signs: bool
+    saturates: bool
     block: int
-    powers: bool
-    closest: bool
-    inexact: bool
-    under_amax: bool = False
+    has_power_scales: bool
+    rounds_scale_to_nearest: bool
+    has_inexact_results: bool
+    scales_by_amax: bool = False
 
     @classmethod
     def of(cls, dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> BlockKernelKind:
@@ -329,27 +330,32 @@ def amax_table(dtype: torch.dtype, kind: BlockKernelKind) -> Table:
 
 def bind_device_functions(kind: BlockKernelKind) -> dict[str, object]:
     """Return the functions bound to the free names of the device functions."""
-    names: dict[str, object] = {**choose_mode_functions(kind.mode, (kind.path, kind.plain, kind.saturating))}
-    names["quotient"] = multiply_by_inverse if kind.powers else divide_by_scale
+    names: dict[str, object] = {
+        **choose_mode_functions(kind.mode, (kind.rounding_path, kind.keeps_signs, kind.saturates))
+    }
+    names["quotient"] = multiply_by_inverse if kind.has_power_scales else divide_by_scale
     names["payload"] = nonzero_quotient if kind.mode in (UP, DOWN) else names["quotient"]
-    if kind.powers:
+    if kind.has_power_scales:
         names |= {"scale_of": compute_scale_exponent, "factor_of": make_power, "inverse_of": make_inverse_power}
     else:
         names |= {"scale_of": compute_scale_product, "factor_of": scale_as_factor, "inverse_of": scale_as_factor}
-        names["scale_addend"] = nearest_scale_addend if kind.closest else upward_scale_addend
+        names["scale_addend"] = nearest_scale_addend if kind.rounds_scale_to_nearest else upward_scale_addend
     return names
 
 
 def _record_table(dtype: torch.dtype, kind: BlockKernelKind, rounds: bool) -> Table:
-    pieces, wide = choose_container_functions(dtype, kind.inexact), dtype == torch.float64
+    pieces, wide = choose_container_functions(dtype, kind.has_inexact_results), dtype == torch.float64
     element = Recording(2, 2 * WORD_COUNT + len(BlockWords._fields), "w64" if wide else "w32")
     i, (source, target), (c, d, of_block) = element.index, element.arrays, split_words(element.constants)
     w, names = pieces["load"](source, i), bind_device_functions(kind)
     if rounds:
-        random, of_block = draw_first_word(*element.stream), add_tensor_scale(of_block) if kind.under_amax else of_block
-        pieces["store"](target, i, bound(round_block_element, names)(w, random, c, d, of_block))
+        random, of_block = (
+            draw_first_word(*element.stream),
+            add_tensor_scale(of_block) if kind.scales_by_amax else of_block,
+        )
+        pieces["store"](target, i, bind_names(round_block_element, names)(w, random, c, d, of_block))
     else:
-        element.trace.gather_sum("max", bound(find_finite_largest, names)(w, c))
+        element.trace.gather_sum("max", bind_names(find_finite_largest, names)(w, c))
     return Table(
         element.trace, 2, len(element.constants), record_stream_start(), int(WEYL_STEP), kind.block, partial=True
     )
@@ -384,12 +390,14 @@ def _make_block_words(target: BlockTarget, layout: WordLayout, tensor: float, un
             smallest=max(0, target.scale.tiny_exponent + layout.bias),
             greatest=min(highest + layout.bias, 2 * layout.bias - 1),
             twice_bias=2 * layout.bias,
-            below_normal=layout.power(-layout.bias),
+            below_normal=layout.make_power_word(-layout.bias),
         )
     else:
         with np.errstate(over="ignore"):  # an infinity, as in `compute_tensor_scale`
             divisor = float(np.float32(target.element.max * target.scale.max)) if target.tensor_scale else 0.0
-        words = BlockWords(unit=layout.word(unit), tensor=layout.word(tensor), divisor=layout.word(divisor))
+        words = BlockWords(
+            unit=layout.encode_number(unit), tensor=layout.encode_number(tensor), divisor=layout.encode_number(divisor)
+        )
     return np.array(words, np.uint32 if layout.width == 32 else np.uint64)
 
 
@@ -458,10 +466,10 @@ def _reference_layout(dtype: torch.dtype) -> WordLayout:
 def _record_block_scale(kind: BlockKernelKind, width: int) -> RecordedFunction:
     """Return the device function that makes a scale of a block's largest magnitude."""
     element = Recording(0, 2 * WORD_COUNT + len(BlockWords._fields), f"w{width}")
-    word = element.given("word", f"w{width}")
+    word = element.add_input("word", f"w{width}")
     return RecordedFunction(
         element.trace,
-        (bound(compute_block_scale, bind_device_functions(kind))(word, *split_words(element.constants)).number,),
+        (bind_names(compute_block_scale, bind_device_functions(kind))(word, *split_words(element.constants)).number,),
     )
 
 
@@ -469,15 +477,15 @@ def _record_block_scale(kind: BlockKernelKind, width: int) -> RecordedFunction:
 def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> TritonPlan:
     """Return the plan of a dtype and a target, in words of a layout."""
     words = make_block_constants(target, layout, 1.0, target.element.max)
-    kind = BlockKernelKind.of(dtype, target, layout)._replace(under_amax=target.tensor_scale)
+    kind = BlockKernelKind.of(dtype, target, layout)._replace(scales_by_amax=target.tensor_scale)
     # The largest magnitude on which a tensor's scale depends lies in the device's memory.
-    in_memory = (2 * WORD_COUNT + BlockWords._fields.index("amax"),) if kind.under_amax else ()
+    in_memory = (2 * WORD_COUNT + BlockWords._fields.index("amax"),) if kind.scales_by_amax else ()
     kernel = TensorKernel(rounding_table(dtype, kind), in_memory)
     measure = TensorKernel(amax_table(dtype, kind)) if target.tensor_scale else None
-    measured = () if measure is None else measure.arguments(words)
+    measured = () if measure is None else measure.constant_arguments(words)
     # The choice of a scale is a constant of the kernel, with which it is compared.
     told, name = (dtype, kind, target.scale_rounding), f"quantize in blocks of {dtype}"
-    return TritonPlan(kernel, kernel.arguments(words), told, name, measure, measured)
+    return TritonPlan(kernel, kernel.constant_arguments(words), told, name, measure, measured)
 
 
 def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor) -> bool:
@@ -555,7 +563,7 @@ def _compile_kernels(
 ) -> tuple[Callable[..., None], Callable[..., None] | None]:
     """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
     kernel = compile_table("quantize_blocks", rounding_table(dtype, kind))
-    return kernel, None if kind.powers else compile_table("largest_blocks", amax_table(dtype, kind))
+    return kernel, None if kind.has_power_scales else compile_table("largest_blocks", amax_table(dtype, kind))
 
 
 def _call_kernels(

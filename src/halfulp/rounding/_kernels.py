@@ -22,7 +22,7 @@ from ..kernels import (
     run_on_tensors,
     select_engine,
 )
-from ..kernels._device_function import STREAM_ALIGNMENT, STREAM_INPUTS, Recording, Table, bound
+from ..kernels._device_function import STREAM_ALIGNMENT, STREAM_INPUTS, Recording, Table, bind_names
 from ..kernels._engine import use_reference_in_thread
 from ..kernels._operations import load32, load64, store32, store64
 from ..kernels._threads import flushes_subnormals
@@ -67,13 +67,13 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], 
     width = 64 if dtype == torch.float64 else 32
     element, pieces = Recording(2, WORD_COUNT, f"w{width}"), choose_container_functions(dtype)
     i, (source, target) = element.index, element.arrays
-    rounded = bound(p.round_word, choose_mode_functions(mode, kind))
+    rounded = bind_names(p.round_word, choose_mode_functions(mode, kind))
     pieces["store"](
         target,
         i,
         rounded(pieces["load"](source, i), draw_first_word(*element.stream), RoundingWords(*element.constants)),
     )
-    return Table(element.trace, 2, WORD_COUNT, record_stream_start(), int(WEYL_STEP), streams=streams)
+    return Table(element.trace, 2, WORD_COUNT, record_stream_start(), int(WEYL_STEP), is_streaming=streams)
 
 
 def choose_mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
@@ -242,7 +242,7 @@ def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
     known = make_constants(target, WORD64 if dtype == torch.float64 else WORD32)
     kernel = TensorKernel(rounding_table(dtype, target.mode, known[:3]))
     kind, name = (dtype, target.mode, *known[:3]), f"quantize of {dtype}"
-    return TritonPlan(kernel, kernel.arguments(known.words), kind, name)
+    return TritonPlan(kernel, kernel.constant_arguments(known.words), kind, name)
 
 
 def _round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:

@@ -200,7 +200,9 @@ def _record_decision(kind: type[Rounding]) -> tuple[object, ...]:
     found: list[object] = []
     for width in ("w32", "w64"):
         element = Recording(0)
-        given = [element.given(name, one) for name, one in zip(_GOES_AWAY_PARAMETERS, (width, width, "mask", "mask"))]
+        given = [
+            element.add_input(name, one) for name, one in zip(_GOES_AWAY_PARAMETERS, (width, width, "mask", "mask"))
+        ]
         away = record_call(kind.goes_away, *given)
         if not isinstance(away, Traced) or away.kind != "mask":
             raise TypeError(f"goes_away of rounding {kind.name!r} returns {away!r}: return a mask, as fraction > half")

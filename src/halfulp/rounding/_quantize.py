@@ -136,12 +136,8 @@ def _quantize_plain_memory(
     goal = source
     if out is not x:
         goal = plain_address(out)
-        if (
-            not goal
-            or out.dtype is not dtype
-            or out.shape != x.shape
-            or 0 < abs(source - goal) < count * plan.element_size
-        ):
+        overlaps = 0 < abs(source - goal) < count * plan.element_size
+        if not goal or out.dtype is not dtype or out.shape != x.shape or overlaps:
             return None
     is_inference = out.is_inference()
     if out.requires_grad or (is_inference and not torch.is_inference_mode_enabled()):
@@ -154,14 +150,7 @@ def _quantize_plain_memory(
 
 # The last call, its plan, and of a stochastic one the key before its counter;
 # hashing a format takes as long as rounding 1,000 elements.
-_latest_call: tuple[object, object, object, object, RoundingPlan | None, int | None] = (
-    None,
-    None,
-    None,
-    None,
-    None,
-    None,
-)
+_latest_call: tuple[Any, Any, Any, Any, RoundingPlan | None, int | None] = (None, None, None, None, None, None)
 
 
 @lru_cache(maxsize=1024)

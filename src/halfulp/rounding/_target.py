@@ -123,17 +123,17 @@ class WordLayout(NamedTuple):
     bias: int
 
     @property
-    def smallest(self) -> int:
+    def smallest_exponent(self) -> int:
         """Exponent of the smallest subnormal."""
         return 1 - self.bias - self.mantissa
 
-    def power(self, exponent: int) -> int:
+    def make_power_word(self, exponent: int) -> int:
         """Return the word of 2^exponent."""
         if exponent > -self.bias:
             return (exponent + self.bias) << self.mantissa
-        return 1 << (exponent - self.smallest) if exponent >= self.smallest else 0
+        return 1 << (exponent - self.smallest_exponent) if exponent >= self.smallest_exponent else 0
 
-    def word(self, value: float) -> int:
+    def encode_number(self, value: float) -> int:
         """Return the word of a number that the container holds."""
         double, single = ("<d", "<q"), ("<f", "<i")
         real, integer = single if self.width == 32 else double
@@ -194,16 +194,16 @@ class TargetConstants(NamedTuple):
     """The constants of one target for words of one layout.
 
     Attributes:
-        path: "fixed" where every word loses the same bits, "adder" where a float addition rounds, "scaled" where a
-            fixed-point number takes the random bits, else "packed".
-        plain: whether every result keeps the sign of its input.
-        saturating: whether what overflows becomes the largest number.
+        rounding_path: "fixed" where every word loses the same bits, "adder" where a float addition rounds, "scaled"
+            where a fixed-point number takes the random bits, else "packed".
+        keeps_signs: whether every result keeps the sign of its input.
+        saturates: whether what overflows becomes the largest number.
         words: uint32 or uint64 array of `RoundingWords`.
     """
 
-    path: str
-    plain: bool
-    saturating: bool
+    rounding_path: str
+    keeps_signs: bool
+    saturates: bool
     words: np.ndarray
 
 
@@ -223,9 +223,9 @@ def choose_layout(target: Target) -> WordLayout:
 @lru_cache(maxsize=1024)
 def make_constants(target: Target, layout: WordLayout) -> TargetConstants:
     """Return the path and the words of a target."""
-    sign, infinity = 1 << (layout.width - 1), layout.power(layout.bias + 1)
+    sign, infinity = 1 << (layout.width - 1), layout.make_power_word(layout.bias + 1)
     nan, ones = infinity | 1 << (layout.mantissa - 1), 2 * sign - 1
-    largest = infinity - 1 if target.max > _largest_number(layout) else layout.word(target.max)
+    largest = infinity - 1 if target.max > _largest_number(layout) else layout.encode_number(target.max)
     lost = max(0, layout.mantissa - target.mantissa_bits)
     base = max(0, layout.mantissa - target.mantissa_bits + target.emin + layout.bias)
     highest, tiny = max(0, base - lost), target.tiny_exponent
@@ -252,25 +252,25 @@ def make_constants(target: Target, layout: WordLayout) -> TargetConstants:
         base=base,
         highest=highest,
         lowest=min(highest, max(1, base - layout.mantissa)),
-        tiny=layout.power(tiny),
-        floor=0 if target.zero else layout.power(tiny),
-        tie=layout.power(tiny - 1) + 1,
-        first_factor=layout.power(halves[0]),
-        second_factor=layout.power(halves[1]),
+        tiny=layout.make_power_word(tiny),
+        floor=0 if target.zero else layout.make_power_word(tiny),
+        tie=layout.make_power_word(tiny - 1) + 1,
+        first_factor=layout.make_power_word(halves[0]),
+        second_factor=layout.make_power_word(halves[1]),
     )
     path = _choose_path(target, layout)
     if path == "adder":
         spacing = Fraction(2) ** (_floor_log2(target.max) - target.mantissa_bits)
         steps = Fraction(target.max) / spacing
         words = words._replace(
-            smallest_binade=layout.power(target.emin),
+            smallest_binade=layout.make_power_word(target.emin),
             raise_by=(layout.mantissa - target.mantissa_bits) << layout.mantissa,
-            limit=layout.word(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
+            limit=layout.encode_number(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
         )
     if path == "scaled":
         spare = _SCALED_BITS - target.mantissa_bits
         words = words._replace(
-            smallest_binade=layout.power(target.emin),
+            smallest_binade=layout.make_power_word(target.emin),
             up_scale=(2 * layout.bias + _SCALED_BITS) << layout.mantissa,
             down_scale=_SCALED_BITS << layout.mantissa,
             spare_bits=layout.width - spare,
@@ -302,7 +302,7 @@ def _is_fixed_grid(target: Target, layout: WordLayout) -> bool:
     """Return whether the format's subnormals are the container's, so that every word loses the same bits."""
     if not (target.zero and target.subnormals and target.mantissa_bits):
         return False
-    finer = target.mantissa_bits >= layout.mantissa and target.tiny_exponent <= layout.smallest
+    finer = target.mantissa_bits >= layout.mantissa and target.tiny_exponent <= layout.smallest_exponent
     return finer or target.emin == 1 - layout.bias
 
 
@@ -312,5 +312,5 @@ def _floor_log2(value: float) -> int:
 
 
 def _largest_number(layout: WordLayout) -> float:
-    word = layout.power(layout.bias + 1) - 1
+    word = layout.make_power_word(layout.bias + 1) - 1
     return struct.unpack("<f" if layout.width == 32 else "<d", word.to_bytes(layout.width // 8, "little"))[0]

@@ -8,7 +8,7 @@ import torch
 
 from halfulp.kernels import Trace, same_bits
 from halfulp.kernels import _operations as o
-from halfulp.kernels._device_function import Table, bound, record_word_function
+from halfulp.kernels._device_function import Table, bind_names, record_word_function
 from halfulp.kernels._operations import (
     add,
     bit_and,
@@ -339,7 +339,7 @@ def _twice_moved(x):
 
 
 def test_names_are_bound_in_called_functions_too():
-    assert on_numbers(bound(_twice_moved, {"SHIFT": np.uint32(4)}), np.array([0x1234], np.uint32)) == 0x12
+    assert on_numbers(bind_names(_twice_moved, {"SHIFT": np.uint32(4)}), np.array([0x1234], np.uint32)) == 0x12
     assert on_numbers(_twice_moved, np.array([16], np.uint32)) == 4
 
 

@@ -43,7 +43,7 @@ class PointwiseKernel:
         self, trace: Trace, results: Sequence[int], stored: Sequence[torch.dtype], written: Sequence[torch.dtype]
     ) -> None:
         self._given = trace, tuple(results), tuple(stored), tuple(written)
-        self.size = trace.size()
+        self.size = trace.count_instructions()
         self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG_TRACE else 256  # whose values registers hold
         self.values = join_tables(trace)
         # Kept as long as the kernel, since what runs or was captured still reads them.
@@ -107,7 +107,7 @@ def pointwise_source(
     body = "\n".join(f"    {line}" for line in lines)
     # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
     text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef kernel({', '.join(arguments)}):\n{body}\n"
-    return module_source([_LOAD_SOURCE, *functions], text, trace.size())
+    return module_source([_LOAD_SOURCE, *functions], text, trace.count_instructions())
 
 
 _LOAD_SOURCE = f"""@triton.jit
@@ -152,9 +152,8 @@ def lay_out_operands(
 
 
 _TILE_COLUMNS = 128  # columns of a program, where there are at least ACROSS
-_UNROLLED_INSTRUCTIONS = (
-    40  # instructions of a step up to which a block's rows are written out, so that they load together
-)
+# Instructions of a step up to which a block's rows are written out, so that they load together.
+_UNROLLED_INSTRUCTIONS = 40
 _SIZE_ARGUMENTS = ("rows", "columns", "length", "segments", "divisor", "several", "tiles")
 
 
@@ -230,7 +229,7 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
         for name, count in (("state", steps.width), ("held", steps.width), ("other", steps.width), ("row", len(stored)))
     )
     begin = [steps.start] + [0.0] * (steps.width - 1)
-    written_out = pieces[0][0].size() <= _UNROLLED_INSTRUCTIONS
+    written_out = pieces[0][0].count_instructions() <= _UNROLLED_INSTRUCTIONS
 
     def call(name: str, results: Sequence[str], given: Sequence[str]) -> str:
         # None of these looks constants up.

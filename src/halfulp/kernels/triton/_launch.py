@@ -102,11 +102,11 @@ class TensorKernel:
 
     Attributes:
         table: what is read, computed and written; its columns are the tensors.
-        in_memory: constants that a launch reads from the device's memory, in the order in which they lie there.
+        memory_constants: constants that a launch reads from the device's memory, in the order in which they lie there.
     """
 
     table: Table
-    in_memory: tuple[int, ...] = ()
+    memory_constants: tuple[int, ...] = ()
 
     @functools.cached_property
     def run(self) -> Any:
@@ -123,13 +123,13 @@ class TensorKernel:
         return _module_text(self)
 
     @functools.cached_property
-    def constants(self) -> tuple[int, ...]:
+    def argument_constants(self) -> tuple[int, ...]:
         """The constants that a launch takes as arguments, by their number."""
         used = sorted(extra[1] for extra, _ in _find_inputs(self.table.trace) if extra[0] == "constant")
-        return tuple(k for k in used if k not in self.in_memory)
+        return tuple(k for k in used if k not in self.memory_constants)
 
     @functools.cached_property
-    def tile(self) -> tuple[int, int]:
+    def tile_shape(self) -> tuple[int, int]:
         """Rows and columns of a tile; a block is padded to a power of two, and is a row."""
         columns = 1 << (self.table.block - 1).bit_length() if self.table.block else TILE_ELEMENTS
         return max(1, TILE_ELEMENTS // columns), columns
@@ -137,18 +137,18 @@ class TensorKernel:
     @functools.cached_property
     def options(self) -> dict[str, Any]:
         """Triton's compile options."""
-        rows, columns = self.tile
+        rows, columns = self.tile_shape
         return COMPILE_OPTIONS | {"num_warps": max(COMPILE_OPTIONS["num_warps"], rows * columns // _LANES_PER_WARP)}
 
     def is_ragged(self, length: int) -> bool:
         """Return whether rows of a length are not cut into whole blocks of a power of two."""
         block = self.table.block
-        return block is not None and (block != self.tile[1] or length % block != 0)
+        return block is not None and (block != self.tile_shape[1] or length % block != 0)
 
-    def arguments(self, words: np.ndarray) -> tuple[int, ...]:
+    def constant_arguments(self, words: np.ndarray) -> tuple[int, ...]:
         """Return the constants of a launch from all of the table's, by their bits."""
         signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
-        return tuple(signed[list(self.constants)].tolist())
+        return tuple(signed[list(self.argument_constants)].tolist())
 
     def launch(
         self,
@@ -167,7 +167,7 @@ class TensorKernel:
             device: where the tensors lie.
             addresses: of the tensors' first elements.
             count: elements of each.
-            constants: as `arguments` returns them.
+            constants: as `constant_arguments` returns them.
             keys: of the random words.
             length: elements of a row, where there are blocks.
             memory: address of the constants in memory, or of the word that takes the largest.
@@ -175,7 +175,7 @@ class TensorKernel:
         """
         if not count:
             return
-        rows, columns = self.tile
+        rows, columns = self.tile_shape
         length = count if length is None else length
         ragged = self.is_ragged(length)
         per_row = -(-length // self.table.block) if self.table.block else 0
@@ -242,7 +242,7 @@ def _module_text(kernel: TensorKernel) -> str:
     inputs = _find_inputs(trace)
     arguments: dict[object, str] = {column: f"b{column}" for column in sorted(_find_element_sizes(trace))}
     arguments |= {extra: f"{extra[0]}{extra[1]}" for extra, _ in inputs}
-    functions = [] if table.start is None else [word_function_source("start_stream", table.start)]
+    functions = [] if table.stream_start is None else [word_function_source("start_stream", table.stream_start)]
     element = element_source("element", trace, arguments)
     return module_source([*functions, element], _kernel_text(kernel, list(arguments.values()), inputs))
 
@@ -252,12 +252,12 @@ def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[
     table, kinds = kernel.table, dict(inputs)
     draws = any(extra in STREAM_INPUTS for extra in kinds)
     types = {f"a{column}": "tl.int64" for column in range(table.columns)}
-    for k in kernel.constants:
+    for k in kernel.argument_constants:
         types[f"c{k}"] = f"tl.int{kinds['constant', k][1:]}"
-    types |= {f"key_{half}": "tl.int32" for half in ("low", "high") if table.start}
+    types |= {f"key_{half}": "tl.int32" for half in ("low", "high") if table.stream_start}
     types |= dict.fromkeys(("memory", "count", "length", "per_row"), "tl.int64")
-    lines = [f"constant{k} = {_typed_scalar(f'c{k}', kinds['constant', k])}" for k in kernel.constants]
-    for slot, k in enumerate(kernel.in_memory):
+    lines = [f"constant{k} = {_typed_scalar(f'c{k}', kinds['constant', k])}" for k in kernel.argument_constants]
+    for slot, k in enumerate(kernel.memory_constants):
         width, kind = kinds["constant", k][1:], kinds["constant", k]
         lines.append(
             f"constant{k} = {_typed_scalar(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}"
@@ -283,8 +283,8 @@ def _typed_scalar(value: str, kind: str) -> str:
 
 def _dense_tile_lines(kernel: TensorKernel, offsets: str, draws: bool) -> list[str]:
     """Return the lines of tiles without gaps; addresses move to a tile's start, so that offsets have 32 bits."""
-    rows, columns = kernel.tile
-    step = f"tl.full([], {kernel.table.step}, tl.uint32)"
+    rows, columns = kernel.tile_shape
+    step = f"tl.full([], {kernel.table.counter_step}, tl.uint32)"
     moved = [f"b{c} = a{c} + first * {size}" for c, size in sorted(_find_element_sizes(kernel.table.trace).items())]
     drawn = ["begun, own0 = start_stream(low, high, first)", f"counter0 = begun + offsets.to(tl.uint32) * {step}"]
     return [
@@ -303,7 +303,7 @@ def _element_tile_lines(kernel: TensorKernel, draws: bool) -> list[str]:
 
 
 def _block_tile_lines(kernel: TensorKernel, draws: bool) -> list[str]:
-    (rows, columns), block = kernel.tile, kernel.table.block
+    (rows, columns), block = kernel.tile_shape, kernel.table.block
     whole = _dense_tile_lines(kernel, f"offsets = blocks * {columns} + places", draws)
     ragged = [
         # Whole rows are cut into blocks, of which a row's last may be shorter.
@@ -350,7 +350,7 @@ class TableKernel:
     """
 
     def __init__(self, table: Table, tile: int = TILE_ELEMENTS) -> None:
-        self.tile = tile
+        self.tile_shape = tile
         arguments = {column: f"a{column}" for column in range(table.columns)}
         given = ", ".join(arguments.values())
         lines = [
@@ -363,7 +363,7 @@ class TableKernel:
         body = "\n".join(f"    {line}" for line in lines)
         text = f"@triton.jit\ndef run(chunks, pointers, aligned: tl.constexpr):\n{body}\n"
         functions = [element_source("element", table.trace, dict(arguments))]
-        self.source = module_source(functions, text, table.trace.size())
+        self.source = module_source(functions, text, table.trace.count_instructions())
 
     @functools.cached_property
     def run(self) -> Any:
@@ -388,7 +388,7 @@ class TableKernel:
         for aligned in (True, False):
             some = chunks[whole == aligned]
             if len(some):
-                grid = len(some), -(-int(some[:, 2].max()) // self.tile)
+                grid = len(some), -(-int(some[:, 2].max()) // self.tile_shape)
                 with np.errstate(all="ignore"), on_device(device):  # Triton's interpreter runs by NumPy, which warns
                     self.run[grid](to_device(some, device), table, aligned, **COMPILE_OPTIONS)
 

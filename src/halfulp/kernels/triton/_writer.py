@@ -139,7 +139,7 @@ def word_function_source(name: str, piece: RecordedFunction) -> str:
 
 def find_live_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
     """Return the numbers of the instructions on which results, and what a trace stores and sums up, depend."""
-    needed = {*results, *trace.needed()}
+    needed = {*results, *trace.find_live_outs()}
     for number in reversed(range(len(trace.lines))):
         if number in needed:
             needed.update(trace.lines[number][1])

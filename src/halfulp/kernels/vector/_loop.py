@@ -37,28 +37,28 @@ class Phases:
     """The instructions of a trace by what they need of a block's largest words.
 
     Attributes:
-        largest: those that find one.
-        before: those that need none, and read elements, or are of constants and counters alone.
-        uniform: those of largest words and constants, and what they are computed from.
-        waiting: those of them that need a largest word, and those that find one.
-        behind: all others.
-        behind_and_free: those, and what constants and counters alone give, which is computed again.
-        crossing: values from before that are needed behind.
+        largest_lines: those that find one.
+        early_lines: those that need none, and read elements, or are of constants and counters alone.
+        uniform_lines: those of largest words and constants, and what they are computed from.
+        waiting_lines: those of them that need a largest word, and those that find one.
+        late_lines: all others.
+        late_and_free_lines: those, and what constants and counters alone give, which is computed again.
+        carried_lines: values from before that are needed behind.
     """
 
-    largest: list[int]
-    before: set[int]
-    uniform: set[int]
-    waiting: list[int]
-    behind: set[int]
-    behind_and_free: set[int]
-    crossing: list[int]
+    largest_lines: list[int]
+    early_lines: set[int]
+    uniform_lines: set[int]
+    waiting_lines: list[int]
+    late_lines: set[int]
+    late_and_free_lines: set[int]
+    carried_lines: list[int]
 
     def find_block_results(self, trace: Trace) -> list[int]:
         """Return which instructions have one result per block that is kept: largest words, and what is used of them."""
-        used = {operand for k in self.behind for operand in trace.lines[k][1]}
+        used = {operand for k in self.late_lines for operand in trace.lines[k][1]}
         used |= {line for array, line in trace.stores.items() if array[2]} | {number for _, number in trace.sums}
-        return [k for k in self.waiting if k in self.largest or k in used]
+        return [k for k in self.waiting_lines if k in self.largest_lines or k in used]
 
     @classmethod
     def split_trace(cls, trace: Trace) -> Phases:
@@ -95,13 +95,13 @@ class Phases:
         # What is computed in both loops, such as a hash of the counter, is kept instead, but for what it is made from.
         crossing |= {k for k in both if k not in {n for other in both for n in trace.lines[other][1]}}
         return cls(
-            largest=largest,
-            before=everything - waits,
-            uniform=find_operands(trace, uniform) - set(largest),
-            waiting=sorted(uniform | set(largest)),
-            behind=behind,
-            behind_and_free=behind | free,
-            crossing=sorted(crossing),
+            largest_lines=largest,
+            early_lines=everything - waits,
+            uniform_lines=find_operands(trace, uniform) - set(largest),
+            waiting_lines=sorted(uniform | set(largest)),
+            late_lines=behind,
+            late_and_free_lines=behind | free,
+            carried_lines=sorted(crossing),
         )
 
 
@@ -210,7 +210,7 @@ class _RowLoop(VectorBuilder):
         self.trace, self.results, self.stored, self.written = trace, results, stored, written
         self.lanes = count_native_lanes(trace.dtype)
         self.real = self.vector_type(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
-        self.calls = trace.size() > _INSTRUCTIONS_TO_CALL
+        self.calls = trace.count_instructions() > _INSTRUCTIONS_TO_CALL
 
     def build(self, first, last, table) -> None:
         b, lanes = self.b, self.word(self.lanes)

@@ -31,7 +31,9 @@ def compile_table(name: str, table: Table) -> Kernel:
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
     (rows of constants, constants), uint64 (rows,): keys, float64 (chunks, `table.sums`) and uint64 (chunks,).
     """
-    return machine_function(name, table.key(), _ARGUMENT_COUNT, lambda b, *values: TableLoop(b.b, table).build(*values))
+    return machine_function(
+        name, table.make_key(), _ARGUMENT_COUNT, lambda b, *values: TableLoop(b.b, table).build(*values)
+    )
 
 
 def compile_row(name: str, table: Table) -> Kernel:
@@ -45,7 +47,7 @@ def compile_row(name: str, table: Table) -> Kernel:
         nothing = b.word(0)
         TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, nothing, nothing)
 
-    return machine_function(name, f"row {table.key()}", 6 + table.columns, write)
+    return machine_function(name, f"row {table.make_key()}", 6 + table.columns, write)
 
 
 class TableLoop(VectorBuilder):
@@ -66,10 +68,8 @@ class TableLoop(VectorBuilder):
             self.lanes //= 2
         self.width = 2 * self.lanes
         self.padded = -(-(table.block or 0) // self.width) * self.width
-        self.copies_blocks = table.partial or self.padded != table.block
-        self.blocks_together = (
-            1 if self.copies_blocks else max(1, min(vector_bits() // 32, _ELEMENTS_AT_ONCE // self.padded))
-        )
+        self.copied = table.partial or self.padded != table.block
+        self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _ELEMENTS_AT_ONCE // self.padded))
         self.phases = Phases.split_trace(self.trace)
         lines = self.trace.lines
         self.kinds = InstructionWriter(builder, self.trace, 1)
@@ -80,9 +80,7 @@ class TableLoop(VectorBuilder):
         self.loads: list[ArrayKey] = [(operands[0], *extra) for name, operands, extra in lines if name == "load"]
         self.stores = self.trace.stores
         self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
-        assert not self.copies_blocks or all(bits > 4 for _, bits, _ in self.arrays), (
-            "half bytes are read in whole blocks"
-        )
+        assert not self.copied or all(bits > 4 for _, bits, _ in self.arrays), "half bytes are read in whole blocks"
         self.in_pairs = any(bits < 32 for _, bits, per_block in self.arrays if not per_block)
         self.order = schedule_by_latency(self.trace)
         self.scalars: dict[Any, Any] = {}
@@ -93,52 +91,50 @@ class TableLoop(VectorBuilder):
     def allocate_buffers(self) -> None:
         """Allocate what elements are copied to, and what the loops over a block hand on."""
         table = self.table
-        room = self.padded * self.blocks_together if table.block else self.width
-        copied = self.arrays if not table.block or self.copies_blocks else []
-        self.copy_buffers = {array: self.allocate_stack(self.ir.IntType(array[1]), room) for array in copied}
-        for copy in self.copy_buffers.values() if table.streams else ():
+        room = self.padded * self.together if table.block else self.width
+        copied = self.arrays if not table.block or self.copied else []
+        self.copies = {array: self.allocate_stack(self.ir.IntType(array[1]), room) for array in copied}
+        for copy in self.copies.values() if table.is_streaming else ():
             copy.align = STREAM_ALIGNMENT
-        crossing = self.phases.crossing if table.block else []
+        crossing = self.phases.carried_lines if table.block else []
         self.buffers = [self.allocate_stack(lane_type(self.vector_type_of(line)), room) for line in crossing]
         self.block_results = {
-            line: self.allocate_stack(lane_type(self.memory_type_of(line)), self.blocks_together)
+            line: self.allocate_stack(lane_type(self.memory_type_of(line)), self.together)
             for line in self.phases.find_block_results(self.trace)
         }
         # A row per block, where as many blocks are computed at once as a vector has lanes.
-        in_rows = self.phases.largest if table.block and self.blocks_together == self.lanes else []
-        self.rows = {line: self.allocate_stack(self.i32, self.blocks_together * self.lanes) for line in in_rows}
+        in_rows = self.phases.largest_lines if table.block and self.together == self.lanes else []
+        self.rows = {line: self.allocate_stack(self.i32, self.together * self.lanes) for line in in_rows}
 
     def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
         """Write the loop over chunks."""
         b, table = self.b, self.table
         with self.loop(first, last, 1) as c:
             at = b.mul(c, self.word(CHUNK_COLUMNS))
-            row, begin, count, index = (self.load_word_behind(chunks, at, k) for k in range(CHUNK_COLUMNS))
+            row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_COLUMNS))
             pointer = b.mul(row, self.word(table.columns))
-            self.address = {
-                column: self.load_word_behind(pointers, pointer, column) for column in self.find_used_columns()
-            }
+            self.address = {column: self.load_word_at(pointers, pointer, column) for column in self.find_used_columns()}
             if table.constants:
                 size = int(self.constant_inputs[0][1][1:]) // 8 if self.constant_inputs else 0
-                own = b.mul(self.load_word_behind(rows, row, 0), self.word(table.constants * size))
+                own = b.mul(self.load_word_at(rows, row, 0), self.word(table.constants * size))
                 self.load_constants(b.add(constants, own))
-            if table.start:
-                self.begin_stream(table.start, self.load_word_behind(keys, row, 0), index)
+            if table.stream_start:
+                self.begin_stream(table.stream_start, self.load_word_at(keys, row, 0), index)
             for k, total in enumerate(self.write_chunk(begin, count)):
                 place = self.pointer(sums, b.add(b.mul(c, self.word(table.sums)), self.word(k)), self.f64)
                 b.store(total, place, align=8)
             if table.digest:
                 b.store(self.compute_digest(table.digest, begin, count), self.pointer(digests, c, self.i64), align=8)
-        if table.streams:
+        if table.is_streaming:
             b.fence("seq_cst")  # such stores are in no order with others
 
     def write_chunk(self, begin, count) -> list:
         """Write what happens to the elements [begin, begin + count) of the arrays, and return what is summed up."""
         totals = [self.ir.Constant(kind, None) for kind in self.sum_types() for _ in range(2)]
         if self.table.block:
-            self.write_blocks(begin, count, totals, self.copy_buffers, self.buffers)
+            self.write_blocks(begin, count, totals, self.copies, self.buffers)
         else:
-            self.write_vectors(begin, count, totals, self.copy_buffers)
+            self.write_vectors(begin, count, totals, self.copies)
         return [self.reduce_total(how, totals[2 * k : 2 * k + 2]) for k, (how, _) in enumerate(self.trace.sums)]
 
     def load_constants(self, address) -> None:
@@ -156,7 +152,7 @@ class TableLoop(VectorBuilder):
         columns = {self.column[address] for address, *_ in [*self.arrays, *self.trace.deposits]}
         return sorted(columns | ({self.table.digest.column} if self.table.digest else set()))
 
-    def load_word_behind(self, table, first, k: int):
+    def load_word_at(self, table, first, k: int):
         """Load word k behind the first of a table of 64-bit integers."""
         return self.b.load(self.pointer(table, self.b.add(first, self.word(k)), self.i64), align=8)
 
@@ -229,7 +225,7 @@ class TableLoop(VectorBuilder):
         Processors do that by themselves for a few arrays, and only within a page, which is 2,048 elements of 16 bits.
         """
         arrays = [array for array in dict.fromkeys(self.loads) if not array[2]]
-        far = self.table.is_far
+        far = self.table.is_far_memory
         if len(arrays) < _FEW_ARRAYS and not far:
             return
         for array in arrays:
@@ -271,13 +267,13 @@ class TableLoop(VectorBuilder):
         """
         b, block = self.b, self.word(self.table.block or 0)
         whole = b.sdiv(b.add(count, b.sub(block, self.word(1))), block)
-        with self.loop(self.word(0), whole, self.blocks_together, totals) as number:
-            if self.copies_blocks:
+        with self.loop(self.word(0), whole, self.together, totals) as number:
+            if self.copied:
                 start = b.mul(number, block)
                 size = self.select_lesser(block, b.sub(count, start))
                 self.write_block_in_copy(self.find_block_addresses(begin, number), start, size, totals, copies, buffers)
             else:
-                several = self.select_lesser(self.word(self.blocks_together), b.sub(whole, number))
+                several = self.select_lesser(self.word(self.together), b.sub(whole, number))
 
                 def at(k, number=number):
                     return self.find_block_addresses(begin, b.add(number, k))
@@ -334,7 +330,7 @@ class TableLoop(VectorBuilder):
 
     def round_up_to_vectors(self, size):
         """Return how far the loops over a block go: over whole vectors."""
-        if not self.copies_blocks:
+        if not self.copied:
             return self.word(self.padded)
         width = self.word(self.width)
         return self.b.mul(self.b.udiv(self.b.add(size, self.word(self.width - 1)), width), width)
@@ -344,15 +340,15 @@ class TableLoop(VectorBuilder):
         b, phases = self.b, self.phases
         with self.loop(self.word(0), several, 1, totals) as k:
             largest = self.write_up_to_largest(at(k), first, k, size, totals, buffers)
-            for line, words in zip(phases.largest, largest):
+            for line, words in zip(phases.largest_lines, largest):
                 if self.rows:
                     row = b.gep(self.rows[line], [b.mul(k, self.word(self.lanes))])
                     b.store(words, b.bitcast(row, words.type.as_pointer()), align=4)
                 else:
                     b.store(self.find_largest_lane(words), b.gep(self.block_results[line], [k]), align=4)
         self.compute_from_largest()
-        late = {*phases.behind, *phases.waiting}
-        at_once = 2 if self.blocks_together > 1 and not late & {number for _, number in self.trace.sums} else 1
+        late = {*phases.late_lines, *phases.waiting_lines}
+        at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
         with self.loop(self.word(0), several, at_once, totals) as k:
             # Of an odd number the last block is written twice.
             some = [self.select_lesser(b.add(k, self.word(n)), b.sub(several, self.word(1))) for n in range(at_once)]
@@ -366,8 +362,8 @@ class TableLoop(VectorBuilder):
                     turns.append(
                         ({}, b.add(self.find_block_start(first, number), i), [of_block | half for half in held])
                     )
-                values = self.compute_in_turns(turns, phases.behind_and_free)
-                behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.behind}
+                values = self.compute_in_turns(turns, phases.late_and_free_lines)
+                behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.late_lines}
                 for base, pair in zip(bases, values):
                     self.store_results(pair, behind, base, i)
                 self.add_to_totals(values[0], i, totals, size, late)
@@ -375,7 +371,7 @@ class TableLoop(VectorBuilder):
     def prefetch_next_block(self, bases: list[dict], i) -> None:
         """Ask for the next block's elements: meanwhile the memory would be idle."""
         b = self.b
-        if self.blocks_together > 1 or self.copies_blocks:
+        if self.together > 1 or self.copied:
             return
         for address, bits, _ in [array for array in dict.fromkeys(self.loads) if not array[2]]:
             size = bits // 8
@@ -392,25 +388,25 @@ class TableLoop(VectorBuilder):
             self.load_block_entries(bases),
         )
         own = [array for array in dict.fromkeys(self.loads) if not array[2]]
-        stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.behind}
+        stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.late_lines}
         kept = len(totals)
-        carried = totals + [self.ir.Constant(self.vector_type_of(line), None) for line in phases.largest]
+        carried = totals + [self.ir.Constant(self.vector_type_of(line), None) for line in phases.largest_lines]
         with self.loop(self.word(0), self.round_up_to_vectors(size), self.width, carried) as i:
             loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
             turn = loaded, b.add(start, i)
-            if not self.copies_blocks:
+            if not self.copied:
                 self.prefetch_arrays(bases, i)
 
             def rest(known) -> list:
-                [values] = self.compute_in_turns([(*turn, known)], phases.before)
+                [values] = self.compute_in_turns([(*turn, known)], phases.early_lines)
                 self.store_results(values, stores, bases, i)
                 sums = carried[:kept]
-                self.add_to_totals(values, i, sums, size, phases.before)
-                for line, buffer in zip(phases.crossing, buffers):
+                self.add_to_totals(values, i, sums, size, phases.early_lines)
+                for line, buffer in zip(phases.carried_lines, buffers):
                     for half in range(2):
                         self.store_in_buffer(buffer, b.add(room, i), half, values[half][line])
                 largest = list(carried[kept:])
-                for n, line in enumerate(phases.largest):
+                for n, line in enumerate(phases.largest_lines):
                     for half in range(2):
                         word = values[half][self.trace.lines[line][1][0]]
                         largest[n] = self.combine_values("max", largest[n], word)
@@ -425,7 +421,7 @@ class TableLoop(VectorBuilder):
 
         `rest` writes them, given what is known of each vector, and returns the values that the loop carries on.
         """
-        b, rare = self.b, sorted(self.trace.rare & self.phases.before)
+        b, rare = self.b, sorted(self.trace.rare_masks & self.phases.early_lines)
         if not rare:
             return rest(None)
         needed = find_operands(self.trace, rare)
@@ -452,13 +448,13 @@ class TableLoop(VectorBuilder):
 
     def compute_from_largest(self) -> None:
         """Compute what needs largest words and constants alone, for all blocks at once."""
-        b, phases, computing = self.b, self.phases, InstructionWriter(self.b, self.trace, self.blocks_together)
+        b, phases, computing = self.b, self.phases, InstructionWriter(self.b, self.trace, self.together)
         for line in self.rows:
             b.store(self.find_largest_of_rows(self.rows[line]), self.block_result_pointer(line), align=4)
-        known = {line: b.load(self.block_result_pointer(line), align=4) for line in phases.largest}
-        given = {name: self.splat(scalar, self.blocks_together) for name, scalar in self.scalars.items()}
-        computed = computing.run(given, known, phases.uniform)
-        for line in set(self.block_results) - set(phases.largest):
+        known = {line: b.load(self.block_result_pointer(line), align=4) for line in phases.largest_lines}
+        given = {name: self.splat(scalar, self.together) for name, scalar in self.scalars.items()}
+        computed = computing.run(given, known, phases.uniform_lines)
+        for line in set(self.block_results) - set(phases.largest_lines):
             is_mask = self.trace.kinds[line] == "mask"
             b.store(
                 b.zext(computed[line], computing.bits) if is_mask else computed[line],
@@ -501,7 +497,7 @@ class TableLoop(VectorBuilder):
 
     def load_crossing_values(self, i, buffers: list) -> list[dict]:
         """Load what the first loop kept of the elements of two vectors."""
-        lines = list(zip(self.phases.crossing, buffers))
+        lines = list(zip(self.phases.carried_lines, buffers))
         return [{line: self.load_from_buffer(buffer, i, half, line) for line, buffer in lines} for half in range(2)]
 
     def find_block_start(self, first, k):
@@ -520,7 +516,7 @@ class TableLoop(VectorBuilder):
 
     def block_result_pointer(self, line: int):
         """Return a pointer to an instruction's results for all blocks that are computed together."""
-        kind = self.vector_type(lane_type(self.memory_type_of(line)), self.blocks_together)
+        kind = self.vector_type(lane_type(self.memory_type_of(line)), self.together)
         return self.b.bitcast(self.block_results[line], kind.as_pointer())
 
     def memory_type_of(self, line: int):
@@ -557,7 +553,7 @@ class TableLoop(VectorBuilder):
             found.append([[None] * len(self.trace.lines) for _ in range(2)])
             for half, values in enumerate(found[-1]):
                 given = self.inputs | {((array[0], array[1:])): pair[half] for array, pair in loaded.items()}
-                if self.table.start:
+                if self.table.stream_start:
                     given[STREAM_INPUTS[0]] = self.stream_counters(half, position)
                 writer = InstructionWriter(self.b, self.trace, self.lanes)
                 running.append(writer.write_in_order(values, given, known and known[half], only, self.order))
@@ -567,9 +563,9 @@ class TableLoop(VectorBuilder):
 
     def stream_counters(self, half: int, position):
         """Return the counters of one of two vectors from a place in the chunk on."""
-        moved = self.b.mul(self.b.trunc(position, self.i32), self.ir.Constant(self.i32, self.table.step))
+        moved = self.b.mul(self.b.trunc(position, self.i32), self.ir.Constant(self.i32, self.table.counter_step))
         first = self.splat(self.b.add(self.first_counter, moved), self.lanes)
-        steps = [self.table.step * place & 0xFFFFFFFF for place in self.lane_places()[half]]
+        steps = [self.table.counter_step * place & 0xFFFFFFFF for place in self.lane_places()[half]]
         return self.b.add(first, self.ir.Constant(first.type, steps))
 
     def store_results(self, values: list, stores: dict, bases: dict, i) -> None:
@@ -583,7 +579,7 @@ class TableLoop(VectorBuilder):
             for half in range(2 if number in among else 0):
                 # Counts are exact in any order: those of both vectors take one register.
                 value, at = values[half][number], 2 * place + (half if how != "count" else 0)
-                if limit is not None and (self.copies_blocks or not self.table.block):
+                if limit is not None and (self.copied or not self.table.block):
                     value = self.b.select(
                         self.mask_existing_lanes(i, limit, half), value, self.ir.Constant(value.type, None)
                     )
@@ -670,7 +666,7 @@ class TableLoop(VectorBuilder):
 
     def store_vector(self, value, place, bits: int) -> None:
         """Store a vector of elements of so many bits, past the caches if the table streams."""
-        if not self.table.streams:
+        if not self.table.is_streaming:
             self.b.store(value, place, align=max(1, bits // 8))
             return
         stored = self.b.store(value, place, align=vector_bits() // 8)
@@ -736,27 +732,27 @@ class TableLoop(VectorBuilder):
 
     def compute_digest(self, given: Digest, begin, count):
         """Return the digest of the chunk's bytes."""
-        b, term, eight = self.b, given.term, self.word(8)
+        b, term, eight = self.b, given.term_function, self.word(8)
         lanes, everything = vector_bits() // 64, (1 << 64) - 1
-        size = self.word(given.size)
+        size = self.word(given.element_size)
         start, length = b.add(self.address[given.column], b.mul(begin, size)), b.mul(count, size)
         words = b.sdiv(length, eight)
         whole = b.mul(b.sdiv(words, self.word(lanes)), self.word(lanes))
         vector = self.vector_type(self.i64, lanes)
-        keys = self.ir.Constant(vector, [given.step * (k + 1) & everything for k in range(lanes)])
+        keys = self.ir.Constant(vector, [given.key_step * (k + 1) & everything for k in range(lanes)])
         carried = [self.constant(vector, 0), keys]
         with self.loop(self.word(0), whole, lanes, carried) as i:
             total, key = carried
             value = b.load(self.pointer(start, i, vector), align=1)
             found = InstructionWriter(b, term.trace, lanes).run([value, key])[term.results[0]]
-            carried[:] = b.add(total, found), b.add(key, self.constant(vector, given.step * lanes & everything))
+            carried[:] = b.add(total, found), b.add(key, self.constant(vector, given.key_step * lanes & everything))
         single = InstructionWriter(b, term.trace, 1)
         left = [self.extract_lane(carried[0], 0)]
         for k in range(1, lanes):
             left[0] = b.add(left[0], self.extract_lane(carried[0], k))
 
         def added(value, place):
-            key = b.mul(b.add(place, self.word(1)), self.word(given.step))
+            key = b.mul(b.add(place, self.word(1)), self.word(given.key_step))
             return b.add(left[0], single.run([value, key])[term.results[0]])
 
         with self.loop(whole, words, 1, left) as i:

@@ -10,7 +10,7 @@ import torch
 
 from ...kernels import _operations as o
 from ...kernels import select
-from ...kernels._device_function import Recording, Table, bound
+from ...kernels._device_function import Recording, Table, bind_names
 from ...kernels._trace import block_largest
 from ...rounding import _blocks as b
 from ...rounding._blocks import BlockKernelKind, bind_device_functions
@@ -52,7 +52,7 @@ def whole_table(dtype: torch.dtype) -> Table:
     element.trace.gather_sum("max", select(a == 0, _NONE, o.sub(INFINITE, a)))
     element.trace.gather_sum("count", a == 0)
     element.trace.gather_sum("max", a)
-    return Table(element.trace, 1, is_far=True)
+    return Table(element.trace, 1, is_far_memory=True)
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def blocks_table(kind: BlockKernelKind) -> Table:
     element = Recording(2, 2 + 2 * WORD_COUNT + len(b.BlockWords._fields) + 2, "w32")
     (nonzero, normal), words, amax = element.constants[:2], element.constants[2:-2], element.constants[-2:]
     c, d, of_block = b.split_words(words)
-    if kind.under_amax:
+    if kind.scales_by_amax:
         low, high = map(o.widen, amax)
         largest = o.real(o.bit_or(low, o.shl(high, 32)))
         of_block = of_block._replace(amax=o.word(element.trace.emit("to_float32", (largest,), None, "f32")))
@@ -100,9 +100,9 @@ def blocks_table(kind: BlockKernelKind) -> Table:
     names: dict[str, Any] = bind_device_functions(kind)
     a = o.bit_and(o.load32(element.arrays[0], element.index), c.magnitude)
     top = block_largest(a)
-    scale = bound(names["scale_of"], names)(top, c, d, of_block)
-    inverse = bound(names["inverse_of"], names)(scale, c, of_block)
-    payload, payload_of_top = (bound(names["payload"], names)(x, inverse, c) for x in (a, top))
+    scale = bind_names(names["scale_of"], names)(top, c, d, of_block)
+    inverse = bind_names(names["inverse_of"], names)(scale, c, of_block)
+    payload, payload_of_top = (bind_names(names["payload"], names)(x, inverse, c) for x in (a, top))
     finite = top < c.infinity
     gone = finite & (a != 0) & (payload < nonzero)
     stays = finite & ~(payload_of_top < nonzero)

@@ -424,7 +424,7 @@ class Counter:
             return lambda samples: np.array([count_in_blocks(sample, format) for sample in samples], np.float64)
         kind = BlockKernelKind.of(torch.float32, target, WORD32)
         words = make_block_constants(target, WORD32, 1.0, target.element.max)
-        table = d.blocks_table(kind._replace(under_amax=target.tensor_scale))
+        table = d.blocks_table(kind._replace(scales_by_amax=target.tensor_scale))
         # The last two constants are the largest magnitude of a tensor's finite blocks, a float64.
         blocks = RowsKernel(table, self._samples, [*find_thresholds(format.element)[:2], *words, 0, 0])
         largest = RowsKernel(amax_table(torch.float32, kind), self._samples, words) if target.tensor_scale else None

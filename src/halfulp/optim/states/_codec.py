@@ -87,14 +87,14 @@ class TensorCodec:
 @functools.cache
 def _reader(codec: TensorCodec) -> RecordedFunction:
     element = Recording(codec.columns)
-    found = codec.load(element.arrays, element.index, element.block(), element.given("scale"))
+    found = codec.load(element.arrays, element.index, element.block(), element.add_input("scale"))
     return RecordedFunction(element.trace, (found.number,))
 
 
 @functools.cache
 def _writer(codec: TensorCodec) -> Trace:
     element = Recording(codec.columns)
-    given = canonical(element.given("value")), element.given("inverse"), element.given("random", "w32")
+    given = canonical(element.add_input("value")), element.add_input("inverse"), element.add_input("random", "w32")
     codec.save(element.arrays, element.index, element.block(), *given)
     return element.trace
 

@@ -38,18 +38,18 @@ class BatchTable:
     Attributes:
         parameter_places: of the parameters among those of all groups.
         group_runs: the number of a group and the rows of its parameters, (group, first, last).
-        chunks: int64 array of shape (chunks, 4); `lengths` is a column of it.
+        chunks: int64 array of shape (chunks, 4); `chunk_lengths` is a column of it.
         pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
         digests: of each payload, as the last step of these plans has written them here, where it computes them.
-        rows: zeros, the row of the constants of each parameter where all have the same.
+        constant_rows: zeros, the row of the constants of each parameter where all have the same.
         identities: uint64 array of shape (parameters, 1).
         seeds: of the random bits: one for all, or a uint64 array of shape (parameters, 1).
         keys: uint64 array of shape (parameters, 1), or (parameters, 0) without draws, written at each step.
-        addresses_of: the addresses of chunks, pointers, rows, keys and digests.
-        entries: of the optimizer's state, by parameter.
-        stored: the name of each tensor there, those of all parameters, and their addresses.
+        array_addresses: the addresses of chunks, pointers, rows, keys and digests.
+        state_entries: of the optimizer's state, by parameter.
+        state_columns: the name of each tensor there, those of all parameters, and their addresses.
         records: of those parameters whose writes are tracked.
-        has_gaps: the rows of the parameters whose memory has some.
+        rows_with_gaps: the rows of the parameters whose memory has some.
         device_chunks: the copy of the chunks on an accelerator.
     """
 
@@ -60,16 +60,16 @@ class BatchTable:
     identities: np.ndarray
     seeds: int | np.ndarray
     keys: np.ndarray
-    lengths: np.ndarray
-    rows: np.ndarray
-    addresses_of: tuple[int, ...]
-    entries: list[dict[str, Any]]
-    stored: list[tuple[str, list[torch.Tensor], list[int]]]
+    chunk_lengths: np.ndarray
+    constant_rows: np.ndarray
+    array_addresses: tuple[int, ...]
+    state_entries: list[dict[str, Any]]
+    state_columns: list[tuple[str, list[torch.Tensor], list[int]]]
     records: list[ParameterRecord]
-    shapes: list[tuple[int, ...]]
-    counts: list[int]
-    addresses: list[int]
-    has_gaps: list[int]
+    parameter_shapes: list[tuple[int, ...]]
+    element_counts: list[int]
+    parameter_addresses: list[int]
+    rows_with_gaps: list[int]
     is_plain: bool
     parameter_places: list[int] = field(default_factory=list)
     group_runs: list[tuple[int, int, int]] = field(default_factory=list)
@@ -91,19 +91,19 @@ class BatchTable:
             identities=np.array([[plan.identity] for plan in plans], np.uint64),
             seeds=seeds.pop() if len(seeds) == 1 else np.array([[plan.seed] for plan in plans], np.uint64),
             keys=keys,
-            lengths=chunks[:, 2],
-            rows=rows,
-            addresses_of=tuple(map(address_of, (chunks, pointers, rows, keys, digests))),
-            entries=[plan.state for plan in plans],
-            stored=[
+            chunk_lengths=chunks[:, 2],
+            constant_rows=rows,
+            array_addresses=tuple(map(address_of, (chunks, pointers, rows, keys, digests))),
+            state_entries=[plan.state for plan in plans],
+            state_columns=[
                 (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
                 for k, name in enumerate(plans[0].spec.tensors)
             ],
             records=[plan.record for plan in plans if plan.tracks_writes],
-            shapes=[plan.shape for plan in plans],
-            counts=[math.prod(plan.shape) for plan in plans],
-            addresses=[plan.address for plan in plans],
-            has_gaps=[row for row, plan in enumerate(plans) if not plan.contiguous],
+            parameter_shapes=[plan.shape for plan in plans],
+            element_counts=[math.prod(plan.shape) for plan in plans],
+            parameter_addresses=[plan.address for plan in plans],
+            rows_with_gaps=[row for row, plan in enumerate(plans) if not plan.contiguous],
             is_plain=all(plan.plain for plan in plans),
         )
 
@@ -128,11 +128,11 @@ class BatchTable:
                 and not any(map(tensor.is_neg, gradients))
                 and {gradient.dtype for gradient in gradients} == {spec.gradient.dtype}
                 and {parameter.dtype for parameter in parameters} == {spec.store.dtype}
-                and [gradient.shape for gradient in gradients] == self.shapes
-                and [*map(tensor.numel, parameters)] == self.counts
+                and [gradient.shape for gradient in gradients] == self.parameter_shapes
+                and [*map(tensor.numel, parameters)] == self.element_counts
                 and all(map(tensor.is_contiguous, parameters))
-                and [*map(tensor.data_ptr, parameters)] == self.addresses
-                and all(self._holds_state_tensors(*column) for column in self.stored)
+                and [*map(tensor.data_ptr, parameters)] == self.parameter_addresses
+                and all(self._holds_state_tensors(*column) for column in self.state_columns)
             )
         except RuntimeError:  # a tensor without strides
             return False
@@ -140,7 +140,7 @@ class BatchTable:
     def _holds_state_tensors(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
         """Return whether the optimizer's state has the tensors of a column where they were."""
         try:
-            now = [entry[name] for entry in self.entries]
+            now = [entry[name] for entry in self.state_entries]
         except KeyError:
             return False
         return all(map(is_, now, held)) and [*map(torch.Tensor.data_ptr, held)] == addresses
@@ -160,11 +160,11 @@ class Batch:
         gradients: their memory, without gaps.
         gradient_scales: what gradients are multiplied by, 1 or a scaled gradient's scale, wherever that lies.
         constants: the rule's; equal ones of one group are one object.
-        ages: the groups, and the numbers of the step that the rule counts, where it needs them again.
-        prepared: by row, what the rule's `prepare` gives, if it has one.
+        rule_steps: the groups, and the numbers of the step that the rule counts, where it needs them again.
+        prepared_tensors: by row, what the rule's `prepare` gives, if it has one.
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
             the copies, and `record_step` copies the values back.
-        recorded: the payload versions of those whose writes are tracked.
+        payload_versions: the payload versions of those whose writes are tracked.
         digests: of the payloads as written, if the step computed them.
         scales: of the payloads as written, on their device, if the step chose them there.
     """
@@ -176,18 +176,18 @@ class Batch:
     gradient_scales: list[float | torch.Tensor]
     steps: list[int]
     constants: list[tuple[float, ...]]
-    ages: list[tuple[Mapping[str, Any], int]] = field(default_factory=list)
-    prepared: list[torch.Tensor] = field(default_factory=list)
+    rule_steps: list[tuple[Mapping[str, Any], int]] = field(default_factory=list)
+    prepared_tensors: list[torch.Tensor] = field(default_factory=list)
     copies: dict[int, TensorCopies] = field(default_factory=dict)
-    recorded: list[PayloadVersion] = field(default_factory=list)
+    payload_versions: list[PayloadVersion] = field(default_factory=list)
     engine: str = ""
     digests: list[np.ndarray] | None = None
     scales: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         records = self.table.records
-        self.recorded = [held for record in records if (held := record.payload_version) is not None]
-        for row in self.table.has_gaps:
+        self.payload_versions = [held for record in records if (held := record.payload_version) is not None]
+        for row in self.table.rows_with_gaps:
             parts = own_parts(self.parameters[row])
             self.copies[row] = tuple(plain(part.detach()).contiguous() for part in parts)
 
@@ -208,11 +208,11 @@ class Batch:
 
     def states(self, row: int) -> list[list[torch.Tensor]]:
         """Return the tensors of a parameter's states, and what is prepared for its step behind them."""
-        return [*self.plans[row].states, *([one] for one in self.prepared[row : row + 1])]
+        return [*self.plans[row].states, *([one] for one in self.prepared_tensors[row : row + 1])]
 
     def reset_stale_tensors(self) -> None:
         """Reset the auxiliary tensors of parameters that were written from outside."""
-        recorded, parameters = self.recorded, self.parameters
+        recorded, parameters = self.payload_versions, self.parameters
         versions = [held.version for held in recorded]
         if len(versions) == len(parameters) and versions == [parameter._version for parameter in parameters]:
             return
@@ -230,10 +230,10 @@ class Batch:
         for row, copies in self.copies.items():
             for part, copy in zip(self.plans[row].payloads, copies, strict=True):
                 part.copy_(copy)
-        for entry, step in zip(self.table.entries, self.steps):
+        for entry, step in zip(self.table.state_entries, self.steps):
             entry["step"] = step
-        if self.recorded:
-            mark_stepped(self.plans, self.recorded, stepped, self.digests, self.scales)
+        if self.payload_versions:
+            mark_stepped(self.plans, self.payload_versions, stepped, self.digests, self.scales)
 
     def record_versions_again(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
@@ -330,12 +330,12 @@ class Roster:
         for table in self.tables:
             constants: list[tuple[float, ...]] = []
             counted: list[tuple[Mapping[str, Any], int]] = []
-            steps: list[int] = [entry["step"] + 1 for entry in table.entries]
+            steps: list[int] = [entry["step"] + 1 for entry in table.state_entries]
             metered = set()
             for number, first, last in table.group_runs:
                 rule, _, interval, _ = self.settings[number]
                 own = steps[first:last]
-                entries = table.entries[first:last]
+                entries = table.state_entries[first:last]
                 ages = own
                 if True in [BEGUN in entry for entry in entries]:
                     ages = [step - entry.get(BEGUN, 0) for step, entry in zip(own, entries)]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ...kernels import IndexMap, Trace, Traced, record_function, run_on_tensors
-from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bound, record_call
+from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bind_names, record_call
 from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table
@@ -123,7 +123,7 @@ class _StepRecorder:
     def bind_function(self, name: str) -> Callable:
         """Return a device function of the weight update."""
         found: Any = self.names[name]
-        return bound(found, self.names)
+        return bind_names(found, self.names)
 
     def load_root(self, k: int) -> Any:
         """Load state k as it is stored: a second moment in blocks before squaring."""
@@ -144,7 +144,7 @@ class _StepRecorder:
         for codec, slot, root in zip(self.spec.codecs, self.spec.rule.states, roots):
             if slot.degree == 2:
                 large = large | (root > (HUGE if isinstance(codec, Int8Blocks) else HUGE_SQUARED))
-        self.trace.rare.add(large.number)
+        self.trace.rare_masks.add(large.number)
         self.shrink, self.grow = select(large, SHRINK, ONE), select(large, GROW, ONE)
 
     def rescale_state(self, k: int, root: Any) -> Any:

@@ -140,7 +140,7 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     kernel, table = compile_and_check(spec), batch.table
     _point_at_gradients(batch)
     table.keys[...] = _make_keys(batch)
-    chunks, pointers, rows, keys, digests = table.addresses_of
+    chunks, pointers, rows, keys, digests = table.array_addresses
     distinct, row_of_each = _find_distinct(batch.constants)
     numbers = array("f", itertools.chain.from_iterable(distinct))
     if row_of_each:
@@ -149,7 +149,7 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     counts = spec.metered or not spec.writes
     meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
     at = address_of(meter) if counts else 0
-    run_chunks(kernel, table.lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, digests)
+    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, digests)
     if spec.digests:
         batch.digests = table.digests
     if spec.metered:
@@ -227,7 +227,7 @@ def _point_at_gradients(batch: Batch) -> None:
         for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
             gradients[row] = plain(gradients[row], f"the gradient of {batch.plans[row].name}")
             pointers[row, GRADIENT] = address(gradients[row])
-    for row, one in enumerate(batch.prepared):
+    for row, one in enumerate(batch.prepared_tensors):
         pointers[row, -1] = address(one)
     for row, copies in batch.copies.items():
         for column, copy in enumerate(copies):
@@ -379,11 +379,11 @@ def prepare_batch(batch: Batch) -> None:
     prepare = batch.spec.rule.prepare
     if prepare is None:
         return
-    for row, (group, age) in enumerate(batch.ages):
+    for row, (group, age) in enumerate(batch.rule_steps):
         made, late = prepare(WholeTensors(batch, row), group, age)
         own = shard_of(made, batch.plans[row].index_map)
         # A copy of a shard, so that nothing keeps the whole.
-        batch.prepared.append(own.to(torch.float32, copy=own.numel() < made.numel()).contiguous())
+        batch.prepared_tensors.append(own.to(torch.float32, copy=own.numel() < made.numel()).contiguous())
         batch.constants[row] = (*batch.constants[row], *late)
 
 
@@ -424,7 +424,7 @@ def finish_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, 
         if late is None:
             continue
         made: dict[tuple[int, int, tuple[float, ...]], tuple[float, ...]] = {}
-        for row, ((group, age), total) in enumerate(zip(batch.ages, found, strict=True)):
+        for row, ((group, age), total) in enumerate(zip(batch.rule_steps, found, strict=True)):
             key = id(group), age, total
             if key not in made:
                 made[key] = (*batch.constants[row], *late(group, age, total))

@@ -63,12 +63,12 @@ class ParameterColumns:
 def triton_source(spec: StepSpec) -> str:
     """Return the module's source: the kernel `step(chunks, parameters, meter, aligned)`.
 
-    Where parameters are scaled it takes `scales` too, a row of `scale_columns` for each, before `aligned`.
+    Where parameters are scaled it takes `scales` too, a row of `scale_columns` for each, before `aligned_count`.
 
     One that finds the largest magnitudes is given, in place of the meter, the words of the largest so far: int32
     (parameters, of the weight, of each scaled state, of the payload).
     """
-    start = make_step_table(spec).start
+    start = make_step_table(spec).stream_start
     functions = [] if start is None else [word_function_source("start_stream", start)]
     recorded = record_step(spec, with_payload=spec.finds_amax)
     return module_source([*functions, element_source("element", recorded, _name_arguments(spec))], _kernel_text(spec))
@@ -78,7 +78,7 @@ def _name_arguments(spec: StepSpec) -> dict[object, str]:
     columns = ParameterColumns.of_spec(spec)
     names: dict[object, str] = {j: f"a{j}" for j in range(columns.pointers)}
     names |= {("constant", k): f"constant{k}" for k in range(len(spec.constants))}
-    return names | ({name: name[0] for name in STREAM_INPUTS} if make_step_table(spec).start else {})
+    return names | ({name: name[0] for name in STREAM_INPUTS} if make_step_table(spec).stream_start else {})
 
 
 def _kernel_text(spec: StepSpec) -> str:
@@ -93,7 +93,7 @@ def _kernel_text(spec: StepSpec) -> str:
         for j in range(len(scale_columns(spec)))
     ]
     draws = []
-    if make_step_table(spec).start:
+    if make_step_table(spec).stream_start:
         reads.append(f"key = tl.load(row + {next(at)})")
         draws.append("counter, own = start_stream(key.to(tl.uint32), (key >> 32).to(tl.uint32), index)")
     call = f"element(i, b, {', '.join(_name_arguments(spec).values())}, lanes, aligned)"
@@ -167,13 +167,13 @@ class ScaleColumns:
     """The scales of a step of scaled parameters on a device, before and after it.
 
     Attributes:
-        held: int64 array of shape (scales, parameters): the addresses of the scales of weights, of gradients, and of
-            each scaled state.
+        kept_addresses: int64 array of shape (scales, parameters): of the scales of weights, of gradients, and of each
+            scaled state.
         columns: float32 tensor, the columns of `scale_table` but for the largest magnitudes.
     """
 
     spec: StepSpec
-    held: np.ndarray
+    kept_addresses: np.ndarray
     columns: torch.Tensor
 
     @classmethod
@@ -195,7 +195,7 @@ class ScaleColumns:
         """Copy the new scales to where the parameters and their states keep them."""
         first, names = len(scale_columns(self.spec)), scale_columns(self.spec)
         rows = [names.index("new_scale"), *range(first, len(self.columns))]
-        copy_words(self._addresses(rows), np.delete(self.held, 1, axis=0), self.columns.device)
+        copy_words(self._addresses(rows), np.delete(self.kept_addresses, 1, axis=0), self.columns.device)
 
     @property
     def new_scales(self) -> torch.Tensor:
@@ -203,7 +203,7 @@ class ScaleColumns:
         return self.columns[scale_columns(self.spec).index("new_scale")]
 
     @property
-    def rows(self) -> torch.Tensor:
+    def constant_rows(self) -> torch.Tensor:
         """The constants of each parameter that are scales, float32 (parameters, scales)."""
         return self.columns[: len(scale_columns(self.spec))].t().contiguous()
 
@@ -257,30 +257,30 @@ class DeviceChunks:
     """The chunks of a batch on its device, those first that hold whole vectors at aligned addresses.
 
     Attributes:
-        rows: bool array of shape (parameters,): whose addresses are aligned.
+        aligned_rows: bool array of shape (parameters,): whose addresses are aligned.
         chunks: int64 array of shape (chunks, 4), in the order in which they lie there.
-        aligned: how many come first.
-        tensor: the same on the device.
+        aligned_count: how many come first.
+        device_tensor: the same on the device.
     """
 
-    rows: np.ndarray
+    aligned_rows: np.ndarray
     chunks: np.ndarray
-    aligned: int
-    tensor: torch.Tensor
+    aligned_count: int
+    device_tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
 class ScaledKernels:
     """The kernels of a step of scaled parameters.
 
-    The largest magnitudes are found under the specification `amax`, the new scales chosen, then weights and states
+    The largest magnitudes are found under the specification `amax_spec`, the new scales chosen, then weights and states
     written.
     """
 
-    largest: Any
-    choose: TensorKernel
-    step: Any
-    amax: StepSpec
+    amax_kernel: Any
+    scale_kernel: TensorKernel
+    step_kernel: Any
+    amax_spec: StepSpec
 
 
 def step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
@@ -299,7 +299,7 @@ def step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
 
 
 def scaled_kernels(spec: StepSpec, amax: StepSpec, device: torch.device, trial: Callable) -> ScaledKernels | None:
-    """Do what `step_kernel` does for a step of scaled parameters; `amax` finds the largest magnitudes."""
+    """Do what `step_kernel` does for a step of scaled parameters; `amax_spec` finds the largest magnitudes."""
     largest, step = step_kernel(amax, device, trial), step_kernel(spec, device, trial)
     if largest is None or step is None:
         return None
@@ -369,8 +369,11 @@ def launch_scaled_step(
     count, states = len(pointers), state_pointers(spec)
     of_states = [pointers[:, states[k] + 1] for k in spec.scaled_states]
     scales = ScaleColumns.read(spec, np.stack([*addresses.T, *of_states]), device)
-    scales.choose(kernels.choose, _run_step_kernel(kernels.amax, kernels.largest, held, parameters, count, scales.rows))
-    written = _run_step_kernel(spec, kernels.step, held, parameters, count, scales.rows)
+    scales.choose(
+        kernels.scale_kernel,
+        _run_step_kernel(kernels.amax_spec, kernels.amax_kernel, held, parameters, count, scales.constant_rows),
+    )
+    written = _run_step_kernel(spec, kernels.step_kernel, held, parameters, count, scales.constant_rows)
     scales.keep()
     return held, _sum_meter(spec, written), scales.new_scales
 
@@ -402,10 +405,12 @@ def _run_step_kernel(
     parts = -(-int(held.chunks[:, 2].max(initial=0)) // TILE_ELEMENTS)
     more = () if scales is None else (scales,)
     with on_device(device):
-        for first, last, aligned in ((0, held.aligned, True), (held.aligned, chunks, False)):
+        for first, last, aligned in ((0, held.aligned_count, True), (held.aligned_count, chunks, False)):
             if first < last:
                 to = meter if spec.finds_amax else meter[first:]
-                kernel[last - first, parts](held.tensor[first:last], parameters, to, *more, aligned, **COMPILE_OPTIONS)
+                kernel[last - first, parts](
+                    held.device_tensor[first:last], parameters, to, *more, aligned, **COMPILE_OPTIONS
+                )
     return meter
 
 
@@ -420,7 +425,7 @@ def _find_aligned_rows(pointers: np.ndarray) -> np.ndarray:
 def _place_chunks(
     chunks: np.ndarray, rows: np.ndarray, device: torch.device, held: DeviceChunks | None
 ) -> DeviceChunks:
-    if held is not None and np.array_equal(held.rows, rows):
+    if held is not None and np.array_equal(held.aligned_rows, rows):
         return held
     whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR_BYTES == 0).all(1)
     ordered = chunks[np.argsort(~whole, kind="stable")]
