@@ -106,8 +106,8 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
         raise RuntimeError("no compiler here")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(hu.kernels._engine, "_why_missing", lambda name: "")
-    monkeypatch.setattr(hu.kernels._engine, "_notes", type(hu.kernels._engine._notes)())
+    monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
+    monkeypatch.setattr(hu.kernels._engine, "_fallback_counts", type(hu.kernels._engine._fallback_counts)())
     monkeypatch.setattr(_tensor_kernel, "load_module", refuse)
     monkeypatch.setattr(_launch, "_checked_kernels", {})
     x = torch.randn(4, 64)
@@ -121,7 +121,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
 
 def test_a_block_too_long_for_a_tile_is_counted(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(hu.kernels._engine, "_why_missing", lambda name: "")
+    monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
     x, format = torch.randn(2, 8192), BlockFormat("too_long", e4m3fn, e8m0, 8192)
     with hu.kernels.engine("reference"):
         wanted = hu.quantize(x, format)

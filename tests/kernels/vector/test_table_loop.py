@@ -153,7 +153,7 @@ def test_constants_counters_and_sums(narrow, seed):
     start = record_word_function(
         lambda low, high, index: add(add(low, mul(high, np.uint32(3))), low_word(index)), *["w32"] * 2, "w64"
     )
-    table = recorded(function, 3, constants=2, start=start, step=1)
+    table = recorded(function, 3, constants=2, stream_start=start, counter_step=1)
     chunks = [[0, 0, 500, 10], [0, 500, 277, 1 << 33]]
     key = np.array([[7 | 11 << 32]], np.uint64)
     sums = run(table, [a, out, kept], chunks, np.array([[9.0, 2.0]], np.float32), key)
@@ -186,7 +186,7 @@ def test_blocks_store_what_their_largest_says(block, seed):
         o.store8(bytes_, i, add(o.load8(bytes_, i), is_top))
 
     start = record_word_function(lambda low, high, index: low_word(index), "w32", "w32", "w64")
-    table = recorded(function, 4, start=start, step=1, block=block)
+    table = recorded(function, 4, stream_start=start, counter_step=1, block=block)
     rows, old = x.reshape(7, block).copy(), tops.copy()
     largest = rows.max(1, keepdims=True)
     wanted_codes = codes.reshape(7, block) + (rows == largest)

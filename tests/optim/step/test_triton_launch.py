@@ -96,7 +96,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeyp
         raise RuntimeError("no compiler here")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(hu.kernels._engine, "_why_missing", lambda name: "")
+    monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
     monkeypatch.setattr(_triton, "load_module", refuse)
     monkeypatch.setattr(_launch, "_checked_kernels", {})
     case = ("lion", "kahan", "bf16", None, torch.bfloat16)
