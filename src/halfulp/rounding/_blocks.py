@@ -25,11 +25,11 @@ from ._kernels import (
     FIXED_KEY,
     TritonPlan,
     check_device,
-    choose_container_functions,
-    choose_mode_functions,
     choose_rounding_engine,
+    container_functions,
     find_row_length,
     make_fixed_elements,
+    mode_functions,
     name_constants,
     note_write,
     overlap_partly,
@@ -40,7 +40,7 @@ from ._modes import Nearest, Rounding, Up
 from ._random_bits import WEYL_STEP, draw_first_word, record_stream_start
 from ._target import (
     DOWN,
-    ROUNDED_DTYPES,
+    FLOAT_DTYPES,
     STOCHASTIC,
     UP,
     WORD32,
@@ -177,8 +177,8 @@ def divide_by_scale(w, inverse, c):
     return word(real(w) / real(inverse))
 
 
-SCALE_ROUNDED_DOWN, SCALE_ROUNDED_UP, SCALE_ROUNDED_TO_NEAREST = range(3)
-_SCALE_ROUNDINGS = {"floor": SCALE_ROUNDED_DOWN, "up": SCALE_ROUNDED_UP, "nearest": SCALE_ROUNDED_TO_NEAREST}
+SCALE_DOWN, SCALE_UP, SCALE_NEAREST = range(3)
+_SCALE_ROUNDINGS = {"floor": SCALE_DOWN, "up": SCALE_UP, "nearest": SCALE_NEAREST}
 
 
 class BlockTarget(NamedTuple):
@@ -226,7 +226,7 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
     if not format.element.zero or not format.element.signed:
         raise ValueError(f"{format.name}: elements need a zero and a sign, and {format.element.name} lacks one")
     choice = _SCALE_ROUNDINGS[format.scale_rounding]
-    mode = Nearest() if choice == SCALE_ROUNDED_TO_NEAREST else Up()
+    mode = Nearest() if choice == SCALE_NEAREST else Up()
     element = make_target(format.element, rounding, "saturate", torch.float64)
     scale = make_target(format.scale, mode, "saturate", torch.float64)
     if element is None or scale is None or format.element.mantissa_bits > 10 or format.scale.mantissa_bits > 22:
@@ -234,7 +234,7 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
             f"{format.name}: elements of up to 10 and scales of up to 22 mantissa bits are rounded in blocks; got "
             f"{format.element.name} and {format.scale.name}"
         )
-    if dtype not in ROUNDED_DTYPES:
+    if dtype not in FLOAT_DTYPES:
         raise TypeError(f"x is float16, bfloat16, float32 or float64; got {dtype}")
     return BlockTarget(element, scale, format.block, choice, format.tensor_scale)
 
@@ -246,20 +246,20 @@ def scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
     """
     largest = Fraction(target.element.max)
     never = 1 << mantissa
-    if target.scale_rounding == SCALE_ROUNDED_DOWN:
+    if target.scale_rounding == SCALE_DOWN:
         return _floor_log2(largest), never
-    if target.scale_rounding == SCALE_ROUNDED_TO_NEAREST:
+    if target.scale_rounding == SCALE_NEAREST:
         largest = largest * 3 / 2
     first = _floor_log2(largest)
     second = (largest / Fraction(2) ** first - 1) * never
-    return first, int(second) + (target.scale_rounding == SCALE_ROUNDED_UP)
+    return first, int(second) + (target.scale_rounding == SCALE_UP)
 
 
 def _floor_log2(value: Fraction) -> int:
     return frexp(float(value))[1] - 1
 
 
-class BlockKernelKind(NamedTuple):
+class BlockKind(NamedTuple):
     """The parameters that determine the instructions of a block kernel beside the dtype.
 
     Attributes:
@@ -267,8 +267,8 @@ class BlockKernelKind(NamedTuple):
         rounding_path, keeps_signs, saturates: as in `Constants`, of the elements.
         block: elements that share a scale.
         has_power_scales: whether scales are powers of two.
-        rounds_scale_to_nearest: whether a scale is the closest.
-        has_inexact_results: whether results may lie between two numbers of the dtype, which has 16 bits, and are
+        rounds_to_nearest: whether a scale is the closest.
+        is_inexact: whether results may lie between two numbers of the dtype, which has 16 bits, and are
             rounded to it.
         scales_by_amax: whether the tensor has a scale of its own that the kernel computes from the word AMAX.
     """
@@ -279,12 +279,12 @@ class BlockKernelKind(NamedTuple):
     saturates: bool
     block: int
     has_power_scales: bool
-    rounds_scale_to_nearest: bool
-    has_inexact_results: bool
+    rounds_to_nearest: bool
+    is_inexact: bool
     scales_by_amax: bool = False
 
     @classmethod
-    def of(cls, dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> BlockKernelKind:
+    def of(cls, dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> BlockKind:
         """Return the kind of a target, of tensors of a dtype."""
         known = make_constants(target.element, layout)[:3]
         inexact = dtype.itemsize == 2 and has_wide_results(target)
@@ -293,7 +293,7 @@ class BlockKernelKind(NamedTuple):
             *known,
             target.block,
             target.has_power_scales,
-            target.scale_rounding == SCALE_ROUNDED_TO_NEAREST,
+            target.scale_rounding == SCALE_NEAREST,
             inexact,
         )
 
@@ -303,7 +303,7 @@ def has_wide_results(target: BlockTarget) -> bool:
 
     So may products, and what a largest element scaled down makes of a larger one.
     """
-    return not target.has_power_scales or target.scale_rounding == SCALE_ROUNDED_TO_NEAREST
+    return not target.has_power_scales or target.scale_rounding == SCALE_NEAREST
 
 
 def choose_block_layout(dtype: torch.dtype, target: BlockTarget) -> WordLayout | None:
@@ -317,34 +317,32 @@ def choose_block_layout(dtype: torch.dtype, target: BlockTarget) -> WordLayout |
 
 
 @cache
-def rounding_table(dtype: torch.dtype, kind: BlockKernelKind) -> Table:
+def rounding_table(dtype: torch.dtype, kind: BlockKind) -> Table:
     """Return the table that rounds: its columns are what is rounded and where it goes."""
     return _record_table(dtype, kind, rounds=True)
 
 
 @cache
-def amax_table(dtype: torch.dtype, kind: BlockKernelKind) -> Table:
+def amax_table(dtype: torch.dtype, kind: BlockKind) -> Table:
     """Return the table that finds the largest of the finite blocks' largest magnitudes."""
     return _record_table(dtype, kind, rounds=False)
 
 
-def bind_device_functions(kind: BlockKernelKind) -> dict[str, object]:
+def bind_device_functions(kind: BlockKind) -> dict[str, object]:
     """Return the functions bound to the free names of the device functions."""
-    names: dict[str, object] = {
-        **choose_mode_functions(kind.mode, (kind.rounding_path, kind.keeps_signs, kind.saturates))
-    }
+    names: dict[str, object] = {**mode_functions(kind.mode, (kind.rounding_path, kind.keeps_signs, kind.saturates))}
     names["quotient"] = multiply_by_inverse if kind.has_power_scales else divide_by_scale
     names["payload"] = nonzero_quotient if kind.mode in (UP, DOWN) else names["quotient"]
     if kind.has_power_scales:
         names |= {"scale_of": compute_scale_exponent, "factor_of": make_power, "inverse_of": make_inverse_power}
     else:
         names |= {"scale_of": compute_scale_product, "factor_of": scale_as_factor, "inverse_of": scale_as_factor}
-        names["scale_addend"] = nearest_scale_addend if kind.rounds_scale_to_nearest else upward_scale_addend
+        names["scale_addend"] = nearest_scale_addend if kind.rounds_to_nearest else upward_scale_addend
     return names
 
 
-def _record_table(dtype: torch.dtype, kind: BlockKernelKind, rounds: bool) -> Table:
-    pieces, wide = choose_container_functions(dtype, kind.has_inexact_results), dtype == torch.float64
+def _record_table(dtype: torch.dtype, kind: BlockKind, rounds: bool) -> Table:
+    pieces, wide = container_functions(dtype, kind.is_inexact), dtype == torch.float64
     element = Recording(2, 2 * WORD_COUNT + len(BlockWords._fields), "w64" if wide else "w32")
     i, (source, target), (c, d, of_block) = element.index, element.arrays, split_words(element.constants)
     w, names = pieces["load"](source, i), bind_device_functions(kind)
@@ -422,7 +420,7 @@ def round_blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int, fi
     layout = choose_block_layout(x.dtype, target) or _reference_layout(x.dtype)
     dtype = torch.float64 if layout is WORD64 else torch.float32
     blocks, index = (cut_into_blocks(one, target.block) for one in (rows.to(dtype), index))
-    table = rounding_table(dtype, BlockKernelKind.of(dtype, target, layout))
+    table = rounding_table(dtype, BlockKind.of(dtype, target, layout))
     words = _reference_words(blocks.abs().amax(-1), target)
     rounded = run_table_on_tensors(table, blocks, words, key if target.element.mode == STOCHASTIC else None, index)
     return rounded.flatten(1)[:, : rows.shape[1]].to(x.dtype).reshape(x.shape)
@@ -436,7 +434,7 @@ def cut_into_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
 def compute_block_scales(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
     """Return the scales of all of a tensor's blocks from their largest magnitudes; NaN where that is not finite."""
     layout = _reference_layout(largest.dtype)
-    piece = _record_block_scale(BlockKernelKind.of(largest.dtype, target, layout), layout.width)
+    piece = _record_block_scale(BlockKind.of(largest.dtype, target, layout), layout.width)
     bits = largest.contiguous().view(torch.int64 if layout is WORD64 else torch.int32)
     given = {**name_constants(_reference_words(largest, target)), "word": bits}
     return run_on_tensors(piece.trace, (), given, piece.results)[0][0].view(largest.dtype)
@@ -463,7 +461,7 @@ def _reference_layout(dtype: torch.dtype) -> WordLayout:
 
 
 @cache
-def _record_block_scale(kind: BlockKernelKind, width: int) -> RecordedFunction:
+def _record_block_scale(kind: BlockKind, width: int) -> RecordedFunction:
     """Return the device function that makes a scale of a block's largest magnitude."""
     element = Recording(0, 2 * WORD_COUNT + len(BlockWords._fields), f"w{width}")
     word = element.add_input("word", f"w{width}")
@@ -477,7 +475,7 @@ def _record_block_scale(kind: BlockKernelKind, width: int) -> RecordedFunction:
 def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> TritonPlan:
     """Return the plan of a dtype and a target, in words of a layout."""
     words = make_block_constants(target, layout, 1.0, target.element.max)
-    kind = BlockKernelKind.of(dtype, target, layout)._replace(scales_by_amax=target.tensor_scale)
+    kind = BlockKind.of(dtype, target, layout)._replace(scales_by_amax=target.tensor_scale)
     # The largest magnitude on which a tensor's scale depends lies in the device's memory.
     in_memory = (2 * WORD_COUNT + BlockWords._fields.index("amax"),) if kind.scales_by_amax else ()
     kernel = TensorKernel(rounding_table(dtype, kind), in_memory)
@@ -542,7 +540,7 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
 
 def _round_by_llvm(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor) -> None:
     kind, rows = (
-        BlockKernelKind.of(x.dtype, target, layout),
+        BlockKind.of(x.dtype, target, layout),
         make_fixed_rows(x.dtype, 3 * target.block + 1),
     )  # the last block incomplete
     kernels = _compile_kernels(x.dtype, kind)
@@ -558,9 +556,7 @@ def _round_by_llvm(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key
 
 
 @cache
-def _compile_kernels(
-    dtype: torch.dtype, kind: BlockKernelKind
-) -> tuple[Callable[..., None], Callable[..., None] | None]:
+def _compile_kernels(dtype: torch.dtype, kind: BlockKind) -> tuple[Callable[..., None], Callable[..., None] | None]:
     """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
     kernel = compile_table("quantize_blocks", rounding_table(dtype, kind))
     return kernel, None if kind.has_power_scales else compile_table("largest_blocks", amax_table(dtype, kind))

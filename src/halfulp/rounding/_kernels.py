@@ -65,9 +65,9 @@ _CONTAINER_FUNCTIONS: dict[torch.dtype, dict[str, Callable]] = {
 def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool = False) -> Table:
     """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
     width = 64 if dtype == torch.float64 else 32
-    element, pieces = Recording(2, WORD_COUNT, f"w{width}"), choose_container_functions(dtype)
+    element, pieces = Recording(2, WORD_COUNT, f"w{width}"), container_functions(dtype)
     i, (source, target) = element.index, element.arrays
-    rounded = bind_names(p.round_word, choose_mode_functions(mode, kind))
+    rounded = bind_names(p.round_word, mode_functions(mode, kind))
     pieces["store"](
         target,
         i,
@@ -76,7 +76,7 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], 
     return Table(element.trace, 2, WORD_COUNT, record_stream_start(), int(WEYL_STEP), is_streaming=streams)
 
 
-def choose_mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
+def mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
     """Return the functions bound to the free names of `rounded`, for a mode and a kind of `Constants`."""
     path, plain, saturating = kind
     bind: dict[str, Callable] = {
@@ -101,7 +101,7 @@ def choose_mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, 
     return bind
 
 
-def choose_container_functions(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
+def container_functions(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
     """Return the device functions that convert elements of a dtype to words and back.
 
     `inexact` words may lie between two numbers of 16 bits and are rounded to the nearest.

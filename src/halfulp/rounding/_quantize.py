@@ -25,7 +25,7 @@ from ._kernels import (
 )
 from ._modes import Nearest, Rounding, Stochastic, draw_key, get_rounding
 from ._random_bits import mix64
-from ._target import ROUNDED_DTYPES, STOCHASTIC, Target, make_target
+from ._target import FLOAT_DTYPES, STOCHASTIC, Target, make_target
 
 AnyFormat: TypeAlias = Format | BlockFormat | str | torch.dtype
 
@@ -87,7 +87,7 @@ def quantize(
     target, x = _find_integers(format, rounding, overflow, x.dtype), x.detach()
     if target is None:
         return x.clone() if out is None else out.copy_(x.clone())  # they may overlap
-    in_blocks = len(target) > _ELEMENTWISE_INTEGERS
+    in_blocks = len(target) > _TARGET_SIZE
     if in_blocks and x.dim() and not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is from {-x.dim()} to {x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
     if not in_blocks or x.dim() < 2:
@@ -118,7 +118,7 @@ def _quantize_plain_memory(
     dtype, (made_for, mode, policy, of, plan, start) = x.dtype, _latest_call
     if made_for is not format or mode is not rounding or policy is not overflow or of is not dtype:
         known = get_rounding(rounding)
-        plan = _plan_without_operator(format, known, overflow, dtype)
+        plan = _plan_directly(format, known, overflow, dtype)
         start = mix64(known.signed_seed) if isinstance(known, Stochastic) else None
         _latest_call = format, rounding, overflow, dtype, plan, start
     if plan is None:
@@ -154,11 +154,11 @@ _latest_call: tuple[Any, Any, Any, Any, RoundingPlan | None, int | None] = (None
 
 
 @lru_cache(maxsize=1024)
-def _plan_without_operator(
+def _plan_directly(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> RoundingPlan | None:
     """Return the plan of rounding without an operator; None where one is needed, which also says what is wrong."""
-    if isinstance(format, BlockFormat) or names_block(format) or dtype not in ROUNDED_DTYPES:
+    if isinstance(format, BlockFormat) or names_block(format) or dtype not in FLOAT_DTYPES:
         return None
     if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine("cpu")[0] != "llvm":
         return None
@@ -188,7 +188,7 @@ def _call_operator(
     return out
 
 
-_ELEMENTWISE_INTEGERS = len(Target._fields)
+_TARGET_SIZE = len(Target._fields)
 
 
 def find_target(
@@ -212,21 +212,19 @@ def _find_integers(
     if not torch.compiler.is_compiling():
         return _make_integers(format, rounding, overflow, dtype)
     known = get_block(format) if isinstance(format, BlockFormat) or names_block(format) else get(format)
-    flat, error, message = _find_integers_of_graph(
-        known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype
-    )
+    flat, error, message = _graph_integers(known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype)
     if error:
-        raise _ERROR_CLASSES[error](message)
+        raise _ERROR_KINDS[error](message)
     return flat
 
 
-_ERROR_CLASSES: dict[str, type[Exception]] = {
+_ERROR_KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (NotImplementedError, TypeError, ValueError)
 }
 
 
 @constant_result
-def _find_integers_of_graph(
+def _graph_integers(
     key: str, in_blocks: bool, rounding: str, overflow: str | None, dtype: torch.dtype
 ) -> tuple[tuple[int, ...] | None, str, str]:
     fields = literal_eval(key)
@@ -236,7 +234,7 @@ def _find_integers_of_graph(
     try:
         format = BlockFormat(*fields) if in_blocks else Format(*fields)
         return _make_integers(format, get_rounding(rounding), overflow, dtype), "", ""
-    except tuple(_ERROR_CLASSES.values()) as error:
+    except tuple(_ERROR_KINDS.values()) as error:
         return None, type(error).__name__, str(error)
 
 
@@ -256,7 +254,7 @@ def check_tensor(x: torch.Tensor) -> None:
     # A graph may not ask for a layout inside of a backward; what it calls as it runs has no sparse tensors.
     if not torch.compiler.is_compiling() and (x.layout is not torch.strided or x.is_nested):
         refuse_tensor(x, "x")
-    if x.dtype not in ROUNDED_DTYPES:
+    if x.dtype not in FLOAT_DTYPES:
         if x.dtype.is_complex:
             remedy = "round the parts: torch.view_as_real(x)"
         elif x.dtype.is_floating_point:
@@ -293,13 +291,13 @@ def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _round_new(x: torch.Tensor, target: list[int], seed: int, counter: int) -> torch.Tensor:
-    out = _empty_result(x, target)
+    out = _empty_like(x, target)
     _round_into(x, target, seed, counter, out)
     return out
 
 
 def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out: torch.Tensor) -> None:
-    if len(target) > _ELEMENTWISE_INTEGERS:
+    if len(target) > _TARGET_SIZE:
         blocks = BlockTarget.from_integers(target)
         round_blocks_into(x, blocks, mix64(seed, counter) if blocks.element.mode == STOCHASTIC else 0, out)
         return
@@ -317,13 +315,13 @@ def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out
     out.copy_(result)
 
 
-def _empty_result(x: torch.Tensor, target: list[int], *arguments: object) -> torch.Tensor:
-    is_elementwise = len(target) == _ELEMENTWISE_INTEGERS
+def _empty_like(x: torch.Tensor, target: list[int], *arguments: object) -> torch.Tensor:
+    is_elementwise = len(target) == _TARGET_SIZE
     return torch.empty_like(x, memory_format=torch.preserve_format if is_elementwise else torch.contiguous_format)
 
 
 _quantize = define_operator(
-    "quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _round_new, _empty_result
+    "quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _round_new, _empty_like
 )
 
 
@@ -332,7 +330,7 @@ def _quantize_batch(
 ) -> tuple[torch.Tensor, int]:
     """Quantize under vmap: elements singly, but random bits and blocks are each sample's own."""
     x = x.movedim(places[0], 0)
-    if len(target) == _ELEMENTWISE_INTEGERS and Target(*target).mode != STOCHASTIC:
+    if len(target) == _TARGET_SIZE and Target(*target).mode != STOCHASTIC:
         return _quantize(x, target, seed, counter), 0
     return torch.stack([_quantize(sample, target, seed, counter) for sample in x]), 0
 
@@ -346,7 +344,7 @@ _quantize_into = define_operator(
 _quantize_drawing = define_operator(
     "quantize_drawing(Tensor x, int[] target, SymInt counter) -> Tensor",
     lambda x, target, counter: _round_new(x, target, draw_key(), counter),
-    _empty_result,
+    _empty_like,
     random=True,
 )
 _quantize_drawing_into = define_operator(

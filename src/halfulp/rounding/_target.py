@@ -17,7 +17,7 @@ NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(
     5
 )  # as `encode_rounding` numbers them; behind them the registered ones
 OVERFLOW_POLICIES = ("inf", "nan", "saturate")
-ROUNDED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Target(NamedTuple):

@@ -12,21 +12,13 @@ from .._plain_memory import plain
 from .._trace import Trace
 from ..vector._reductions import BLOCK, NARROW_LANES, ReductionSteps
 from ._launch import on_device
-from ._writer import (
-    COMPILE_OPTIONS,
-    LONG_TRACE,
-    convert_for_store,
-    function_sources,
-    join_tables,
-    load_module,
-    module_source,
-)
+from ._writer import COMPILE_OPTIONS, LONG_TRACE, cast_source, function_sources, join_tables, load_module, module_source
 
 # Instructions up to which a kernel is compiled, in some 10 seconds.
 MOST_INSTRUCTIONS = 8500
 VECTOR_ELEMENTS = 16
 # How an operand lies beside the results: like them, one for all, one per row, one per column.
-_SAME_SHAPE, _SINGLE_ELEMENT, _ELEMENT_PER_ROW, _ELEMENT_PER_COLUMN = range(4)
+_SAME_SHAPE, _ONE_ELEMENT, _ELEMENT_PER_ROW, _ELEMENT_PER_COLUMN = range(4)
 
 
 class PointwiseKernel:
@@ -102,7 +94,7 @@ def pointwise_source(
         "lanes = i < count",
         *(f"x{k} = load(input{k}, i, columns, lanes, mode{k}, TILE).to({wide})" for k in inputs),
         f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
-        *(f"write(output{k} + i, {convert_for_store(f'y{k}', dtype)}, lanes)" for k, dtype in enumerate(written)),
+        *(f"write(output{k} + i, {cast_source(f'y{k}', dtype)}, lanes)" for k, dtype in enumerate(written)),
     ]
     body = "\n".join(f"    {line}" for line in lines)
     # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
@@ -112,7 +104,7 @@ def pointwise_source(
 
 _LOAD_SOURCE = f"""@triton.jit
 def load(input, i, columns, lanes, mode: tl.constexpr, TILE: tl.constexpr):
-    if mode == {_SINGLE_ELEMENT}:
+    if mode == {_ONE_ELEMENT}:
         return tl.broadcast_to(tl.load(input), [TILE])
     elif mode == {_ELEMENT_PER_ROW}:
         return read(input + i // columns, lanes)
@@ -139,7 +131,7 @@ def lay_out_operands(
             part = part.to(device)
         if part.shape != shape:
             if part.numel() == 1:
-                mode = _SINGLE_ELEMENT
+                mode = _ONE_ELEMENT
             elif part.shape[-1] == columns and part.numel() == columns:
                 mode = _ELEMENT_PER_COLUMN
             elif part.shape[-1] == 1:
@@ -287,7 +279,7 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
         call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
         "to = segment * columns + lane",
         *(
-            f"tl.store(output{k} + to, {convert_for_store(f'y{k}', dtype)}, mask=lane < columns)"
+            f"tl.store(output{k} + to, {cast_source(f'y{k}', dtype)}, mask=lane < columns)"
             for k, dtype in enumerate(written)
         ),
     ]

@@ -109,7 +109,7 @@ def join_tables(trace: Trace) -> tuple[float, ...]:
     return tuple(value for table in _find_table_offsets(trace) for value in table)
 
 
-def convert_for_store(name: str, dtype: torch.dtype) -> str:
+def cast_source(name: str, dtype: torch.dtype) -> str:
     """Return a real in a dtype in memory, to nearest; a float64 of 16 bits goes through float32, which is exact."""
     if dtype == torch.bfloat16:
         return f"to_bfloat16({name}.to(tl.float32))"

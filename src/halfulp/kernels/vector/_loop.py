@@ -112,7 +112,7 @@ def find_early_uses(trace: Trace, waits: set[int]) -> list[int]:
     return found + [k for name, operands, _ in trace.lines if name == "block_largest" for k in operands]
 
 
-def schedule_by_latency(trace: Trace) -> list[int]:
+def schedule_lines(trace: Trace) -> list[int]:
     """Return the instructions in the order in which their operands can be there."""
     ready: list[int] = []
     for name, operands, _ in trace.lines:
@@ -187,7 +187,7 @@ def compile_rows(name: str, key: str, emit: Callable) -> Kernel:
     return machine_function(f"{name}_{key[:16]}", key, 3, lambda b, *values: emit(b.b, *values))
 
 
-def count_native_lanes(dtype: torch.dtype) -> int:
+def native_lanes(dtype: torch.dtype) -> int:
     """Return the lanes of a vector register of the processor."""
     return vector_bits() // (64 if dtype == torch.float64 else 32)
 
@@ -208,7 +208,7 @@ class _RowLoop(VectorBuilder):
         super().__init__(builder)
         self.quick, self.exact = quick, exact
         self.trace, self.results, self.stored, self.written = trace, results, stored, written
-        self.lanes = count_native_lanes(trace.dtype)
+        self.lanes = native_lanes(trace.dtype)
         self.real = self.vector_type(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
         self.calls = trace.count_instructions() > _INSTRUCTIONS_TO_CALL
 
@@ -247,7 +247,7 @@ class _RowLoop(VectorBuilder):
         Vectors with an element in doubt are computed by the other trace, before anything is stored, as outputs may be
         inputs too.
         """
-        b, lanes = self.b, count_native_lanes(quick.trace.dtype)
+        b, lanes = self.b, native_lanes(quick.trace.dtype)
         words, width = self.vector_type(self.i32, lanes), self.word(2 * lanes)
         done = b.mul(b.sdiv(count, width), width)
         real = self.vector_type(self.f64 if quick.trace.dtype == torch.float64 else self.f32, lanes)

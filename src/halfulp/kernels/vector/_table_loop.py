@@ -14,7 +14,7 @@ from .._device_function import CHUNK_COLUMNS, STREAM_ALIGNMENT, STREAM_INPUTS, D
 from .._trace import COUNTER_COPIES, RecordedFunction
 from ._builder import VectorBuilder, lane_type
 from ._instructions import InstructionWriter
-from ._loop import Phases, find_operands, schedule_by_latency
+from ._loop import Phases, find_operands, schedule_lines
 from ._machine_function import Kernel, machine_function
 from ._processor import vector_bits
 
@@ -82,7 +82,7 @@ class TableLoop(VectorBuilder):
         self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
         assert not self.copied or all(bits > 4 for _, bits, _ in self.arrays), "half bytes are read in whole blocks"
         self.in_pairs = any(bits < 32 for _, bits, per_block in self.arrays if not per_block)
-        self.order = schedule_by_latency(self.trace)
+        self.order = schedule_lines(self.trace)
         self.scalars: dict[Any, Any] = {}
         self.inputs: dict[Any, Any] = {}
         self.address: dict[int, Any] = {}
@@ -271,16 +271,16 @@ class TableLoop(VectorBuilder):
             if self.copied:
                 start = b.mul(number, block)
                 size = self.select_lesser(block, b.sub(count, start))
-                self.write_block_in_copy(self.find_block_addresses(begin, number), start, size, totals, copies, buffers)
+                self.write_block_in_copy(self.locate_block(begin, number), start, size, totals, copies, buffers)
             else:
                 several = self.select_lesser(self.word(self.together), b.sub(whole, number))
 
                 def at(k, number=number):
-                    return self.find_block_addresses(begin, b.add(number, k))
+                    return self.locate_block(begin, b.add(number, k))
 
                 self.write_some_blocks(at, number, several, block, totals, buffers)
 
-    def find_block_addresses(self, begin, number) -> dict:
+    def locate_block(self, begin, number) -> dict:
         """Return where a block's elements lie in each array."""
         b, block = self.b, self.word(self.table.block or 0)
         bases = {}
@@ -346,7 +346,7 @@ class TableLoop(VectorBuilder):
                     b.store(words, b.bitcast(row, words.type.as_pointer()), align=4)
                 else:
                     b.store(self.find_largest_lane(words), b.gep(self.block_results[line], [k]), align=4)
-        self.compute_from_largest()
+        self.reduce_largest()
         late = {*phases.late_lines, *phases.waiting_lines}
         at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
         with self.loop(self.word(0), several, at_once, totals) as k:
@@ -385,7 +385,7 @@ class TableLoop(VectorBuilder):
         start, room, shared = (
             self.find_block_start(first, k),
             b.mul(k, self.word(self.padded)),
-            self.load_block_entries(bases),
+            self.load_entries(bases),
         )
         own = [array for array in dict.fromkeys(self.loads) if not array[2]]
         stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.late_lines}
@@ -409,7 +409,7 @@ class TableLoop(VectorBuilder):
                 for n, line in enumerate(phases.largest_lines):
                     for half in range(2):
                         word = values[half][self.trace.lines[line][1][0]]
-                        largest[n] = self.combine_values("max", largest[n], word)
+                        largest[n] = self.add_value("max", largest[n], word)
                 return sums + largest
 
             carried[:] = self.write_rare_apart(turn, rest)
@@ -446,7 +446,7 @@ class TableLoop(VectorBuilder):
             merged.append(phi)
         return merged
 
-    def compute_from_largest(self) -> None:
+    def reduce_largest(self) -> None:
         """Compute what needs largest words and constants alone, for all blocks at once."""
         b, phases, computing = self.b, self.phases, InstructionWriter(self.b, self.trace, self.together)
         for line in self.rows:
@@ -478,7 +478,7 @@ class TableLoop(VectorBuilder):
                 [b.shuffle_vector(*pair, self.lane_numbers(half)) for half in halves]
                 for pair in zip(rows[::2], rows[1::2])
             ]
-            rows, part = [self.combine_values("max", *both) for both in joined], part // 2
+            rows, part = [self.add_value("max", *both) for both in joined], part // 2
         return rows[0]
 
     def load_block_results(self, k, bases: dict) -> dict:
@@ -504,7 +504,7 @@ class TableLoop(VectorBuilder):
         """Return the place in the chunk of the first element of the block k behind the block `first`."""
         return self.b.mul(self.b.add(first, k), self.word(self.table.block or 0))
 
-    def load_block_entries(self, bases: dict) -> dict:
+    def load_entries(self, bases: dict) -> dict:
         """Load a block's entries of arrays with one element per block, spread over all lanes."""
         b, shared = self.b, {}
         for array in self.loads:
@@ -580,10 +580,8 @@ class TableLoop(VectorBuilder):
                 # Counts are exact in any order: those of both vectors take one register.
                 value, at = values[half][number], 2 * place + (half if how != "count" else 0)
                 if limit is not None and (self.copied or not self.table.block):
-                    value = self.b.select(
-                        self.mask_existing_lanes(i, limit, half), value, self.ir.Constant(value.type, None)
-                    )
-                totals[at] = self.combine_values(how, totals[at], value)
+                    value = self.b.select(self.mask_lanes(i, limit, half), value, self.ir.Constant(value.type, None))
+                totals[at] = self.add_value(how, totals[at], value)
 
     def add_deposits(self, values: list, limit) -> None:
         """Add the words of two vectors to counters in memory, one after the other: several may have one place.
@@ -689,13 +687,13 @@ class TableLoop(VectorBuilder):
         wide = [how == "sum" or (how == "max" and kinds[number] == "f64") for how, number in self.trace.sums]
         return [self.vector_type(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
 
-    def mask_existing_lanes(self, i, limit, half: int):
+    def mask_lanes(self, i, limit, half: int):
         """Return which lanes of a vector are elements, not padding."""
         left = self.b.trunc(self.b.sub(limit, i), self.i32)
         places = self.ir.Constant(self.vector_type(self.i32, self.lanes), self.lane_places()[half])
         return self.b.icmp_signed("<", places, self.splat(left, self.lanes))
 
-    def combine_values(self, how: str, total, value):
+    def add_value(self, how: str, total, value):
         """Combine a sum, count or maximum with one more value."""
         if how == "sum":
             return self.b.fadd(total, value)
@@ -722,12 +720,12 @@ class TableLoop(VectorBuilder):
         is_word = lane_type(vectors[0].type) == self.i32
         if how == "max" and is_word:
             return self.b.fpext(
-                self.b.bitcast(self.find_largest_lane(self.combine_values("max", *vectors)), self.f32), self.f64
+                self.b.bitcast(self.find_largest_lane(self.add_value("max", *vectors)), self.f32), self.f64
             )
         lanes = [self.extract_lane(vector, k) for vector in vectors for k in range(self.lanes)]
         found = lanes[0]
         for value in lanes[1:]:
-            found = self.combine_values(how, found, value)
+            found = self.add_value(how, found, value)
         return found
 
     def compute_digest(self, given: Digest, begin, count):

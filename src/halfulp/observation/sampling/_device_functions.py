@@ -13,7 +13,7 @@ from ...kernels import select
 from ...kernels._device_function import Recording, Table, bind_names
 from ...kernels._trace import block_largest
 from ...rounding import _blocks as b
-from ...rounding._blocks import BlockKernelKind, bind_device_functions
+from ...rounding._blocks import BlockKind, bind_device_functions
 from ...rounding._target import WORD_COUNT
 
 # The words of infinity in memory, and bits of the fraction.
@@ -82,7 +82,7 @@ def counts_table(singles: int) -> Table:
 
 
 @functools.cache
-def blocks_table(kind: BlockKernelKind) -> Table:
+def blocks_table(kind: BlockKind) -> Table:
     """Return the kernel that counts float32 numbers in a block format.
 
     Columns: the sample, and one that is not read. Constants: the words of the first payloads that become nonzero and

@@ -40,7 +40,7 @@ from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import local
 from ...rounding import Nearest, mix64, mix64_all, quantize
 from ...rounding._blocks import (
-    BlockKernelKind,
+    BlockKind,
     BlockTarget,
     amax_table,
     choose_block_layout,
@@ -422,7 +422,7 @@ class Counter:
         target = make_target(format)
         if choose_block_layout(torch.float32, target) is not WORD32:
             return lambda samples: np.array([count_in_blocks(sample, format) for sample in samples], np.float64)
-        kind = BlockKernelKind.of(torch.float32, target, WORD32)
+        kind = BlockKind.of(torch.float32, target, WORD32)
         words = make_block_constants(target, WORD32, 1.0, target.element.max)
         table = d.blocks_table(kind._replace(scales_by_amax=target.tensor_scale))
         # The last two constants are the largest magnitude of a tensor's finite blocks, a float64.
