@@ -347,25 +347,19 @@ def _record_table(dtype: torch.dtype, kind: BlockKind, rounds: bool) -> Table:
     i, (source, target), (c, d, of_block) = element.index, element.arrays, split_words(element.constants)
     w, names = pieces["load"](source, i), bind_device_functions(kind)
     if rounds:
-        random, of_block = (
-            draw_first_word(*element.stream),
-            add_tensor_scale(of_block) if kind.scales_by_amax else of_block,
-        )
+        of_block = add_tensor_scale(of_block) if kind.scales_by_amax else of_block
+        random = draw_first_word(*element.stream)
         pieces["store"](target, i, bind_names(round_block_element, names)(w, random, c, d, of_block))
     else:
         element.trace.gather_sum("max", bind_names(find_finite_largest, names)(w, c))
-    return Table(
-        element.trace, 2, len(element.constants), record_stream_start(), int(WEYL_STEP), kind.block, partial=True
-    )
+    start, count = record_stream_start(), len(element.constants)
+    return Table(element.trace, 2, count, start, int(WEYL_STEP), kind.block, partial=True)
 
 
 def split_words(constants: Sequence[Any]) -> tuple[RoundingWords, RoundingWords, BlockWords]:
     """Return the words of a table's constants: of the elements, of the scales, and of blocks."""
-    return (
-        RoundingWords(*constants[:WORD_COUNT]),
-        RoundingWords(*constants[WORD_COUNT : 2 * WORD_COUNT]),
-        BlockWords(*constants[2 * WORD_COUNT :]),
-    )
+    of_element, of_scale = constants[:WORD_COUNT], constants[WORD_COUNT : 2 * WORD_COUNT]
+    return RoundingWords(*of_element), RoundingWords(*of_scale), BlockWords(*constants[2 * WORD_COUNT :])
 
 
 def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float, unit: float) -> np.ndarray:
@@ -465,10 +459,8 @@ def _record_block_scale(kind: BlockKind, width: int) -> RecordedFunction:
     """Return the device function that makes a scale of a block's largest magnitude."""
     element = Recording(0, 2 * WORD_COUNT + len(BlockWords._fields), f"w{width}")
     word = element.add_input("word", f"w{width}")
-    return RecordedFunction(
-        element.trace,
-        (bind_names(compute_block_scale, bind_device_functions(kind))(word, *split_words(element.constants)).number,),
-    )
+    scale = bind_names(compute_block_scale, bind_device_functions(kind))(word, *split_words(element.constants))
+    return RecordedFunction(element.trace, (scale.number,))
 
 
 @lru_cache(maxsize=1024)
@@ -539,11 +531,8 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
 
 
 def _round_by_llvm(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor) -> None:
-    kind, rows = (
-        BlockKind.of(x.dtype, target, layout),
-        make_fixed_rows(x.dtype, 3 * target.block + 1),
-    )  # the last block incomplete
-    kernels = _compile_kernels(x.dtype, kind)
+    kind = BlockKind.of(x.dtype, target, layout)
+    kernels, rows = _compile_kernels(x.dtype, kind), make_fixed_rows(x.dtype, 3 * target.block + 1)
 
     def fast() -> list[torch.Tensor]:
         rounded = torch.empty_like(rows)

@@ -195,16 +195,7 @@ def native_lanes(dtype: torch.dtype) -> int:
 class _RowLoop(VectorBuilder):
     """The loop over rows, vectors of neighbours, and remaining elements."""
 
-    def __init__(
-        self,
-        builder,
-        trace: Trace,
-        results: tuple,
-        stored: tuple,
-        written: tuple,
-        quick: QuickTrace | None,
-        exact: bool,
-    ) -> None:
+    def __init__(self, builder, trace: Trace, results, stored, written, quick, exact: bool) -> None:
         super().__init__(builder)
         self.quick, self.exact = quick, exact
         self.trace, self.results, self.stored, self.written = trace, results, stored, written
@@ -217,9 +208,8 @@ class _RowLoop(VectorBuilder):
         per_row, total = self.load_word(table, 0), self.load_word(table, 1)
         operands = []
         for k in range(len(self.stored) + len(self.written)):
-            operands.append(
-                tuple(self.load_word(table, _HEADER_WORDS + _OPERAND_WORDS * k + j) for j in range(_OPERAND_WORDS))
-            )
+            first_word = _HEADER_WORDS + _OPERAND_WORDS * k
+            operands.append(tuple(self.load_word(table, first_word + j) for j in range(_OPERAND_WORDS)))
         with self.loop(first, last, 1) as row:
             start = b.mul(row, per_row)
             count = self.select_lesser(b.sub(total, start), per_row)
