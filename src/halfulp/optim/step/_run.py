@@ -362,7 +362,7 @@ class WholeTensors:
         found = batch.spec.gradient.decode(batch.gradients[row])
         return self._gather_shards(found * batch.gradient_scales[row] if batch.spec.scaled else found)
 
-    def decode_state(self, name: str) -> torch.Tensor:
+    def state(self, name: str) -> torch.Tensor:
         """Return a state, before the step."""
         spec = self._plan.spec
         k = [slot.name for slot in spec.rule.states].index(name)
