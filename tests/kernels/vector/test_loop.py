@@ -66,7 +66,7 @@ def test_rows_with_a_broadcast_operand(dtype, seed):
 def test_a_network_is_recorded_once_for_lists_of_one_shape():
     trace, _ = record_function(_long, torch.float64, 2)
     assert len(trace.functions) == 2, "the first call alone takes a value twice"
-    assert trace.size() > 59 * len(trace.functions[0].trace.lines)
+    assert trace.count_instructions() > 59 * len(trace.functions[0].trace.lines)
     assert len(trace.lines) < 500
 
 

@@ -51,7 +51,7 @@ def run(table, arrays, chunks=None, constants=None, keys=None):
     sums = np.zeros((len(chunks), table.sums))
     constants = np.zeros((1, 1), np.float32) if constants is None else constants
     keys = np.zeros((1, 1), np.uint64) if keys is None else keys
-    key = table.key()
+    key = table.make_key()
     if key not in KERNELS:
         KERNELS[key] = compile_table("test", table)
     kernel = KERNELS[key]
@@ -225,7 +225,7 @@ def test_rare_masks_are_asked_first(often, seed):
     def function(trace, i, b, values, result):
         value = real(o.load32(values, i))
         large = abs(value) > np.float32(2.0**60)
-        trace.rare.add(large.number)
+        trace.rare_masks.add(large.number)
         small = value * select(large, np.float32(2.0**-80), np.float32(1.0))
         trace.gather_sum("sum", trace.emit("to_float64", (small,), None, "f64"))
         o.store32(values, i, word(small))
