@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
@@ -67,7 +66,6 @@ class BatchTable:
     state_columns: list[tuple[str, list[torch.Tensor], list[int]]]
     records: list[ParameterRecord]
     parameter_shapes: list[tuple[int, ...]]
-    element_counts: list[int]
     parameter_addresses: list[int]
     rows_with_gaps: list[int]
     is_plain: bool
@@ -101,7 +99,6 @@ class BatchTable:
             ],
             records=[plan.record for plan in plans if plan.tracks_writes],
             parameter_shapes=[plan.shape for plan in plans],
-            element_counts=[math.prod(plan.shape) for plan in plans],
             parameter_addresses=[plan.address for plan in plans],
             rows_with_gaps=[row for row, plan in enumerate(plans) if not plan.contiguous],
             is_plain=all(plan.plain for plan in plans),
@@ -129,7 +126,7 @@ class BatchTable:
                 and {gradient.dtype for gradient in gradients} == {spec.gradient.dtype}
                 and {parameter.dtype for parameter in parameters} == {spec.store.dtype}
                 and [gradient.shape for gradient in gradients] == self.parameter_shapes
-                and [*map(tensor.numel, parameters)] == self.element_counts
+                and [parameter.shape for parameter in parameters] == self.parameter_shapes
                 and all(map(tensor.is_contiguous, parameters))
                 and [*map(tensor.data_ptr, parameters)] == self.parameter_addresses
                 and all(self._holds_state_tensors(*column) for column in self.state_columns)
