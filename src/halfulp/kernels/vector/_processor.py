@@ -52,7 +52,10 @@ def explain_unsupported() -> str:
     except Exception as error:  # its library does not load, or was built without this processor
         lines = str(error).splitlines() or [""]
         return f"llvmlite cannot compile for this machine ({type(error).__name__}: {lines[0]})"
-    return "" if has_half_conversions() else "the processor has no instructions for float16 (F16C)"
+    if has_half_conversions():
+        return ""
+    given = "HALFULP_CPU_FEATURES lacks +f16c" if "HALFULP_CPU_FEATURES" in os.environ else "the processor lacks F16C"
+    return f"{given}, the instructions for float16"
 
 
 @functools.cache
