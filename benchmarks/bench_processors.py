@@ -19,7 +19,7 @@ SETTINGS = {
     "as it is": {},
     "no AVX-512": {
         "HALFULP_CPU_NAME": "x86-64-v3",
-        "HALFULP_CPU_FEATURES": f"+avx2,+fma,{NO_AVX512}",
+        "HALFULP_CPU_FEATURES": f"+avx2,+fma,+f16c,{NO_AVX512}",
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",

@@ -60,9 +60,9 @@ def test_an_edited_piece_in_another_file(cache, forked_python, tmp_path):
     (tmp_path / "piece.py").write_text("from rule import rule\ndef piece(x): return [rule(x)]\n")
     program = """
         import torch
-        from halfulp.kernels import compile_trace, record
+        from halfulp.kernels import compile_trace, record_function
         from piece import piece
-        trace, (result,) = record(piece, torch.float64, 1)
+        trace, (result,) = record_function(piece, torch.float64, 1)
         kernel = compile_trace("edited", trace, [result.number], [torch.float64], [torch.float64])
         x, y = torch.tensor([5.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         table = torch.tensor([1, 1, x.data_ptr(), 1, 1, y.data_ptr(), 1, 1])
@@ -90,7 +90,7 @@ def doubles() -> list[int]:
 @pytest.fixture
 def notes(monkeypatch):
     """What is reported during one test."""
-    monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
+    monkeypatch.setattr(kernels._engine, "_fallback_counts", type(kernels._engine._fallback_counts)())
     return lambda: " ".join(kernels.report())
 
 
@@ -180,7 +180,7 @@ def test_a_file_belongs_to_a_compiler_a_processor_and_a_key(cache, monkeypatch, 
 
     from halfulp.kernels import _cache
 
-    before = _cache.CacheEntry("kernel", "a key", (llvmlite.__version__,))._path()
+    before = _cache.CacheEntry("kernel", "a key", (llvmlite.__version__,))._find_path()
     changes = {
         "processor": (_cache, "processor", lambda: ("x86_64", "another", "")),
         "machinery": (_cache, "source_digest", lambda *folders: "edited"),
@@ -189,7 +189,7 @@ def test_a_file_belongs_to_a_compiler_a_processor_and_a_key(cache, monkeypatch, 
         monkeypatch.setattr(*changes[ingredient])
     key = "another key" if ingredient == "key" else "a key"
     compiler = "0" if ingredient == "llvmlite" else llvmlite.__version__
-    after = _cache.CacheEntry("kernel", key, (compiler,))._path()
+    after = _cache.CacheEntry("kernel", key, (compiler,))._find_path()
     assert before != after
     assert before.parent == after.parent
 
@@ -208,7 +208,7 @@ def test_the_digest_of_sources_tells_every_edit_of_any_of_them(tmp_path):
 def test_every_code_generator_has_a_say_in_the_digest():
     from halfulp.kernels import _cache
 
-    whole = source_digest(*_cache._GENERATORS)
-    for one in _cache._GENERATORS:
-        others = [other for other in _cache._GENERATORS if other != one]
+    whole = source_digest(*_cache._GENERATOR_SOURCES)
+    for one in _cache._GENERATOR_SOURCES:
+        others = [other for other in _cache._GENERATOR_SOURCES if other != one]
         assert source_digest(*others) != whole, one

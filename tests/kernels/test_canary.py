@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halfulp._torch_versions import find_dtype
-from halfulp.kernels import KernelMismatchError, check_bits, same_bits
+from halfulp.kernels import KernelMismatchError, _canary, check_bits, same_bits
 from halfulp.kernels.vector._machine_function import Kernel
 from halfulp.rounding import _kernels, _quantize, quantize
 
@@ -86,11 +86,11 @@ def test_check_bits():
 
 
 def test_a_wrong_kernel_raises(monkeypatch):
-    monkeypatch.setattr(_kernels, "_checked", set())
+    monkeypatch.setattr(_canary, "_compared_kernels", set())
     idle = Kernel(lambda packed: None, lambda *arguments: b"")
-    monkeypatch.setattr(_kernels, "_kernel", lambda *arguments: idle)
-    _kernels.prepare.cache_clear()
-    _quantize._plan_at_once.cache_clear()
-    monkeypatch.setattr(_quantize, "_latest", (None,) * 6)
+    monkeypatch.setattr(_kernels, "_compile_kernel", lambda *arguments: idle)
+    _kernels.prepare_plan.cache_clear()
+    _quantize._plan_directly.cache_clear()
+    monkeypatch.setattr(_quantize, "_latest_call", (None,) * 6)
     with pytest.raises(KernelMismatchError, match="quantize"):
         quantize(torch.randn(10), "bf16")

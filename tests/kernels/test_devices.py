@@ -18,9 +18,9 @@ ENVIRONMENT = "halfulp env"
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(_devices, "_verdicts", {})
-    monkeypatch.setattr(_engine, "_notes", type(_engine._notes)())
-    monkeypatch.setattr(_engine, "_why_missing", lambda name: "")
+    monkeypatch.setattr(_devices, "_device_verdicts", {})
+    monkeypatch.setattr(_engine, "_fallback_counts", type(_engine._fallback_counts)())
+    monkeypatch.setattr(_engine, "_explain_missing_package", lambda name: "")
 
 
 @pytest.mark.parametrize("device", OTHERS)
@@ -58,7 +58,7 @@ def test_rocm_takes_plain_torch_and_says_so_once(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("missing", ["is not installed (pip install triton)", "cannot be imported (OSError: libcuda)"])
 def test_no_triton_or_a_broken_one(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_engine, "_why_missing", lambda name: f"{name} {missing}")
+    monkeypatch.setattr(_engine, "_explain_missing_package", lambda name: f"{name} {missing}")
     with pytest.warns(RuntimeWarning, match="triton"):
         assert select_engine("cuda") == "reference"
     with kernels.engine("triton"), pytest.raises(ImportError, match=ENVIRONMENT) as caught:
@@ -75,7 +75,7 @@ def test_why_a_package_cannot_be_used(tmp_path, monkeypatch: pytest.MonkeyPatch)
         "halfulp_test_good": "",
     }.items():
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
-    why = _engine._why_missing
+    why = _engine._explain_missing_package
     assert why("halfulp_test_nowhere") == "halfulp_test_nowhere is not installed (pip install halfulp_test_nowhere)"
     old = "halfulp_test_old cannot be imported (ImportError: It needs NumPy 2.3 or less.)"
     assert why("halfulp_test_old") == old
@@ -157,7 +157,7 @@ def test_a_step_on_a_device_that_torch_cannot_reach_is_refused_before_it_begins(
 
 
 def test_a_step_of_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial, flushed = _run._trial, []
+    trial, flushed = _run._step_fixed_elements, []
 
     def flushing(spec, run=None, device="cpu"):
         found = trial(spec, run, "cpu")
@@ -168,15 +168,15 @@ def test_a_step_of_other_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
                 tensor[below] = 0.0
         return found
 
-    monkeypatch.setattr(_run, "_trial", flushing)
+    monkeypatch.setattr(_run, "_step_fixed_elements", flushing)
     with pytest.raises(NotImplementedError, match=r"adamw_kahan_bf16 on xpu.*subnormal numbers are flushed"):
         _run.compile_kernels(_Batch("xpu"))
     assert sum(flushed) > 0, "the fixed elements have subnormal results"
 
 
 def test_a_step_of_the_same_bits_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = _run._trial
-    monkeypatch.setattr(_run, "_trial", lambda spec, run=None, device="cpu": trial(spec, run, "cpu"))
+    trial = _run._step_fixed_elements
+    monkeypatch.setattr(_run, "_step_fixed_elements", lambda spec, run=None, device="cpu": trial(spec, run, "cpu"))
     _run.compile_kernels(_Batch("xpu"))
     _run.compile_kernels(_Batch("mps"))
 
@@ -198,7 +198,7 @@ def test_without_float64_roots_go_through_the_cpu(monkeypatch: pytest.MonkeyPatc
     """MPS cannot be had here: the CPU stands in for it, and says where numbers were taken to."""
     moved = []
     real = torch.Tensor.cpu
-    monkeypatch.setattr(_devices, "_WITHOUT_FLOAT64", frozenset(("cpu",)))
+    monkeypatch.setattr(_devices, "_DEVICES_WITHOUT_FLOAT64", frozenset(("cpu",)))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: moved.append(x.dtype) or real(x))
     x = torch.rand(1000) + 2.0**-100
     assert torch.equal(float32_root(x), x.double().sqrt().float())
@@ -220,7 +220,7 @@ def test_without_float64_roots_go_through_the_cpu(monkeypatch: pytest.MonkeyPatc
 def test_what_needs_float64_is_refused_on_devices_without(what: str, make, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.rand(4)
     scaled, several = hu.ScaledTensor.encode(x), hu.MCTensor.encode(x)
-    monkeypatch.setattr(_devices, "_WITHOUT_FLOAT64", frozenset(("cpu", "meta")))
+    monkeypatch.setattr(_devices, "_DEVICES_WITHOUT_FLOAT64", frozenset(("cpu", "meta")))
     with pytest.raises(NotImplementedError, match=f"{what} on cpu: the device has no float64. .*{ENVIRONMENT}"):
         make(x)
     with pytest.raises(NotImplementedError, match="on meta: the device has no float64"):

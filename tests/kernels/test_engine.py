@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfulp import kernels
-from halfulp.kernels import engine, note, note_and_warn_once, report, select_engine
+from halfulp.kernels import engine, note_and_warn_once, note_fallback, report, select_engine
 from halfulp.rounding import quantize
 
 
@@ -55,8 +55,10 @@ def test_the_reference_needs_no_llvmlite(python, cache):
 
 def test_without_llvmlite(monkeypatch):
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
-    monkeypatch.setattr(kernels._engine, "_why_missing", lambda name: f"{name} is not installed (pip install {name})")
-    monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
+    monkeypatch.setattr(
+        kernels._engine, "_explain_missing_package", lambda name: f"{name} is not installed (pip install {name})"
+    )
+    monkeypatch.setattr(kernels._engine, "_fallback_counts", type(kernels._engine._fallback_counts)())
     with pytest.warns(RuntimeWarning, match="llvmlite is not installed"):
         assert select_engine("cpu") == "reference"
     assert select_engine("cpu") == "reference"
@@ -66,9 +68,9 @@ def test_without_llvmlite(monkeypatch):
 
 
 def test_notes(monkeypatch):
-    monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
-    note("kind", "one thing")
-    note("kind", "one thing")
+    monkeypatch.setattr(kernels._engine, "_fallback_counts", type(kernels._engine._fallback_counts)())
+    note_fallback("kind", "one thing")
+    note_fallback("kind", "one thing")
     with pytest.warns(RuntimeWarning, match="another"):
         note_and_warn_once("kind", "another")
     note_and_warn_once("kind", "another")

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from halfulp.kernels import CHUNK, IndexMap, chunks
+from halfulp.kernels import CHUNK_ELEMENTS, IndexMap, cut_into_chunks
 
 
 def brute(index_map: IndexMap) -> np.ndarray:
@@ -30,10 +30,10 @@ def check(index_map: IndexMap) -> None:
     wanted = brute(index_map)
     assert index_map.numel == wanted.size
     assert unrolled(index_map.runs()).tolist() == wanted.tolist()
-    table = chunks(index_map, 7)
+    table = cut_into_chunks(index_map, 7)
     assert (table[:, 0] == 7).all()
     assert unrolled(table[:, [1, 3, 2]]).tolist() == wanted.tolist()
-    assert (table[:, 3] // CHUNK == (table[:, 3] + table[:, 2] - 1) // CHUNK).all()
+    assert (table[:, 3] // CHUNK_ELEMENTS == (table[:, 3] + table[:, 2] - 1) // CHUNK_ELEMENTS).all()
     assert (table[:, 2] > 0).all()
 
 

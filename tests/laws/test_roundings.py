@@ -8,7 +8,7 @@ import torch
 from halfulp.formats import Format, get, round_exact
 from halfulp.kernels import engine, same_bits
 from halfulp.rounding import Stochastic, mix64, random_words
-from halfulp.rounding._target import make_target, random_bits
+from halfulp.rounding._target import count_random_bits, make_target
 
 from ..rounding.oracle import FORMATS, MODES, ROUNDED, all_of, inputs, oracle, random_patterns, rounded
 
@@ -22,7 +22,7 @@ def draws(x: torch.Tensor, format: Format, mode: str, policy: str | None = None)
     if mode != "stochastic":
         return {}
     target = make_target(format, Stochastic(5), policy, x.dtype)
-    count = random_bits(target) if target else 31
+    count = count_random_bits(target) if target else 31
     words = random_words(mix64(5, 0), torch.arange(x.numel())) >> (32 - count)
     return {"v": ((1 << count) - 1 - words).numpy(), "count": count}
 

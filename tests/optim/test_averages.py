@@ -42,7 +42,7 @@ NARROW = [torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def _untold(monkeypatch):
     """What has been told in this process may be told again."""
-    monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
+    monkeypatch.setattr(_engines, "_fallback_counts", type(_engines._fallback_counts)())
 
 
 def stepped(dtype):

@@ -21,7 +21,7 @@ DECAY, UPDATES = 0.999, 200
 @pytest.fixture(autouse=True)
 def _untold(monkeypatch):
     """What has been told in this process may be told again, and nothing was searched for or hooked so far."""
-    monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
+    monkeypatch.setattr(_engines, "_fallback_counts", type(_engines._fallback_counts)())
     monkeypatch.setattr(_averages._LastSearch, "reference_counts", [])
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = dict(hooks)
@@ -169,7 +169,7 @@ def test_one_that_a_copy_or_a_file_brought_is_told(arrive):
     optimizer = _optimizer(model)
     with pytest.warns(RuntimeWarning, match="AveragedModel keeps"):
         average = AveragedModel(model)
-    _engines._notes.clear()
+    _engines._fallback_counts.clear()
     average = arrive(average)
     with pytest.warns(RuntimeWarning, match="AveragedModel keeps"):
         _stepped(model, optimizer)

@@ -8,7 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.optim._storage import PAYLOADS
-from halfulp.optim.step._scales import WINDOWS
+from halfulp.optim.step._scales import SCALE_WINDOWS
 from halfulp.scaled import ScaledTensor
 
 from .. import samples
@@ -127,7 +127,7 @@ def walk(update, dtype, factors, seed, chosen="reference", steps=3):
     own = UPDATES[update]
     chosen_update = None if dtype == torch.float32 else own  # float32 needs none, and refuses one
     optimizer = hu.optim.SGD(parameters, lr=1.0, weight_update=chosen_update, seed=seed, report_interval=1)
-    model, store, low = torch.nn.ParameterList(parameters), PAYLOADS[dtype], WINDOWS[dtype][0]
+    model, store, low = torch.nn.ParameterList(parameters), PAYLOADS[dtype], SCALE_WINDOWS[dtype][0]
     rounding = 0.5 if not own.draws(store) or getattr(own, "weight", "stochastic") == "nearest" else 1.0
     held, broken = [p.detach().decode() for p in parameters], []
     with engine(chosen):

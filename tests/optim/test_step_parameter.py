@@ -83,8 +83,8 @@ def test_steps_of_both_kinds_follow_each_other():
 def test_a_step_of_one_parameter_looks_at_no_other_ones_states(monkeypatch):
     weights = [torch.nn.Parameter(torch.ones(4).bfloat16()) for _ in range(5)]
     optimizer = hu.optim.AdamW(weights)
-    looked_at, make = [], Roster.of
-    monkeypatch.setattr(Roster, "of", lambda *given: looked_at.append(len(given[4])) or make(*given))
+    looked_at, make = [], Roster.from_places
+    monkeypatch.setattr(Roster, "from_places", lambda *given: looked_at.append(len(given[4])) or make(*given))
     for weight in weights:
         weight.grad = torch.ones_like(weight)
         optimizer.step_param(weight, optimizer.param_groups[0])

@@ -9,7 +9,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels._device_function import Table
 from halfulp.kernels.triton._launch import TableKernel
-from halfulp.kernels.triton._writer import OPTIONS
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS
 from halfulp.optim._float32 import _record_read_trace
 from halfulp.optim._storage import STORES
 from halfulp.optim.weight_updates._weight_update import find_weight_update
@@ -102,7 +102,7 @@ def test_the_compiler_reads_whole_vectors(capability, monkeypatch, tmp_path):
     kernel = _kernel("kahan").run
     types = {"chunks": "*i64", "pointers": "*i64", "aligned": "constexpr"}
     source = triton.compiler.ASTSource(kernel, types, {(2,): True}, {(k,): [["tt.divisibility", 16]] for k in (0, 1)})
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS).asm["ptx"]
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=COMPILE_OPTIONS).asm["ptx"]
     found = [line.split()[0] for line in ptx.splitlines() if line.startswith("\t") and line.split()]
     assert inexact(found) == []
     assert {"ld.global.v4.b32", "st.global.v4.b32"} <= {word for line in ptx.splitlines() for word in line.split()}

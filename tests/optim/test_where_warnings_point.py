@@ -91,7 +91,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_line_is_the_users(case, monkeypatch, seed):
-    monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
+    monkeypatch.setattr(_engines, "_fallback_counts", type(_engines._fallback_counts)())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         case()

@@ -6,7 +6,7 @@ import torch
 
 import halfulp as hu
 from halfulp.formats import BlockFormat, e4m3fn, e8m0
-from halfulp.kernels import IndexMap, address, chunks, run_chunks, same_bits
+from halfulp.kernels import IndexMap, address, cut_into_chunks, run_chunks, same_bits
 from halfulp.kernels._device_function import Recording, Table
 from halfulp.kernels._operations import load32
 from halfulp.kernels.triton import _launch
@@ -15,9 +15,9 @@ from halfulp.kernels.vector._machine_function import address_of
 from halfulp.kernels.vector._table_loop import compile_table
 from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import get_rounding
-from halfulp.rounding._blocks import layout_of, make_block_target
-from halfulp.rounding._kernels import container_pieces, plan_for
-from halfulp.rounding._quantize import target_for
+from halfulp.rounding._blocks import choose_block_layout, make_block_target
+from halfulp.rounding._kernels import container_functions, make_triton_plan
+from halfulp.rounding._quantize import find_target
 from halfulp.rounding._random_bits import mix64
 
 from ..kernels.triton.compiled import inexact, instructions
@@ -37,7 +37,7 @@ def test_every_kernel_is_written_in_what_triton_can_compile():
     for plan in plans:
         assert {"element", "run"} <= check_source(plan.kernel.source)
         if getattr(plan, "measure", None) is not None:
-            assert {"element", "run"} <= check_source(plan.measure.source)
+            assert {"element", "run"} <= check_source(plan.largest_kernel.source)
 
 
 CASES = {
@@ -57,9 +57,9 @@ def _plan(dtype, name, mode):
     rounding = get_rounding(triton_cases.mode_of(mode))
     block = next((block for block in triton_cases.BLOCKS if block.name == name), None)
     if block is None:
-        return plan_for(dtype, target_for(name, rounding, None, dtype))
+        return make_triton_plan(dtype, find_target(name, rounding, None, dtype))
     target = make_block_target(block, rounding, None, dtype)
-    return blocks.plan_for(dtype, target, layout_of(dtype, target))
+    return blocks.make_block_triton_plan(dtype, target, choose_block_layout(dtype, target))
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -86,7 +86,7 @@ def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     """The device functions that Triton's kernels store by, compiled for the processor, beside torch's casts."""
     element = Recording(2)
     source, target = element.arrays
-    container_pieces(dtype, inexact=True)["store"](target, element.index, load32(source, element.index))
+    container_functions(dtype, inexact=True)["store"](target, element.index, load32(source, element.index))
     kernel = compile_table(f"narrowed_{dtype}".replace(".", "_"), Table(element.trace, 2))
     wide = triton_cases.elements(torch.float32, 2**18, seed)
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
@@ -95,7 +95,7 @@ def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     ).int()
     x = torch.cat([wide, between.view(torch.float32).flatten(), wide * 2.0**-20])
     out = torch.empty(x.numel(), dtype=dtype)
-    whole = chunks(IndexMap.whole(tuple(x.shape)), 0)
+    whole = cut_into_chunks(IndexMap.whole(tuple(x.shape)), 0)
     pointers, rows = np.array([address(x), address(out)], np.int64), np.zeros(1, np.int64)
     run_chunks(kernel, whole[:, 2], *map(address_of, (whole, pointers, rows)), 0, 0, 0, 0)
     assert same_bits(out, x.to(dtype))
@@ -106,10 +106,10 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
         raise RuntimeError("no compiler here")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(hu.kernels._engine, "_why_missing", lambda name: "")
-    monkeypatch.setattr(hu.kernels._engine, "_notes", type(hu.kernels._engine._notes)())
+    monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
+    monkeypatch.setattr(hu.kernels._engine, "_fallback_counts", type(hu.kernels._engine._fallback_counts)())
     monkeypatch.setattr(_tensor_kernel, "load_module", refuse)
-    monkeypatch.setattr(_launch, "_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernels", {})
     x = torch.randn(4, 64)
     for name, what in (("e4m3", "quantize of"), ("mxfp4", "quantize in blocks of")):
         with hu.kernels.engine("reference"):
@@ -121,7 +121,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
 
 def test_a_block_too_long_for_a_tile_is_counted(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(hu.kernels._engine, "_why_missing", lambda name: "")
+    monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
     x, format = torch.randn(2, 8192), BlockFormat("too_long", e4m3fn, e8m0, 8192)
     with hu.kernels.engine("reference"):
         wanted = hu.quantize(x, format)

@@ -13,9 +13,9 @@ from .oracle import ROUNDED, random_patterns
 @pytest.fixture
 def registered():
     """Roundings that are forgotten afterwards."""
-    before, recorded = dict(_modes.MODES), dict(_modes._recorded)
+    before, recorded = dict(_modes.MODES), dict(_modes._recorded_decisions)
     yield register_rounding
-    for held, was in ((_modes.MODES, before), (_modes._recorded, recorded)):
+    for held, was in ((_modes.MODES, before), (_modes._recorded_decisions, recorded)):
         held.clear()
         held.update(was)
 
@@ -128,7 +128,7 @@ def test_names_with_one_number_and_classes_that_are_not_registered_are_refused(r
 
 def test_the_number_of_a_rounding_that_nobody_registered_says_so(registered):
     registered(rounding("gone", nearest))
-    code = _modes.code_of(_modes.MODES["gone"]())
+    code = _modes.encode_rounding(_modes.MODES["gone"]())
     del _modes.MODES["gone"]
     with pytest.raises(ValueError, match=f"rounding number {code} is not known in this process"):
-        _modes.mode_of(code)
+        _modes.decode_rounding(code)

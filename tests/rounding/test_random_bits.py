@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from halfulp.kernels._device_function import record_words
-from halfulp.kernels._tensor_writer import as_signed, run_on_tensors
+from halfulp.kernels._device_function import record_word_function
+from halfulp.kernels._tensor_writer import run_on_tensors, to_signed_integer
 from halfulp.rounding import mix64, random_words
-from halfulp.rounding._random_bits import WEYL, drawn_word, hashed, stream_of, stream_start
+from halfulp.rounding._random_bits import WEYL_STEP, compute_stream, draw_word, hash_element, stream_start
 
 COUNT = 1 << 18
 LIMIT = 6.5  # beyond it once in ten million, a tail a little longer than a normal one's included
@@ -18,8 +18,8 @@ LIMIT = 6.5  # beyond it once in ten million, a tail a little longer than a norm
 
 def words_of(key, number, count=COUNT, first=0):
     """Some of the words of neighbouring elements, by the device functions that kernels are written from."""
-    piece = record_words(lambda *x: drawn_word(hashed(*stream_start(*x)), number), "w32", "w32", "w64")
-    halves = as_signed(key & 0xFFFFFFFF, 32), as_signed(key >> 32, 32)
+    piece = record_word_function(lambda *x: draw_word(hash_element(*stream_start(*x)), number), "w32", "w32", "w64")
+    halves = to_signed_integer(key & 0xFFFFFFFF, 32), to_signed_integer(key >> 32, 32)
     given = {0: halves[0], 1: halves[1], 2: torch.arange(first, first + count)}
     return run_on_tensors(piece.trace, (), given, piece.results)[0][0].to(torch.int64) & 0xFFFFFFFF
 
@@ -75,14 +75,14 @@ def test_steps_are_independent_of_each_other(seed, number):
 
 def test_streams_of_other_keys_are_no_shifted_copies(seed):
     """From where their counters agree on, two streams are independent: in pairs, and over many of them."""
-    inverse, count, pairs = pow(int(WEYL), -1, 1 << 32), 1024, 200
+    inverse, count, pairs = pow(int(WEYL_STEP), -1, 1 << 32), 1024, 200
     first, second = [], []
     for k in range(pairs):
         one, other = mix64(seed, k, 1), mix64(seed, k, 2)
-        (a, _), (b, _) = (stream_of(key, torch.zeros(1, dtype=torch.int64)) for key in (one, other))
+        (a, _), (b, _) = (compute_stream(key, torch.zeros(1, dtype=torch.int64)) for key in (one, other))
         shift = (int(b) - int(a)) * inverse % (1 << 32)
         theirs, mine = random_words(other, torch.arange(count)), random_words(one, torch.arange(shift, shift + count))
-        agreeing = (stream_of(key, torch.tensor([place]))[0] for key, place in ((one, shift), (other, 0)))
+        agreeing = (compute_stream(key, torch.tensor([place]))[0] for key, place in ((one, shift), (other, 0)))
         assert torch.equal(*agreeing)
         assert (theirs == mine).sum() < 4
         first.append(mine)
@@ -94,9 +94,9 @@ def test_streams_of_other_keys_are_no_shifted_copies(seed):
 
 def test_elements_beyond_32_bits_are_no_copies_either(seed):
     key = mix64(seed, 3)
-    (a, own), (b, other) = (stream_of(key, torch.tensor([place])) for place in (0, 1 << 32))
+    (a, own), (b, other) = (compute_stream(key, torch.tensor([place])) for place in (0, 1 << 32))
     assert own != other
-    shift = (int(b) - int(a)) * pow(int(WEYL), -1, 1 << 32) % (1 << 32)
+    shift = (int(b) - int(a)) * pow(int(WEYL_STEP), -1, 1 << 32) % (1 << 32)
     near, far = (random_words(key, place + torch.arange(1000)) for place in (shift, 1 << 32))
     assert (near == far).sum() < 4
 

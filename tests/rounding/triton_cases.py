@@ -15,11 +15,10 @@ from halfulp.kernels import address, same_bits
 from halfulp.kernels.triton._launch import TensorKernel
 from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import get_rounding
-from halfulp.rounding._blocks import in_blocks, layout_of, make_block_target, round_blocks
-from halfulp.rounding._kernels import from_words, plan_for, round_words, to_words
-from halfulp.rounding._quantize import target_for
-from halfulp.rounding._random_bits import random_words
-from halfulp.rounding._target import WORD64, layout_for
+from halfulp.rounding._blocks import choose_block_layout, make_block_target, round_blocks_by_reference
+from halfulp.rounding._kernels import make_triton_plan, round_by_reference
+from halfulp.rounding._quantize import find_target
+from halfulp.rounding._target import WORD64, choose_layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES = ("nearest", "toward_zero", "up", "down", "stochastic")
@@ -45,12 +44,12 @@ def kernels() -> Iterator[tuple[torch.dtype, str, str, str | None, object]]:
     seen = set()
     for dtype, mode, name, policy in itertools.product(DTYPES, MODES, formats.names(), (None, "saturate")):
         try:
-            target = target_for(get(name), get_rounding(mode_of(mode)), policy, dtype)
+            target = find_target(get(name), get_rounding(mode_of(mode)), policy, dtype)
         except ValueError:
             continue  # the dtype cannot hold the format's numbers
-        if target is None or (dtype != torch.float64 and layout_for(target) is WORD64):
+        if target is None or (dtype != torch.float64 and choose_layout(target) is WORD64):
             continue
-        plan = plan_for(dtype, target)
+        plan = make_triton_plan(dtype, target)
         if plan.kind not in seen:
             seen.add(plan.kind)
             yield dtype, mode, name, policy, plan
@@ -62,10 +61,10 @@ def block_kernels() -> Iterator[tuple[torch.dtype, str, BlockFormat, object]]:
     for dtype, format in itertools.product(DTYPES, BLOCKS):
         for mode in ("nearest", next(modes)):
             target = make_block_target(format, get_rounding(mode_of(mode)), None, dtype)
-            layout = layout_of(dtype, target)
+            layout = choose_block_layout(dtype, target)
             if layout is not None:
                 work = torch.float64 if layout is WORD64 else dtype
-                yield dtype, mode, format, blocks.plan_for(work, target, layout)
+                yield dtype, mode, format, blocks.make_block_triton_plan(work, target, layout)
 
 
 def elements(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
@@ -136,18 +135,13 @@ def compare(seed: int, device: str, share: int = 0, shares: int = 1) -> list[str
 
 def wanted_from(x: torch.Tensor, name: str | BlockFormat, key: int, first: int) -> torch.Tensor:
     """The reference of stochastic rounding of elements that begin at a place of a longer tensor, or of its rows."""
-    index = torch.arange(x.numel(), dtype=torch.int64) + first
     rounding, wide = get_rounding(mode_of("stochastic")), x.to(torch.float64)
     if isinstance(name, str) and name in formats.names():
-        target = target_for(name, rounding, None, x.dtype)
+        target = find_target(name, rounding, None, x.dtype)
         assert target is not None
-        words = round_words(to_words(wide), target, WORD64, random_words(key, index).view(x.shape))
-        return from_words(words, torch.float64).to(x.dtype)
+        return round_by_reference(wide, target, key, first).to(x.dtype)
     target = make_block_target(get_block(name), rounding, None, x.dtype)
-    rows = wide.view(-1, x.shape[-1])
-    bits = in_blocks(random_words(key, index).view(rows.shape), target.block)
-    result = round_blocks(in_blocks(rows, target.block), target, bits).flatten(1)[:, : x.shape[-1]]
-    return result.to(x.dtype).reshape(x.shape)
+    return round_blocks_by_reference(wide, target, key, first).to(x.dtype)
 
 
 class Far:
@@ -195,10 +189,10 @@ def beyond(seed: int) -> list[str]:
         x = rows(dtype, seed, length or 2048)[8]
         x = torch.stack([x] * (1 if length != 50 else 40)).contiguous()
         if length is None:
-            plan = plan_for(dtype, target_for(name, get_rounding(mode_of("stochastic")), None, dtype))
+            plan = make_triton_plan(dtype, find_target(name, get_rounding(mode_of("stochastic")), None, dtype))
         else:
             target = make_block_target(get_block(name), get_rounding(mode_of("stochastic")), None, dtype)
-            plan = blocks.plan_for(dtype, target, layout_of(dtype, target))
+            plan = blocks.make_block_triton_plan(dtype, target, choose_block_layout(dtype, target))
         kernel, out, first = TensorKernel(plan.kernel.table), torch.empty_like(x), skipped * step
         kernel.__dict__["run"] = Far(kernel.run, skipped, -(-x.numel() // step))
         given = [address(one) - first * x.element_size() for one in (x, out)]

@@ -7,7 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels.triton import _launch
-from halfulp.kernels.triton._writer import OPTIONS, load_module
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_module
 from halfulp.scaled import _fused as fused
 
 KINDS = list(fused.PAYLOAD_CODECS)
@@ -22,7 +22,7 @@ def interpreted(monkeypatch):
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     if not triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1 must be set before triton is imported")
-    monkeypatch.setattr(_launch, "_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernels", {})
     with hu.kernels.engine("triton"):
         yield
 
@@ -41,8 +41,8 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
             fused.add_payloads(x, y[0], *scales[:2], to, sign, keep)
         fused.measure_level(y, to, 1.0)
     fused.compute_affine_factors(*scales[:3], 1.0, 2.0)
-    assert _launch._kernels
-    assert None not in _launch._kernels.values()
+    assert _launch._checked_kernels
+    assert None not in _launch._checked_kernels.values()
     assert not [str(warning.message) for warning in recwarn.list]
 
 
@@ -58,7 +58,7 @@ def test_kernels_give_a_model_the_gradients_of_plain_torch(interpreted, benchmar
         gradients = [p.grad for p in parts.model.parameters()]
         found.append([x for g in gradients for x in (g.payload, g.scale)])
     assert all(map(hu.kernels.same_bits, *found))
-    assert None not in _launch._kernels.values()
+    assert None not in _launch._checked_kernels.values()
 
 
 def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypatch):
@@ -66,7 +66,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypa
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(fused, "load_module", refuse)
-    monkeypatch.setattr(_launch, "_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernels", {})
     with pytest.warns(RuntimeWarning, match="no Triton kernel for finish .* no compiler here"):
         payload, scale = fused.finish_payload(torch.tensor([3.0, -1e9]), [torch.tensor(2.0)], torch.float16, factor=0.5)
     assert payload.tolist() == [1.5, -65504.0]
@@ -140,7 +140,7 @@ def test_the_compiler_fuses_and_flushes_nothing(capability, monkeypatch, tmp_pat
             if types[key].startswith("*") or key in ("n", "period")
         }
         source = triton.compiler.ASTSource(kernel, types, places, whole)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=COMPILE_OPTIONS)
         ptx = compiled.asm["ptx"]
         instructions = {line.split()[0] for line in ptx.splitlines() if line.startswith("\t") and line.split()}
         wrong = [i for i in instructions if i.startswith("fma") or ".ftz" in i or ".approx" in i or ".full" in i]

@@ -123,7 +123,7 @@ UPDATES = {
 @pytest.fixture(autouse=True)
 def _unwarned(monkeypatch):
     """What has been told in this process may be told again."""
-    monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
+    monkeypatch.setattr(_engines, "_fallback_counts", type(_engines._fallback_counts)())
 
 
 def _average(update, model, steps=400, start=None):
@@ -177,7 +177,7 @@ def test_averages_that_stand_still_are_told(update, storage, seed):
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_every_way_of_averaging_is_told_where_nothing_moves(storage, seed):
     for update in UPDATES if storage == torch.bfloat16 else ("lerp_", "AveragedModel"):
-        _engines._notes.clear()
+        _engines._fallback_counts.clear()
         share, told = _average(update, hu.scalify(torch.nn.Linear(64, 32, bias=False), storage))
         assert abs(share) < 0.5 * (1 - 0.999**400)
         assert told, update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..kernels import product_error, shared
+from ..kernels import product_error, shared_network
 
 Terms = list[Any]  # of values: tensors, or traced ones
 
@@ -36,7 +36,7 @@ def sweep_terms(terms: Terms, first: int = 0) -> Terms:
     return out
 
 
-@shared
+@shared_network
 def distill_terms(terms: Terms, keep: int) -> Terms:
     """Return the `keep` leading components of a sum of any terms: pass after pass, each fixing one more of them.
 

@@ -19,7 +19,7 @@ from ..kernels import _operations as o
 from ..kernels import product_error, select
 from ..kernels._device_function import Recording, Table
 from ..kernels._trace import block_largest
-from ..rounding._device_functions import float16_word
+from ..rounding._device_functions import widen_float16
 
 LIMB_BITS = 32  # bits of a limb; an int64 holds 2^31 of them added up before it could overflow
 LIMB_MASK = (1 << LIMB_BITS) - 1
@@ -313,7 +313,7 @@ def _convert_to_float64(dtype: torch.dtype, word: Any) -> Any:
     """Return an element as a float64."""
     if dtype == torch.float64:
         return o.real(word)
-    single = float16_word(word) if dtype == torch.float16 else o.shl(word, 16) if dtype == torch.bfloat16 else word
+    single = widen_float16(word) if dtype == torch.float16 else o.shl(word, 16) if dtype == torch.bfloat16 else word
     return word.trace.emit("to_float64", (o.real(single),), None, "f64")
 
 

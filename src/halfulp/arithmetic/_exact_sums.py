@@ -12,20 +12,20 @@ import numpy as np
 import torch
 
 from ..kernels import (
-    CHUNK,
+    CHUNK_ELEMENTS,
     address,
     address_of,
     check_bits,
     define_operator,
+    is_under_transform,
     require_float64,
     run_chunks,
     run_on_tensors,
     select_engine,
-    under_transform,
 )
 from ..kernels._device_function import Table
-from ..kernels._trace import COPIES
-from ..kernels.triton._launch import TILE, TableKernel, ready
+from ..kernels._trace import COUNTER_COPIES
+from ..kernels.triton._launch import TILE_ELEMENTS, TableKernel, find_checked_kernel
 from ..kernels.vector._machine_function import Kernel
 from ..kernels.vector._table_loop import compile_row, compile_table
 from ._exact_sum_kernels import (
@@ -111,7 +111,7 @@ def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
         _check_kernels(dtype, product)
     elif engine == "triton":
         given = _name_canary(dtype, product), x.device, lambda: engine, *_make_canary(dtype, product)
-        return ready(("exact sums", dtype, product), *given) or "reference"
+        return find_checked_kernel(("exact sums", dtype, product), *given) or "reference"
     return engine
 
 
@@ -154,12 +154,12 @@ def _fill_windows_by_torch(operands: Operands, reach: LimbRange) -> torch.Tensor
 
 def _fill_windows_by_triton(operands: Operands, reach: LimbRange) -> torch.Tensor:
     (rows, columns), first, words = operands[0].shape, operands[0], reach.counter_count + 1
-    begin = np.arange(0, columns, CHUNK)
+    begin = np.arange(0, columns, CHUNK_ELEMENTS)
     several = _COUNTERS_PER_ROW if len(begin) > 1 else 1
     counters = torch.zeros(rows, several, words, dtype=torch.int64, device=first.device)
     row, number = (array.reshape(-1) for array in np.indices((rows, len(begin))))
     slot = row * several + number % several
-    table = np.stack([slot, begin[number], np.minimum(columns - begin[number], CHUNK), begin[number]], 1)
+    table = np.stack([slot, begin[number], np.minimum(columns - begin[number], CHUNK_ELEMENTS), begin[number]], 1)
     rows_of = np.arange(rows * several)
     pointers = [_find_row_addresses(x, rows_of // several) for x in operands]
     pointers.append(address(counters) + rows_of * (8 * words))
@@ -216,7 +216,11 @@ def _fill_windows_of_pieces(
 ) -> np.ndarray:
     """Return the counters of some pieces of rows, each by itself."""
     first, words = operands[0], reach.counter_count + 1
-    copies = COPIES if len(row) * words <= _MOST_COPIED_WORDS and length.max(initial=0) > _LONGEST_WITHOUT_COPIES else 1
+    copies = (
+        COUNTER_COPIES
+        if len(row) * words <= _MOST_COPIED_WORDS and length.max(initial=0) > _LONGEST_WITHOUT_COPIES
+        else 1
+    )
     counters = np.zeros((len(row), copies, words), np.int64)
     pointers = np.empty((len(row), len(operands) + 1), np.int64)
     for k, x in enumerate(operands):
@@ -292,8 +296,8 @@ def _sum_row_blocks(operands: Operands) -> np.ndarray:
 @functools.lru_cache(64)
 def _cut_line_into_chunks(count: int) -> np.ndarray:
     """Return the chunks of so many elements in a line."""
-    begin = np.arange(0, count, CHUNK)
-    return np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK), begin], 1)
+    begin = np.arange(0, count, CHUNK_ELEMENTS)
+    return np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK_ELEMENTS), begin], 1)
 
 
 @functools.cache
@@ -343,7 +347,7 @@ def _compile_table_kernel(engine: str, table: Table) -> Any:
     if engine == "llvm":
         return compile_table("exact_sums", table)
     # All limbs of an accumulator are in a thread's registers at once.
-    return TableKernel(table, TILE if table.trace.deposits else 128)
+    return TableKernel(table, TILE_ELEMENTS if table.trace.deposits else 128)
 
 
 # the canary --------------------------------------------------------------------------------------------------
@@ -699,6 +703,6 @@ class _ExactSumFunction(torch.autograd.Function):
 
 def _sum_differentiably(*given: Any) -> torch.Tensor:
     summed: Callable[..., torch.Tensor] = (
-        _ExactSumFunction.apply if under_transform() else _SUM_OPERATORS[len(given) - 3]
+        _ExactSumFunction.apply if is_under_transform() else _SUM_OPERATORS[len(given) - 3]
     )
     return summed(*given)

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_versions import saved_tensor_hooks
 from ..environment._narrow_products import SIXTEEN_BIT_DTYPES, widened_dtypes
-from ..kernels import constant_result, note
+from ..kernels import constant_result, note_fallback
 
 # By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
 PRODUCT_NAMES = {
@@ -107,7 +107,7 @@ def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[
 
 @constant_result
 def _count_product(name: str, dtype: torch.dtype) -> None:
-    note("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
+    note_fallback("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
 
 
 def _compute_and_write(

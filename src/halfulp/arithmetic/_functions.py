@@ -24,7 +24,7 @@ from ..kernels import (
     gather,
     is_finite,
     nearest_integer,
-    note,
+    note_fallback,
     power,
     select,
     times_power,
@@ -630,7 +630,7 @@ def evaluate_far_angles(name: str, parts: Sequence[torch.Tensor]) -> tuple[torch
 
     One element at a time, which `halfulp.kernels.report()` counts.
     """
-    note("arithmetic", "angles beyond 2^20 are computed one by one, exactly and slowly")
+    note_fallback("arithmetic", "angles beyond 2^20 are computed one by one, exactly and slowly")
     mp = known.make_precise_context(_ANGLE_BITS)
     angles = [mp.fsum(terms) for terms in zip(*(part.tolist() for part in parts))]
     rows = [known.split_into_floats(getattr(mp, name)(angle), 4) for angle in angles]

@@ -13,14 +13,14 @@ import torch
 from ..kernels import (
     Value,
     is_finite,
+    is_float64,
     power,
     power_below,
     round_to_float32,
     select,
-    shared,
+    shared_network,
     square_root,
     times_power,
-    trace_is_wide,
 )
 from ._error_free import Terms, distill_terms, fast_two_sum, sweep_terms, two_product, two_sum
 
@@ -63,7 +63,7 @@ def scale_terms(x: Terms, factor) -> Terms:
     return [t * factor for t in x]
 
 
-@shared
+@shared_network
 def add(x: Terms, y: Terms, n: int) -> Terms:
     """x + y to n components; special values are not looked after."""
     if len(x) < len(y):
@@ -90,7 +90,7 @@ def _add_two(x: Terms, y: Terms) -> Terms:
     return list(fast_two_sum(v, t1 + w))
 
 
-@shared
+@shared_network
 def multiply(x: Terms, y: Terms, n: int) -> Terms:
     """x y to n components; special values are not looked after."""
     if len(x) < len(y):
@@ -141,7 +141,7 @@ def multiply_and_add(x: Terms, y, factor: Terms) -> Terms:
     return list(fast_two_sum(high, x[1] + rest))
 
 
-@shared
+@shared_network
 def divide(x: Terms, y: Terms, n: int) -> Terms:
     """x / y to n components, for y and the quotient away from the ends of the range."""
     if n == 1:
@@ -157,7 +157,7 @@ def divide(x: Terms, y: Terms, n: int) -> Terms:
     return distill_terms(quotient, n)
 
 
-@shared
+@shared_network
 def take_root(x: Terms, n: int) -> Terms:
     """Return the square root to n components, for x away from the ends of the range."""
     digits = [square_root(x[0])]
@@ -194,7 +194,7 @@ def take_root_in_range(x: Terms, n: int) -> Terms:
 
 def center_exponents(x: Terms) -> tuple[Terms, Value]:
     """x 2^-k and k: an even power of two that brings very large and very small values into the middle."""
-    edge, step = (2.0**500, 600.0) if trace_is_wide(x[0]) else (2.0**50, 70.0)
+    edge, step = (2.0**500, 600.0) if is_float64(x[0]) else (2.0**50, 70.0)
     size = abs(x[0])
     zero = size * 0.0
     k = select(size > edge, zero + step, select(size < 1.0 / edge, zero - step, zero))

@@ -20,25 +20,25 @@ import numpy as np
 import torch
 
 from ..kernels import (
-    LANES,
-    SERIAL_BELOW,
-    Quick,
+    BROADCAST_LANES,
+    SERIAL_ELEMENTS,
+    QuickTrace,
     address,
     compile_trace,
     define_operator,
     is_finite,
-    note,
+    note_fallback,
     plain,
     power_below,
     product_error,
-    record,
+    record_function,
     run_chunks,
     select,
     select_engine,
 )
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
-from ..kernels.triton._expansions import LONGEST, VECTOR, Pointwise
-from ..kernels.triton._launch import ready
+from ..kernels.triton._expansions import MOST_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
+from ..kernels.triton._launch import find_checked_kernel
 from ._error_free import Terms, fast_two_sum, two_sum
 from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, REMAINDER_STEP_NAME, evaluate_far_angles, find_far_angles
 from ._operators import SIXTEEN_BIT_LIMITS, float16_to_float64, round_to_components, to_float64_terms
@@ -204,7 +204,7 @@ class ElementwiseKernels:
                 run_on_broadcast_operands(self.kernel, inputs, outputs)
             return True
         kernel = (
-            self._find_triton_kernel(outputs[0].device, outputs[0].numel() % VECTOR == 0)
+            self._find_triton_kernel(outputs[0].device, outputs[0].numel() % VECTOR_ELEMENTS == 0)
             if engine == "triton"
             else None
         )
@@ -220,7 +220,7 @@ class ElementwiseKernels:
     @functools.cached_property
     def recorded_trace(self) -> tuple[Any, list[int]]:
         """The instructions, and which of them are results."""
-        trace, results = record(self.function, self.arithmetic, len(self.stored))
+        trace, results = record_function(self.function, self.arithmetic, len(self.stored))
         return trace, [r.number if hasattr(r, "number") else trace.emit("add", (r, 0.0)).number for r in results]
 
     @functools.cached_property
@@ -230,28 +230,28 @@ class ElementwiseKernels:
             self.name, *self.recorded_trace, self.stored, self.written, self._record_quick_trace(), self.exact
         )
 
-    def _record_quick_trace(self) -> Quick | None:
+    def _record_quick_trace(self) -> QuickTrace | None:
         if self.quick_function is None:
             return None
-        trace, found = record(*self.quick_function, len(self.stored))
+        trace, found = record_function(*self.quick_function, len(self.stored))
         *results, doubt = (value.number for value in found)
-        return Quick(trace, tuple(results), doubt)
+        return QuickTrace(trace, tuple(results), doubt)
 
     @functools.cached_property
-    def triton_kernel(self) -> Pointwise:
+    def triton_kernel(self) -> PointwiseKernel:
         """The kernel of an accelerator."""
-        return Pointwise(*self.recorded_trace, self.stored, self.written)
+        return PointwiseKernel(*self.recorded_trace, self.stored, self.written)
 
     def _find_triton_kernel(self, device: torch.device, whole: bool) -> Any:
         """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
-        if self.triton_kernel.size > LONGEST:
-            note(
+        if self.triton_kernel.size > MOST_INSTRUCTIONS:
+            note_fallback(
                 "engine",
                 f"{self.label} is too long for Triton, {self.triton_kernel.size} instructions: plain torch instead",
             )
             return None
         count = 512 if whole else 515
-        return ready(
+        return find_checked_kernel(
             (self, whole),
             self.label,
             device,
@@ -260,7 +260,7 @@ class ElementwiseKernels:
             lambda: [part[:count] for part in self._compute_trial_by_torch()],
         )
 
-    def _run_trial_on_device(self, kernel: Pointwise, device: torch.device, count: int) -> list[torch.Tensor]:
+    def _run_trial_on_device(self, kernel: PointwiseKernel, device: torch.device, count: int) -> list[torch.Tensor]:
         inputs = [part[:count].to(device) for part in _make_trial_inputs(self.stored)]
         made = [torch.empty(count, dtype=dtype, device=device) for dtype in self.written]
         kernel(inputs, made)
@@ -532,7 +532,7 @@ def _run_rows(kernel: Callable[..., Any], words: list[int]) -> None:
     """Run a kernel on a table that begins with the elements of a row and of all rows."""
     (row, count), table = words[:2], array.array("q", words)
     rows = -(-count // row)
-    if count < SERIAL_BELOW or rows == 1 or torch.get_num_threads() == 1:
+    if count < SERIAL_ELEMENTS or rows == 1 or torch.get_num_threads() == 1:
         kernel(0, rows, table.buffer_info()[0])
     else:
         run_chunks(kernel, np.full(rows, row, np.int64), table.buffer_info()[0])
@@ -565,16 +565,16 @@ def _repeat_operand_values(
     """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
     if part.numel() == 1:
         if part.dtype in _ARRAY_TYPE_CODES:
-            copies = array.array(_ARRAY_TYPE_CODES[part.dtype], (part.item(),)) * LANES
+            copies = array.array(_ARRAY_TYPE_CODES[part.dtype], (part.item(),)) * BROADCAST_LANES
             return copies, (copies.buffer_info()[0], 0, 0)
-        part = part.reshape(1).expand(LANES).contiguous()
+        part = part.reshape(1).expand(BROADCAST_LANES).contiguous()
         return part, (address(part), 0, 0)
     if part.dim() == 1 and part.shape[-1] == row:
         part = part.contiguous()
         return part, (address(part), 0, 1)
     if part.shape[-1] == 1:
-        part = part.expand(*shape[:-1], 1).reshape(-1, 1).expand(-1, LANES).contiguous()
-        return part, (address(part), LANES, 0)
+        part = part.expand(*shape[:-1], 1).reshape(-1, 1).expand(-1, BROADCAST_LANES).contiguous()
+        return part, (address(part), BROADCAST_LANES, 0)
     part = part.expand(shape).contiguous()
     return part, (address(part), row, 1)
 

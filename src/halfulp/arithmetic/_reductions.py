@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from ..kernels import (
-    ACROSS,
     BLOCK,
-    SERIAL_BELOW,
+    NARROW_LANES,
+    SERIAL_ELEMENTS,
     ReductionSteps,
     address,
     compile_reduction,
@@ -22,8 +22,8 @@ from ..kernels import (
     run_chunks,
     select_engine,
 )
-from ..kernels.triton._expansions import Reduction
-from ..kernels.triton._launch import ready
+from ..kernels.triton._expansions import ReductionKernel
+from ..kernels.triton._launch import find_checked_kernel
 from ._error_free import Terms, two_sum
 from ._operators import add, divide_in_range, gather_terms, multiply, round_to_components
 from ._pointwise import PRECISION, Parts, pointwise
@@ -151,7 +151,7 @@ def _view_as_matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[i
     if order != sorted(order):
         parts = tuple([part.permute(order) for part in parts])
     parts = tuple([part.contiguous() for part in parts])
-    if rows * columns > ACROSS or columns >= ACROSS or many < ACROSS:
+    if rows * columns > NARROW_LANES or columns >= NARROW_LANES or many < NARROW_LANES:
         return parts, sizes
     # Many small matrices lie side by side.
     beside = tuple([part.reshape(sizes).transpose(0, 1).contiguous() for part in parts])
@@ -202,7 +202,7 @@ def _reduce_columns(
 
 def _count_rows_side_by_side(rows: int, columns: int) -> int:
     """Return how many rows lie side by side in the lanes of a kernel."""
-    return ACROSS if columns == 1 else max(1, min(ACROSS // max(columns, 1), rows))
+    return NARROW_LANES if columns == 1 else max(1, min(NARROW_LANES // max(columns, 1), rows))
 
 
 class _ReadingOrder(NamedTuple):
@@ -329,8 +329,8 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, sh
     for part in (*parts, *made):
         words.append(address(part))
     table = array.array("q", words)
-    kernel = _compile_kernel(reduction, "line" if columns == 1 else "narrow" if columns < ACROSS else "wide")
-    if count == 1 or many * rows * columns < SERIAL_BELOW or torch.get_num_threads() == 1:
+    kernel = _compile_kernel(reduction, "line" if columns == 1 else "narrow" if columns < NARROW_LANES else "wide")
+    if count == 1 or many * rows * columns < SERIAL_ELEMENTS or torch.get_num_threads() == 1:
         kernel(0, count, table.buffer_info()[0])
     else:
         run_chunks(kernel, np.full(count, length * columns, np.int64), table.buffer_info()[0])
@@ -348,7 +348,7 @@ def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
     stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
     name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
 
-    def run(kernel: Reduction, device: torch.device) -> list[torch.Tensor]:
+    def run(kernel: ReductionKernel, device: torch.device) -> list[torch.Tensor]:
         found = (_run_on_triton(reduction, kernel, [x.to(device) for x in parts], cut) for cut, parts in trials())
         return [part.cpu() for parts in found for part in parts]
 
@@ -356,13 +356,13 @@ def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
         return [part for cut, parts in trials() for part in _reduce_by_reference(reduction, parts, cut)]
 
     trials = functools.partial(_make_trial_matrices, reduction)
-    return ready(
-        reduction, name, device, lambda: Reduction(reduction.device_functions, stored, written), run, reference
+    return find_checked_kernel(
+        reduction, name, device, lambda: ReductionKernel(reduction.device_functions, stored, written), run, reference
     )
 
 
 def _run_on_triton(
-    reduction: _Reduction, kernel: Reduction, parts: Sequence[torch.Tensor], cut: _ReadingOrder
+    reduction: _Reduction, kernel: ReductionKernel, parts: Sequence[torch.Tensor], cut: _ReadingOrder
 ) -> Parts:
     """Return the results as (matrices and segments, columns)."""
     shape = cut.sizes[0] * cut.segments, cut.sizes[2]
@@ -373,7 +373,7 @@ def _run_on_triton(
 
 def _make_trial_matrices(reduction: _Reduction) -> Iterator[tuple[_ReadingOrder, list[torch.Tensor]]]:
     """Yield fixed matrices of one, a few and many columns."""
-    for columns in (1, 5, ACROSS + 3):
+    for columns in (1, 5, NARROW_LANES + 3):
         cut = _ReadingOrder((2, 75, columns), 50, 2, _count_rows_side_by_side(75, columns), 75)
         made = []
         for k in range(reduction.inputs):

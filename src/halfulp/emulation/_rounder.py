@@ -13,9 +13,9 @@ from ..formats import BlockFormat, Format, block_names, get_block
 from ..formats._catalog import get_signed
 from ..kernels import plain
 from ..rounding import Rounding, Stochastic, get_rounding, mix64
-from ..rounding._kernels import run as run_kernel
-from ..rounding._modes import drawn_key
-from ..rounding._quantize import target_for
+from ..rounding._kernels import round_into as run_kernel
+from ..rounding._modes import draw_key
+from ..rounding._quantize import find_target
 from ..rounding._target import Target
 
 WIDE_DTYPES = (torch.float32, torch.float64)
@@ -39,7 +39,7 @@ class Rounder:
         self.rounding: Rounding = get_rounding(rounding)
         self.overflow = overflow
         for dtype in WIDE_DTYPES:
-            target_for(self.format, self.rounding, overflow, dtype)
+            find_target(self.format, self.rounding, overflow, dtype)
         self.forward: Counter[str] = Counter()
         self.backward: Counter[str] = Counter()
         self.plain: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class Rounder:
         """Return the key of the next rounding's random bits."""
         if not isinstance(self.rounding, Stochastic):
             return 0
-        return mix64(drawn_key(), 0) if self.rounding.seed is None else mix64(self.rounding.seed, next(self._draws))
+        return mix64(draw_key(), 0) if self.rounding.seed is None else mix64(self.rounding.seed, next(self._draws))
 
     def _view_real(self, x: Tensor, source: str) -> Tensor:
         """Return x as a plain tensor of real numbers, in x's memory unless its conjugate or negative bit is set."""
@@ -120,10 +120,10 @@ class Rounder:
 
     def _find_target(self, dtype: torch.dtype, source: str) -> Target | None:
         if dtype in WIDE_DTYPES:
-            return target_for(self.format, self.rounding, self.overflow, dtype)
+            return find_target(self.format, self.rounding, self.overflow, dtype)
         if dtype in _SIXTEEN_BIT_DTYPES:
             try:
-                if target_for(self.format, self.rounding, self.overflow, dtype) is None:
+                if find_target(self.format, self.rounding, self.overflow, dtype) is None:
                     return None
             except ValueError:
                 pass

@@ -8,19 +8,19 @@ Public are the names in `__all__`: what an update rule of one's own calls beside
 # ruff: noqa: F401
 from .. import _needs_torch
 from ._cache import source_digest
-from ._canary import KernelMismatchError, check_bits, same_bits, undisturbed
+from ._canary import KernelMismatchError, check_bits, disable_callers_modes, same_bits
 from ._devices import float32_root, has_float64, in_float64, require_float64, require_same_bits
-from ._engine import engine, note, note_and_warn_once, report, select_engine
-from ._index_map import CHUNK, IndexMap, chunk_table, chunks
+from ._engine import engine, note_and_warn_once, note_fallback, report, select_engine
+from ._index_map import CHUNK_ELEMENTS, IndexMap, chunk_table, cut_into_chunks
 from ._operations import divide, floor, maximum, select, sign_of, sqrt
 from ._operator import (
     absent_operators,
     constant_result,
     define_operator,
+    is_under_transform,
     present,
     torch_operators,
     uncompiled,
-    under_transform,
     untraced,
 )
 from ._plain_memory import (
@@ -30,11 +30,11 @@ from ._plain_memory import (
     overlaps_itself,
     plain,
     plain_address,
-    resolved,
+    resolve_plain_memory,
     row_checksums,
 )
 from ._tensor_writer import run_on_tensors
-from ._threads import SERIAL_BELOW, keeping_subnormals, run_chunks
+from ._threads import SERIAL_ELEMENTS, keeping_subnormals, run_chunks
 from ._trace import (
     Trace,
     Traced,
@@ -42,22 +42,22 @@ from ._trace import (
     exponent,
     gather,
     is_finite,
+    is_float64,
     nearest_integer,
     power,
     power_below,
     product_error,
-    record,
+    record_function,
     round_to_float32,
-    shared,
+    shared_network,
     square_root,
     times_power,
-    trace_is_wide,
 )
-from .vector._builder import VectorBuilder, lanes_of, scalar_of
-from .vector._loop import LANES, Quick, compile_rows, compile_trace
+from .vector._builder import VectorBuilder, count_lanes, lane_type
+from .vector._loop import BROADCAST_LANES, QuickTrace, compile_rows, compile_trace
 from .vector._machine_function import address_of
-from .vector._processor import has_half_conversions, vector_bits
-from .vector._reductions import ACROSS, BLOCK, ReductionSteps, compile_reduction
+from .vector._processor import vector_bits
+from .vector._reductions import BLOCK, NARROW_LANES, ReductionSteps, compile_reduction
 
 __all__ = ["KernelMismatchError", "divide", "engine", "floor", "maximum", "report", "same_bits"]
 __all__ += ["select", "sign_of", "sqrt"]

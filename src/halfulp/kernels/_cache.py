@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -11,22 +10,17 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._messages import ENVIRONMENT
-from ._engine import note, note_and_warn_once
+from ._engine import note_and_warn_once, note_fallback
 from .vector._processor import processor
 
-if TYPE_CHECKING:
-    import filelock
-
-# Seconds for which a process waits for another that compiles what it needs; the longest kernels take some.
-PATIENCE = 60.0
-_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
-_TAG = b"halfulp-kernel-1"
+_FOLDER_REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
+_ENTRY_TAG = b"halfulp-kernel-1"
 # How many kernels this process found, compiled and wrote, and the bytes that it wrote.
 statistics = Counter[str]()
-_GENERATORS = tuple(Path(__file__).parent / name for name in ("_operations.py", "vector"))
+_GENERATOR_SOURCES = tuple(Path(__file__).parent / name for name in ("_operations.py", "vector"))
 
 
 def cache_folder() -> Path | None:
@@ -45,8 +39,8 @@ class CacheEntry:
     """One kernel's file in the cache.
 
     An entry that cannot be written (a read-only home, a full disk) or read (cut short, damaged) costs a compilation
-    in memory and nothing else; `halfulp.kernels.report()` says so, and of the former a warning. Of processes that need
-    an entry at the same time, such as the ranks of a training, one compiles it and the others wait for it.
+    in memory and nothing else; `halfulp.kernels.report()` says so, and of the former a warning. Processes that need an
+    entry at the same time, such as the ranks of a training, each compile it, and the last one's file stays.
 
     Args:
         name: the beginning of the file's name.
@@ -56,73 +50,41 @@ class CacheEntry:
 
     def __init__(self, name: str, key: str, compilers: tuple[str, ...]) -> None:
         self._name, self._key, self._compilers = name, key, compilers
-        self._lock: filelock.BaseFileLock | None = None
 
     def read(self, rebuild: Callable[[bytes], Any]) -> Any:
-        """Return `rebuild` of the file, or None where this process is to compile it, until `end_turn`."""
-        path = self._path()
-        if path is None:
-            return None
-        seen = _identity(path)
-        found = self._load(path, rebuild)
-        if found is None:
-            self._take_turn(path)
-            if _identity(path) != seen:
-                found = self._load(path, rebuild)
+        """Return `rebuild` of the file; None where there is none that can be read."""
+        path = self._find_path()
+        found = None if path is None else self._load_file(path, rebuild)
         statistics["found" if found is not None else "compiled"] += 1
         return found
 
-    def end_turn(self) -> None:
-        """Let the next process look: the entry was written, or will not be."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            # Whoever waits for a lock whose file is gone begins anew with another file.
-            with contextlib.suppress(OSError):
-                os.unlink(lock.lock_file)
-            lock.release()
-
-    def _take_turn(self, path: Path) -> None:
-        """Wait until no other process compiles the entry, but not without end."""
-        import filelock
-
-        lock = filelock.FileLock(path.with_suffix(".lock"))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock.acquire(timeout=PATIENCE)
-            self._lock = lock
-        except filelock.Timeout:
-            note("cache", f"another process did not end compiling a kernel in {PATIENCE:g} s: compiled here too")
-        except (OSError, NotImplementedError):
-            # Where no file can be written no entry can either, and saving says so; without locks both compile.
-            return
-
-    def _load(self, path: Path, rebuild: Callable[[bytes], Any]) -> Any:
+    def _load_file(self, path: Path, rebuild: Callable[[bytes], Any]) -> Any:
         if not path.is_file():
             return None
         try:
             blob = path.read_bytes()
             tag, checksum, payload = blob[:16], blob[16:48], blob[48:]
-            if tag != _TAG or hashlib.sha256(payload).digest() != checksum:
+            if tag != _ENTRY_TAG or hashlib.sha256(payload).digest() != checksum:
                 raise ValueError("damaged")
             return rebuild(payload)
         except (  # LLVM's errors are RuntimeError
             OSError, ValueError, TypeError, EOFError, AttributeError, ImportError, RuntimeError, pickle.UnpicklingError
         ) as e:  # fmt: skip
-            note("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
+            note_fallback("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
             return None
 
     def write(self, payload: bytes) -> None:
         """Write an entry whole or not at all."""
-        path = self._path()
+        path = self._find_path()
         if path is None:
-            note_and_warn_once("cache", f"no home folder: kernels are compiled in every process; {_REMEDY}")
+            note_and_warn_once("cache", f"no home folder: kernels are compiled in every process; {_FOLDER_REMEDY}")
             return
         temporary = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".part")
             with os.fdopen(handle, "wb") as file:
-                file.write(_TAG + hashlib.sha256(payload).digest() + payload)
+                file.write(_ENTRY_TAG + hashlib.sha256(payload).digest() + payload)
             os.replace(temporary, path)
             statistics.update(written=1, bytes=len(payload))
         except OSError as e:
@@ -131,23 +93,14 @@ class CacheEntry:
             note_and_warn_once(
                 "cache",
                 f"kernel cache {path.parent} cannot be written ({e.strerror}): kernels are compiled in every process; "
-                f"{_REMEDY}",
+                f"{_FOLDER_REMEDY}",
             )
 
-    def _path(self) -> Path | None:
+    def _find_path(self) -> Path | None:
         folder = cache_folder()
-        machine = (*self._compilers, processor(), source_digest(*_GENERATORS))
+        machine = (*self._compilers, processor(), source_digest(*_GENERATOR_SOURCES))
         key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
         return None if folder is None else folder / f"{self._name}-{key}.kernel"
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return which file lies at a path; None where there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 @functools.cache

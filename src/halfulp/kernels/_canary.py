@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,15 +17,24 @@ class KernelMismatchError(RuntimeError):
     """Raised when a compiled kernel gives other bits than its reference, as under unsafe compiler options."""
 
 
-def check_bits(name: str, fast: Callable[[], list[torch.Tensor]], reference: Callable[[], list[torch.Tensor]]) -> None:
+# The kernels that were compared in this process.
+_compared_kernels: set[Hashable] = set()
+
+
+def check_bits(
+    name: str, fast: Callable[[], list[torch.Tensor]], reference: Callable[[], list[torch.Tensor]], key: Hashable = None
+) -> None:
     """Raise if a compiled kernel and its reference differ in a bit; two NaNs count as equal.
 
     Args:
         name: the kernel, for the message.
         fast: runs the compiled kernel on fixed elements and returns what it wrote.
         reference: the same in plain torch.
+        key: of the kernel, which is compared once in a process; without one at every call.
     """
-    with undisturbed():
+    if key in _compared_kernels:
+        return
+    with disable_callers_modes():
         pairs = list(zip(fast(), reference(), strict=True))
         wrong = [position for position, (a, b) in enumerate(pairs) if not same_bits(a, b)]
     for position in wrong:
@@ -34,10 +43,12 @@ def check_bits(name: str, fast: Callable[[], list[torch.Tensor]], reference: Cal
             "Remove the kernel cache (HALFULP_CACHE_DIR or ~/.cache/halfulp); if it "
             f"persists, set HALFULP_ENGINE=reference and report it; {ENVIRONMENT}"
         )
+    if key is not None:
+        _compared_kernels.add(key)
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def disable_callers_modes() -> Iterator[None]:
     """Return a context without the caller's dispatch modes (FakeTensorMode, emulation), autograd and flush-to-zero."""
     with _disable_current_modes(), torch.no_grad(), keeping_subnormals():
         yield

@@ -13,12 +13,12 @@ from typing import Any, TypeGuard
 import torch
 
 from . import _operations
-from ._trace import Piece, Trace, Traced
+from ._trace import RecordedFunction, Trace, Traced
 
 # Columns of a chunk: row of the pointers, first element, elements, global index of the first.
-CHUNK = 4
+CHUNK_COLUMNS = 4
 # Bytes, those of the widest vector: what streams begins at multiples of it.
-ALIGNMENT = 64
+STREAM_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class Digest:
 
     Attributes:
         column: of the array.
-        size: bytes of an element.
-        term: (a word, its key) -> what it adds; words of 64 bits.
-        step: word j has the key (j + 1) step.
+        element_size: bytes of an element.
+        term_function: (a word, its key) -> what it adds; words of 64 bits.
+        key_step: word j has the key (j + 1) step.
     """
 
     column: int
-    size: int
-    term: Piece
-    step: int
+    element_size: int
+    term_function: RecordedFunction
+    key_step: int
 
 
 @dataclass(frozen=True)
@@ -43,45 +43,53 @@ class Table:
     """A traced device function with the layout of the table of pointers that it reads and writes.
 
     Attributes:
-        trace: what is computed per element, of inputs ("constant", k) and those of `STREAM`.
+        trace: what is computed per element, of inputs ("constant", k) and those of `STREAM_INPUTS`.
         columns: of the table of pointers.
         constants: numbers per row, of 32 or 64 bits as the inputs are.
-        start: (low and high half of a row's key, global index) -> an element's inputs of `STREAM`; None without draws.
-        step: by which the counters of neighbours differ.
+        stream_start: (low and high half of a row's key, global index) -> an element's `STREAM_INPUTS`, if it draws.
+        counter_step: by which the counters of neighbours differ.
         block: elements of a block; None if there are none.
         partial: whether a chunk's last block may be incomplete; then no array has an element per block.
         digest: of an array, after all was written.
-        is_far: whether arrays lie in no cache, so that even of a few lines are asked for, further ahead.
-        streams: whether what is stored goes past the caches, which then need not read its old contents first. Arrays
-            begin at multiples of `ALIGNMENT` bytes, and none is read and stored.
+        is_far_memory: whether arrays lie in no cache, so that even of a few lines are asked for, further ahead.
+        is_streaming: whether what is stored goes past the caches, which then need not read its old contents first.
+            Arrays begin at multiples of `STREAM_ALIGNMENT` bytes, and none is read and stored.
     """
 
     trace: Trace
     columns: int
     constants: int = 0
-    start: Piece | None = None
-    step: int = 0
+    stream_start: RecordedFunction | None = None
+    counter_step: int = 0
     block: int | None = None
     partial: bool = False
     digest: Digest | None = None
-    is_far: bool = False
-    streams: bool = False
+    is_far_memory: bool = False
+    is_streaming: bool = False
 
     @property
     def sums(self) -> int:
         """Columns of the sums of chunks."""
-        return max(CHUNK, len(self.trace.sums))
+        return max(CHUNK_COLUMNS, len(self.trace.sums))
 
-    def key(self) -> str:
+    def make_key(self) -> str:
         """Return a key of the instructions, which omits the processor and the sources of `kernels`."""
-        pieces = [self.start, self.digest and self.digest.term]
+        pieces = [self.stream_start, self.digest and self.digest.term_function]
         told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
-        digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)
-        counts = self.columns, self.constants, self.step, self.block, self.partial, self.is_far, self.streams
-        return repr((self.trace.digest(), sorted(self.trace.rare), counts, digest, told))
+        digest = self.digest and (self.digest.column, self.digest.element_size, self.digest.key_step)
+        counts = (
+            self.columns,
+            self.constants,
+            self.counter_step,
+            self.block,
+            self.partial,
+            self.is_far_memory,
+            self.is_streaming,
+        )
+        return repr((self.trace.digest(), sorted(self.trace.rare_masks), counts, digest, told))
 
 
-def bound(function: Callable, names: Mapping[str, object]) -> Callable:
+def bind_names(function: Callable, names: Mapping[str, object]) -> Callable:
     """Return a device function in which names, and in those that it calls, stand for what the caller chose.
 
     Args:
@@ -93,10 +101,10 @@ def bound(function: Callable, names: Mapping[str, object]) -> Callable:
     >>> bound(scaled, {"FACTOR": 3})(2)
     6
     """
-    return _bound(function, names, {})
+    return _bind_function(function, names, {})
 
 
-def _bound(function: Callable, names: Mapping[str, object], made: dict[Callable, Callable]) -> Callable:
+def _bind_function(function: Callable, names: Mapping[str, object], made: dict[Callable, Callable]) -> Callable:
     if function not in made:
         assert isinstance(function, types.FunctionType)
         namespace = dict(function.__globals__)
@@ -106,23 +114,23 @@ def _bound(function: Callable, names: Mapping[str, object], made: dict[Callable,
         made[function] = copy
         for name in function.__code__.co_names:
             value = names.get(name, namespace.get(name))
-            if _is_bound_too(value):
-                namespace[name] = _bound(value, names, made)
+            if _is_device_function(value):
+                namespace[name] = _bind_function(value, names, made)
             elif name in names:
                 namespace[name] = value
         for name, cell, held in zip(function.__code__.co_freevars, cells, function.__closure__ or ()):
             value = names.get(name, held.cell_contents)
-            cell.cell_contents = _bound(value, names, made) if _is_bound_too(value) else value
+            cell.cell_contents = _bind_function(value, names, made) if _is_device_function(value) else value
     return made[function]
 
 
-def _is_bound_too(value: object) -> TypeGuard[types.FunctionType]:
+def _is_device_function(value: object) -> TypeGuard[types.FunctionType]:
     """Return whether what a name stands for is a device function, rather than an operation, a number or a recorder."""
     return isinstance(value, types.FunctionType) and value.__module__ not in (Trace.__module__, _operations.__name__)
 
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_LANGUAGE = (
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
+_LANGUAGE_RULES = (
     "a device function is written once for every processor, in + - * / and comparisons of values, & | ~ of masks, and "
     "select, floor, sqrt, divide, maximum and sign_of of halfulp.kernels; what torch or math compute comes in as its "
     "constants"
@@ -139,16 +147,16 @@ def record_call(function: Callable, *arguments: Any) -> Any:
         return function(*arguments)
     except (TypeError, AttributeError) as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames[1:] if not frame.filename.startswith(_PACKAGE)]
+        own = [frame for frame in frames[1:] if not frame.filename.startswith(_PACKAGE_FOLDER)]
         if not own:
             raise  # a function of the library itself
         line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
         where = f"{own[-1].filename}, line {own[-1].lineno}" + (f", {line!r}" if line else "")
-        raise TypeError(f"{where}: {error}; {_LANGUAGE}") from error
+        raise TypeError(f"{where}: {error}; {_LANGUAGE_RULES}") from error
 
 
 # Inputs of whoever draws: what the start of a stream of random words gives.
-STREAM = (("counter", 0), ("own", 0))
+STREAM_INPUTS = (("counter", 0), ("own", 0))
 
 
 class Recording:
@@ -175,17 +183,17 @@ class Recording:
     @property
     def stream(self) -> tuple[Traced, Traced]:
         """Return the element's counter in its stream of random words, and the stream's own word."""
-        counter, own = (self.trace.emit("input", (), name, "w32") for name in STREAM)
+        counter, own = (self.trace.emit("input", (), name, "w32") for name in STREAM_INPUTS)
         return counter, own
 
-    def given(self, name: str, kind: str = "f32") -> Traced:
+    def add_input(self, name: str, kind: str = "f32") -> Traced:
         """Return an input by a name of its own."""
         return self.trace.emit("input", (), name, kind)
 
 
-def record_words(function: Callable, *kinds: str) -> Piece:
+def record_word_function(function: Callable, *kinds: str) -> RecordedFunction:
     """Return a device function of words ("w32", "w64") with one result, or several, recorded."""
     trace = Trace(torch.float32)
     found = function(*(trace.emit("input", (), k, kind) for k, kind in enumerate(kinds)))
     results = found if isinstance(found, tuple) else (found,)
-    return Piece(trace, tuple(result.number for result in results))
+    return RecordedFunction(trace, tuple(result.number for result in results))

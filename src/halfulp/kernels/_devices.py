@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .._messages import ENVIRONMENT
-from ._canary import same_bits, undisturbed
+from ._canary import disable_callers_modes, same_bits
 
 # Metal has no float64; of other devices torch says so itself.
-_WITHOUT_FLOAT64 = frozenset(("mps",))
-_verdicts: dict[tuple[torch.device, Hashable], str] = {}
+_DEVICES_WITHOUT_FLOAT64 = frozenset(("mps",))
+_device_verdicts: dict[tuple[torch.device, Hashable], str] = {}
 
 
 def has_float64(device: torch.device) -> bool:
@@ -21,7 +21,7 @@ def has_float64(device: torch.device) -> bool:
     >>> has_float64(torch.device("cpu")), has_float64(torch.device("mps"))
     (True, False)
     """
-    if device.type in _WITHOUT_FLOAT64:
+    if device.type in _DEVICES_WITHOUT_FLOAT64:
         return False
     if device.type != "xpu" or not torch.xpu.is_available():
         return True
@@ -65,7 +65,7 @@ def float32_root(x: Tensor) -> Tensor:
     return in_float64(x).sqrt().float().to(x.device)
 
 
-def is_known(device: torch.device) -> bool:
+def is_known_device(device: torch.device) -> bool:
     """Return whether plain torch is known to give the reference's bits on a device: the CPU and CUDA, not ROCm."""
     return device.type in ("cpu", "meta") or (device.type == "cuda" and not torch.version.hip)
 
@@ -85,17 +85,17 @@ def require_same_bits(
     Raises:
         NotImplementedError: the results differ, or the device cannot compute them.
     """
-    if is_known(device):
+    if is_known_device(device):
         return
-    if (device, key) not in _verdicts:
-        _verdicts[device, key] = ""  # while it is tried
-        with undisturbed():
-            _verdicts[device, key] = _difference(device, run)
-    if reason := _verdicts[device, key]:
+    if (device, key) not in _device_verdicts:
+        _device_verdicts[device, key] = ""  # while it is tried
+        with disable_callers_modes():
+            _device_verdicts[device, key] = _describe_difference(device, run)
+    if reason := _device_verdicts[device, key]:
         raise NotImplementedError(f"{what} on {device.type}: {reason}. {otherwise}; {ENVIRONMENT}")
 
 
-def _difference(device: torch.device, run: Callable[[torch.device], list[Tensor]]) -> str:
+def _describe_difference(device: torch.device, run: Callable[[torch.device], list[Tensor]]) -> str:
     """Return why a device cannot be used; "" where it can."""
     try:
         found = run(device)

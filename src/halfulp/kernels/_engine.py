@@ -14,31 +14,33 @@ from collections.abc import Iterator
 import torch
 
 from .._messages import ENVIRONMENT, find_users_level
-from .vector._processor import check_features, why_unknown
+from .vector._processor import check_features, explain_unsupported
 
 ENGINES = ("auto", "llvm", "triton", "reference")
-_UNKNOWN = f"is unknown: the processor's compiled kernels are called 'llvm' now; choose one of {', '.join(ENGINES)}"
-_notes: Counter[tuple[str, str]] = Counter()
-_requested = "auto"
+_UNKNOWN_ENGINE = (
+    f"is unknown: the processor's compiled kernels are called 'llvm' now; choose one of {', '.join(ENGINES)}"
+)
+_fallback_counts: Counter[tuple[str, str]] = Counter()
+_requested_engine = "auto"
 
 
-class _Here(threading.local):
+class _ThreadChoice(threading.local):
     reference = False
 
 
-_here = _Here()
+_thread_choice = _ThreadChoice()
 
 
-def note(kind: str, text: str) -> None:
+def note_fallback(kind: str, text: str) -> None:
     """Count a fallback from the fast path, for `report`."""
-    _notes[kind, text] += 1
+    _fallback_counts[kind, text] += 1
 
 
 def note_and_warn_once(kind: str, text: str) -> None:
     """Count a fallback, and warn at its first."""
-    if not _notes[kind, text]:
+    if not _fallback_counts[kind, text]:
         warnings.warn(text, RuntimeWarning, stacklevel=find_users_level())
-    note(kind, text)
+    note_fallback(kind, text)
 
 
 def report() -> dict[str, int]:
@@ -47,7 +49,7 @@ def report() -> dict[str, int]:
     >>> isinstance(report(), dict)
     True
     """
-    return {f"{kind}: {text}": count for (kind, text), count in _notes.items()}
+    return {f"{kind}: {text}": count for (kind, text), count in _fallback_counts.items()}
 
 
 @contextlib.contextmanager
@@ -62,24 +64,24 @@ def engine(name: str) -> Iterator[None]:
     ...     select_engine("cpu")
     'reference'
     """
-    global _requested
+    global _requested_engine
     if name not in ENGINES:
-        raise ValueError(f"engine {name!r} {_UNKNOWN}")
-    before, _requested = _requested, name
+        raise ValueError(f"engine {name!r} {_UNKNOWN_ENGINE}")
+    before, _requested_engine = _requested_engine, name
     try:
         yield
     finally:
-        _requested = before
+        _requested_engine = before
 
 
 @contextlib.contextmanager
-def reference_in_this_thread() -> Iterator[None]:
+def use_reference_in_thread() -> Iterator[None]:
     """Run by plain torch inside a block, in this thread alone, whatever engine was asked for."""
-    before, _here.reference = _here.reference, True
+    before, _thread_choice.reference = _thread_choice.reference, True
     try:
         yield
     finally:
-        _here.reference = before
+        _thread_choice.reference = before
 
 
 def select_engine(device: str) -> str:
@@ -101,14 +103,14 @@ def choose_engine(device: str) -> tuple[str, str]:
 
     It counts nothing and warns of nothing. Raises as `select_engine` does.
     """
-    wish = _wish()
+    wish = _find_wanted_engine()
     if wish not in ENGINES:
-        raise ValueError(f"HALFULP_ENGINE={wish!r} {_UNKNOWN}; {ENVIRONMENT}")
+        raise ValueError(f"HALFULP_ENGINE={wish!r} {_UNKNOWN_ENGINE}; {ENVIRONMENT}")
     if wish == "triton" or (wish == "auto" and device == "cuda"):
-        return _triton(device, wish)
+        return _choose_for_triton(device, wish)
     if wish == "reference" or device != "cpu":
         return "reference", ""
-    if why := _why_missing("llvmlite") or why_unknown():
+    if why := _explain_missing_package("llvmlite") or explain_unsupported():
         if wish == "llvm":
             raise ImportError(f"engine 'llvm' was asked for, but {why}; {ENVIRONMENT}")
         return "reference", f"{why}: kernels run as plain torch, slower and with the same bits"
@@ -117,30 +119,30 @@ def choose_engine(device: str) -> tuple[str, str]:
 
 
 # Every small operator asks, and os.environ raises and catches an error for a variable that is not set: 2 us.
-_variables = getattr(os.environ, "_data", None)
-_variable = getattr(os.environ, "encodekey", str)("HALFULP_ENGINE")
+_environment_data = getattr(os.environ, "_data", None)
+_engine_variable = getattr(os.environ, "encodekey", str)("HALFULP_ENGINE")
 
 
-def _wish() -> str:
+def _find_wanted_engine() -> str:
     """Return the engine that was asked for: in this thread, in this process, or in the environment."""
-    if _here.reference:
+    if _thread_choice.reference:
         return "reference"
-    is_set = _requested == "auto" and (_variables is None or _variable in _variables)
-    return os.environ.get("HALFULP_ENGINE", "auto") if is_set else _requested
+    is_set = _requested_engine == "auto" and (_environment_data is None or _engine_variable in _environment_data)
+    return os.environ.get("HALFULP_ENGINE", "auto") if is_set else _requested_engine
 
 
 def allows_machine_code() -> bool:
     """Return whether nobody asked for another engine on the processor, whether or not there is a compiler."""
-    return _wish() in ("auto", "llvm")
+    return _find_wanted_engine() in ("auto", "llvm")
 
 
-def _triton(device: str, wish: str) -> tuple[str, str]:
+def _choose_for_triton(device: str, wish: str) -> tuple[str, str]:
     if wish == "triton" and not (device == "cuda" or (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")):
         interpreted = ", or set TRITON_INTERPRET=1 for Triton's interpreter" if device == "cpu" else ""
         raise ValueError(
             f"engine 'triton' runs on CUDA tensors, got tensors on {device}: choose 'auto'{interpreted}; {ENVIRONMENT}"
         )
-    if why := _why_missing("triton"):
+    if why := _explain_missing_package("triton"):
         if wish == "triton":
             raise ImportError(f"engine 'triton' was asked for, but {why}; {ENVIRONMENT}")
         return "reference", f"{why}: kernels on CUDA run as plain torch operations, slower and with the same bits"
@@ -155,19 +157,19 @@ def _triton(device: str, wish: str) -> tuple[str, str]:
 
 
 @functools.cache
-def _why_missing(name: str) -> str:
+def _explain_missing_package(name: str) -> str:
     """Return why a package cannot be imported; "" where it can. It is imported, as the caller is about to use it."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name == name:
             return f"{name} is not installed (pip install {name})"
-        return _broken(name, error)
+        return _describe_broken_package(name, error)
     except Exception as error:  # a library does not load, a version lacks a driver
-        return _broken(name, error)
+        return _describe_broken_package(name, error)
     return ""
 
 
-def _broken(name: str, error: Exception) -> str:
+def _describe_broken_package(name: str, error: Exception) -> str:
     lines = str(error).splitlines() or [""]
     return f"{name} cannot be imported ({type(error).__name__}: {lines[0]})"

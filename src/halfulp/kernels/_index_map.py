@@ -68,7 +68,7 @@ class IndexMap:
         """
         if self.numel == 0:
             return np.empty((0, 3), np.int64)
-        inner, length = self._inner()
+        inner, length = self._find_run_length()
         strides = [prod(self.global_shape[d + 1 :]) for d in range(len(self.shape))]
         start = np.array(sum(o * s for o, s in zip(self.offset, strides)), np.int64)
         for d in range(inner):
@@ -78,7 +78,7 @@ class IndexMap:
         local = np.arange(start.size, dtype=np.int64) * length
         return np.stack([local, start, np.full(start.size, length, np.int64)], 1)
 
-    def _inner(self) -> tuple[int, int]:
+    def _find_run_length(self) -> tuple[int, int]:
         """Return how many leading dimensions to iterate over, and the length of each consecutive run behind them."""
         length = 1
         for d in reversed(range(len(self.shape))):
@@ -90,10 +90,10 @@ class IndexMap:
         return 0, length
 
 
-CHUNK = 16_384
+CHUNK_ELEMENTS = 16_384
 
 
-def chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
+def cut_into_chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
     """Cut a tensor's runs at the global indices that are multiples of CHUNK.
 
     A block whose length divides CHUNK is thus never cut but by the shard itself, and no piece crosses a multiple of
@@ -108,8 +108,8 @@ def chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
     """
     rows = [np.empty((0, 4), np.int64)]
     for local, start, length in index_map.runs():
-        first = min(length, CHUNK - start % CHUNK)
-        cuts = np.concatenate([[0], np.arange(first, length, CHUNK, dtype=np.int64), [length]])
+        first = min(length, CHUNK_ELEMENTS - start % CHUNK_ELEMENTS)
+        cuts = np.concatenate([[0], np.arange(first, length, CHUNK_ELEMENTS, dtype=np.int64), [length]])
         places = np.full(len(cuts) - 1, tensor, np.int64)
         rows.append(np.stack([places, local + cuts[:-1], np.diff(cuts), start + cuts[:-1]], 1))
     return np.concatenate(rows).astype(np.int64)
@@ -119,9 +119,9 @@ def chunk_table(index_maps: Sequence[IndexMap]) -> np.ndarray:
     """Return the chunks of several tensors, each in the row of its place in the sequence; equal maps are cut once.
 
     Returns:
-        int64 array of shape (pieces, 4), as `chunks`.
+        int64 array of shape (pieces, 4), as `cut_into_chunks`.
     """
-    cut = {index_map: chunks(index_map, 0) for index_map in dict.fromkeys(index_maps)}
+    cut = {index_map: cut_into_chunks(index_map, 0) for index_map in dict.fromkeys(index_maps)}
     pieces = [cut[index_map] for index_map in index_maps]
     table = np.concatenate([np.empty((0, 4), np.int64), *pieces])
     table[:, 0] = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])

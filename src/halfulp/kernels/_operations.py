@@ -20,7 +20,7 @@ Word = Any
 Real = Any
 
 
-def _trace_of(*values: Any) -> Trace:
+def _find_trace(*values: Any) -> Trace:
     for x in values:
         if isinstance(x, Traced):
             return x.trace
@@ -31,61 +31,69 @@ def _trace_of(*values: Any) -> Trace:
     )
 
 
-def _on_words(operation: str, of_numbers: Callable[..., Any] | None = None) -> Callable[[Word, Word], Word]:
+def _make_word_operation(operation: str, of_numbers: Callable[..., Any] | None = None) -> Callable[[Word, Word], Word]:
     def run(a: Word, b: Word) -> Word:
         if of_numbers and isinstance(a, np.unsignedinteger) and isinstance(b, np.unsignedinteger):
             return of_numbers(np.array([a]), np.array([b]))[0]  # arrays wrap around
-        return _trace_of(a, b).binary(f"word_{operation}", a, b)
+        return _find_trace(a, b).emit_binary(f"word_{operation}", a, b)
 
     return run
 
 
-def _conversion(operation: str, kind: str, of_number: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
+def _make_conversion(operation: str, kind: str, of_number: Callable[..., Any] | None = None) -> Callable[[Any], Any]:
     """Return a conversion to a kind, without its width where that is the operand's."""
 
     def run(x: Any) -> Any:
         if of_number and isinstance(x, np.generic):
             return of_number(x)
-        trace = _trace_of(x)
+        trace = _find_trace(x)
         return trace.emit(operation, (x,), None, kind if kind[1:] else kind + x.kind[1:])
 
     return run
 
 
-def _load(bits: int) -> Callable[[Word, Word], Word]:
-    return lambda address, i: _trace_of(address).load(bits, address, i)
+def _make_load(bits: int) -> Callable[[Word, Word], Word]:
+    return lambda address, i: _find_trace(address).emit_load(bits, address, i)
 
 
-def _store(bits: int) -> Callable[[Word, Word, Word], None]:
-    return lambda address, i, word: _trace_of(address).store(bits, address, i, word)
+def _make_store(bits: int) -> Callable[[Word, Word, Word], None]:
+    return lambda address, i, word: _find_trace(address).emit_store(bits, address, i, word)
 
 
 # Modulo 2^32, or 2^64.
-add, sub, mul = _on_words("add", np.add), _on_words("sub", np.subtract), _on_words("mul", np.multiply)
-bit_and, bit_or = _on_words("and", np.bitwise_and), _on_words("or", np.bitwise_or)
-bit_xor = _on_words("xor", np.bitwise_xor)
+add, sub, mul = (
+    _make_word_operation("add", np.add),
+    _make_word_operation("sub", np.subtract),
+    _make_word_operation("mul", np.multiply),
+)
+bit_and, bit_or = _make_word_operation("and", np.bitwise_and), _make_word_operation("or", np.bitwise_or)
+bit_xor = _make_word_operation("xor", np.bitwise_xor)
 # By fewer bits than the word has; zeros come in, but copies of the sign by `sar`.
-shl, shr, sar = _on_words("shl", np.left_shift), _on_words("shr", np.right_shift), _on_words("sar")
+shl, shr, sar = (
+    _make_word_operation("shl", np.left_shift),
+    _make_word_operation("shr", np.right_shift),
+    _make_word_operation("sar"),
+)
 # Of each 16-bit half of two words the high 16 bits of their product.
-multiply_high16 = _on_words("mulh16")
+multiply_high16 = _make_word_operation("mulh16")
 # The bits of a real, the real with a word's bits, and halves of words of 64 bits.
-word = _conversion("bits", "w", lambda x: x.view(f"u{x.itemsize}"))
-real = _conversion("bits", "f", lambda x: x.view(f"f{x.itemsize}"))
-low_word, high_word = _conversion("low_word", "w32"), _conversion("high_word", "w32")
-widen = _conversion("widen", "w64")
+word = _make_conversion("bits", "w", lambda x: x.view(f"u{x.itemsize}"))
+real = _make_conversion("bits", "f", lambda x: x.view(f"f{x.itemsize}"))
+low_word, high_word = _make_conversion("low_word", "w32"), _make_conversion("high_word", "w32")
+widen = _make_conversion("widen", "w64")
 # The float32 nearest to a word read as a signed 32-bit integer, and a real in [-2^31, 2^31) truncated to such a word; a
 # float64 in [0, 2^31) becomes a word of 64 bits.
-to_real = _conversion("to_real", "f32", lambda x: np.float32(x.view(np.int32)))
-to_word = _conversion("to_word", "w", lambda x: x.astype(f"i{x.itemsize}").view(f"u{x.itemsize}"))
+to_real = _make_conversion("to_real", "f32", lambda x: np.float32(x.view(np.int32)))
+to_word = _make_conversion("to_word", "w", lambda x: x.astype(f"i{x.itemsize}").view(f"u{x.itemsize}"))
 # Element i of an array at an address, as a word of 64 or else of 32 bits; of 4 bits even elements lie in low halves.
-load4, load8, load16, load32, load64 = map(_load, (4, 8, 16, 32, 64))
+load4, load8, load16, load32, load64 = map(_make_load, (4, 8, 16, 32, 64))
 # (address, i, word): the low bits of a word become element i.
-store4, store8, store16, store32, store64 = map(_store, (4, 8, 16, 32, 64))
+store4, store8, store16, store32, store64 = map(_make_store, (4, 8, 16, 32, 64))
 
 
 def deposit64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
     """Add a word to the 64-bit element i of an array, or of a copy of it; see `Trace.deposit`."""
-    _trace_of(address).deposit(address, i, w, apart)
+    _find_trace(address).emit_deposit(address, i, w, apart)
 
 
 def select(condition: Any, a: Any, b: Any) -> Any:
@@ -95,7 +103,7 @@ def select(condition: Any, a: Any, b: Any) -> Any:
 
 def multiply_add(a: Real, b: Real, c: Real) -> Real:
     """a b + c, rounded once or twice: for exact products, and for guesses that a comparison corrects."""
-    return _trace_of(a, b, c).emit("multiply_add", (a, b, c))
+    return _find_trace(a, b, c).emit("multiply_add", (a, b, c))
 
 
 def divide(a: np.float32, b: np.float32) -> np.float32:
@@ -104,14 +112,14 @@ def divide(a: np.float32, b: np.float32) -> np.float32:
         return a / b
 
 
-def _numbered(x: Any) -> Any:
+def _to_float32_number(x: Any) -> Any:
     """Return a number of Python as a float32, and anything else as it is."""
     return np.float32(x) if type(x) in (int, float) else x
 
 
 def sqrt(a: np.float32) -> np.float32:
     """Return the square root, correctly rounded."""
-    a = _numbered(a)
+    a = _to_float32_number(a)
     with np.errstate(all="ignore"):
         root: np.float32 = np.sqrt(a) if isinstance(a, np.generic) else _trace.square_root(a)
         return root
@@ -119,7 +127,7 @@ def sqrt(a: np.float32) -> np.float32:
 
 def floor(x: Any) -> Any:
     """Return a real rounded down to an integer; of tensors too."""
-    x = _numbered(x)
+    x = _to_float32_number(x)
     return np.floor(x) if isinstance(x, np.generic) else _trace.floor(x)
 
 

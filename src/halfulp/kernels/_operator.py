@@ -13,7 +13,7 @@ from .._messages import ENVIRONMENT
 from .._torch_import import defining_operators
 from .._torch_versions import CUDAGRAPH_UNSAFE, lacks, skip_frames
 
-_library = torch.library.Library("halfulp", "DEF")
+_operator_library = torch.library.Library("halfulp", "DEF")
 
 
 def define_operator(
@@ -37,15 +37,15 @@ def define_operator(
     tags += [torch.Tag.nondeterministic_seeded] if random else []
     if random or host:
         tags += [CUDAGRAPH_UNSAFE] if CUDAGRAPH_UNSAFE else []
-        implementation = implementation if CUDAGRAPH_UNSAFE else _outside_cuda_graphs(name, implementation)
+        implementation = implementation if CUDAGRAPH_UNSAFE else _refuse_cuda_graphs(name, implementation)
     with defining_operators():
-        _library.define(schema, tags=tuple(tags))
-    _library.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"halfulp::{name}", fake, lib=_library)
+        _operator_library.define(schema, tags=tuple(tags))
+    _operator_library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"halfulp::{name}", fake, lib=_operator_library)
     return getattr(torch.ops.halfulp, name).default
 
 
-def _outside_cuda_graphs(name: str, implementation: Callable) -> Callable:
+def _refuse_cuda_graphs(name: str, implementation: Callable) -> Callable:
     """Refuse to be captured into a CUDA graph, which would replay what the host decided at the capture."""
 
     def run(*arguments: Any) -> Any:
@@ -57,7 +57,7 @@ def _outside_cuda_graphs(name: str, implementation: Callable) -> Callable:
     return run
 
 
-def under_transform() -> bool:
+def is_under_transform() -> bool:
     """Return whether a torch.func transform or a level of forward-mode differentiation is active.
 
     Not while a compiler traces, which knows the transforms itself.
@@ -70,10 +70,10 @@ def under_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-_absent: set[str] = set()
+_absent_names: set[str] = set()
 
 
-def torch_operators(namespace: str) -> Operators:
+def torch_operators(namespace: str) -> TorchOperators:
     """Return the operators of a namespace, such as "aten", to be used as torch.ops.aten is.
 
     >>> aten = torch_operators("aten")
@@ -82,61 +82,55 @@ def torch_operators(namespace: str) -> Operators:
     >>> present([aten.neg.default, aten.gone_since.default])
     [<OpOverload(op='aten.neg', overload='default')>]
     """
-    return Operators(namespace, getattr(torch.ops, namespace), True)
+    return TorchOperators(namespace, getattr(torch.ops, namespace))
 
 
 def present(operators: Iterable[Any]) -> list[Any]:
     """Return those operators that the installed torch has."""
-    return [operator for operator in operators if not isinstance(operator, AbsentOperator)]
+    return [operator for operator in operators if not isinstance(operator, TorchOperators)]
 
 
 def absent_operators() -> list[str]:
     """Return the operators that were looked up by now and that the installed torch lacks."""
-    return sorted(_absent)
+    return sorted(_absent_names)
 
 
-class AbsentOperator:
-    """A placeholder for an overload that the installed torch lacks; it cannot be called, and registries skip it."""
+class TorchOperators:
+    """A namespace of torch.ops, one of its operators, or an overload that the installed torch lacks.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    Attributes are a namespace's operators and an operator's overloads, each looked up once. What torch lacks has no
+    overloads and cannot be called, and registries skip it.
+    """
+
+    def __init__(self, name: str, held: Any) -> None:
+        self._name, self._held = name, held
+
+    def __getattr__(self, name: str) -> Any:
+        found, is_namespace = getattr(self._held, name, None), "::" not in self._name
+        # Such as __wrapped__, though torch has aten.__and__. No overload begins with an underscore: unittest.mock's
+        # call asks everything that doctest finds for _mock_name.
+        if found is None and name.startswith("__" if is_namespace else "_"):
+            raise AttributeError(name)
+        if is_namespace:
+            found = TorchOperators(f"{self._name}::{name}", found)
+        elif found is None:
+            _absent_names.add(f"{self._name}.{name}")
+            found = TorchOperators(f"{self._name}.{name}", None)
+        vars(self)[name] = found
+        return found
 
     def __repr__(self) -> str:
-        return f"<{self.name}, which torch {torch.__version__} lacks>"
+        return f"<{self._name}, which torch {torch.__version__} lacks>" if self._held is None else f"<{self._name}>"
 
     def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
         raise NotImplementedError(
-            f"torch {torch.__version__} has no operator {self.name}: install another torch; {ENVIRONMENT}"
+            f"torch {torch.__version__} has no operator {self._name}: install another torch; {ENVIRONMENT}"
         )
-
-
-class Operators:
-    """A namespace of torch.ops, whose attributes are operators, or one operator, whose attributes are its overloads.
-
-    Each attribute is looked up once. An operator that the installed torch lacks has no overloads.
-    """
-
-    def __init__(self, name: str, held: Any, is_namespace: bool = False) -> None:
-        self._name, self._held, self._is_namespace = name, held, is_namespace
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._held, name, None)
-        # Such as __wrapped__, though torch has aten.__and__. No overload begins with an underscore: unittest.mock's
-        # call asks everything that doctest finds for _mock_name.
-        if found is None and name.startswith("__" if self._is_namespace else "_"):
-            raise AttributeError(name)
-        if self._is_namespace:
-            found = Operators(f"{self._name}::{name}", found)
-        elif found is None:
-            _absent.add(f"{self._name}.{name}")
-            found = AbsentOperator(f"{self._name}.{name}")
-        vars(self)[name] = found
-        return found
 
     def overloads(self) -> list[str]:
         """Return the names of the overloads of an operator."""
         if self._held is None:
-            _absent.add(self._name)
+            _absent_names.add(self._name)
             return []
         return self._held.overloads()
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .._messages import a_kind
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
-_TRACED = frozenset(("FakeTensor", "FunctionalTensor"))
+_PLAIN_CLASSES = frozenset((Tensor, torch.nn.Parameter))
+_TRACED_CLASS_NAMES = frozenset(("FakeTensor", "FunctionalTensor"))
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _tracing_state, _interpreters = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
 
@@ -29,9 +29,9 @@ def address(x: Tensor) -> int:
     Raises:
         TypeError: its memory does not hold its values, see `plain`.
     """
-    at = 0 if type(x).__name__ in _TRACED else x.data_ptr()
+    at = 0 if type(x).__name__ in _TRACED_CLASS_NAMES else x.data_ptr()
     if (at == 0 and x.numel()) or x.is_neg():
-        refuse(x, "a tensor")
+        refuse_tensor(x, "a tensor")
     return at
 
 
@@ -44,7 +44,7 @@ def plain_address(x: Tensor) -> int:
     >>> plain_address(torch.ones(3)) > 0, plain_address(torch.ones(2, 3).t()), plain_address(torch.ones(3).to_sparse())
     (True, 0, 0)
     """
-    if type(x) not in _PLAIN or not x.is_cpu or x.is_neg() or x.is_nested:
+    if type(x) not in _PLAIN_CLASSES or not x.is_cpu or x.is_neg() or x.is_nested:
         return 0
     try:
         return x.data_ptr() if x.is_contiguous() else 0
@@ -80,7 +80,7 @@ def plain(x: Tensor, what: str = "a tensor") -> Tensor:
     >>> turned.is_neg(), plain(turned).is_neg()
     (True, False)
     """
-    if type(x) in _PLAIN and x.layout is torch.strided:
+    if type(x) in _PLAIN_CLASSES and x.layout is torch.strided:
         if x._is_zerotensor():
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
         if x.is_neg() or x.is_conj():
@@ -89,13 +89,13 @@ def plain(x: Tensor, what: str = "a tensor") -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return plain(x.detach().as_subclass(Tensor), what)
     if not has_own_memory(x):
-        refuse(x, what)
+        refuse_tensor(x, what)
     return x
 
 
-def resolved(x: Tensor, what: str = "a tensor") -> Tensor:
+def resolve_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
     """Return `plain` of a tensor; a traced or meta tensor, which has no values, unchanged."""
-    if x.is_meta or torch.compiler.is_compiling() or type(x).__name__ in _TRACED:
+    if x.is_meta or torch.compiler.is_compiling() or type(x).__name__ in _TRACED_CLASS_NAMES:
         return x
     return plain(x, what)
 
@@ -104,7 +104,7 @@ def has_own_memory(x: Tensor) -> bool:
     """Return whether a tensor's memory holds strided values of its dtype."""
     if x.layout is not torch.strided or x.is_quantized or x.is_nested or x.is_meta:
         return False
-    if torch._C._functorch.is_functorch_wrapped_tensor(x) or type(x).__name__ in _TRACED:
+    if torch._C._functorch.is_functorch_wrapped_tensor(x) or type(x).__name__ in _TRACED_CLASS_NAMES:
         return False
     return x.data_ptr() != 0 or x.numel() == 0
 
@@ -133,7 +133,7 @@ def overlaps_itself(x: Tensor) -> bool:
     return False
 
 
-def refuse(x: Tensor, what: str, otherwise: str = "give a plain tensor of its values") -> None:
+def refuse_tensor(x: Tensor, what: str, otherwise: str = "give a plain tensor of its values") -> None:
     """Raise the error that says why a tensor has no plain memory, and what to do; `otherwise` for unknown classes.
 
     Raises:
@@ -155,7 +155,7 @@ def refuse(x: Tensor, what: str, otherwise: str = "give a plain tensor of its va
         kind, remedy = "a tensor of zeros that torch has not written out", "make it by torch.zeros(shape)"
     elif x.is_neg():
         kind, remedy = "a view whose memory holds the values with the other sign", "give x.resolve_neg()"
-    elif type(x) not in _PLAIN:
+    elif type(x) not in _PLAIN_CLASSES:
         kind = f"{a_kind(x)}, a tensor class whose numbers lie in other tensors"
         remedy = otherwise
     else:
@@ -163,11 +163,11 @@ def refuse(x: Tensor, what: str, otherwise: str = "give a plain tensor of its va
     raise TypeError(f"{what} is {kind}: {remedy}")
 
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # Odd 64-bit constants with about as many ones as zeros, as signed integers; the first is 2^64 / golden ratio (Knuth,
 # vol. 3, 6.4).
-_STEP, _MIX = -0x61C8864680B583EB, -0x4B47D0C5E2A3A5A7
-_AT_ONCE = 2**22
+_WEIGHT_STEP, _WEIGHT_FACTOR = -0x61C8864680B583EB, -0x4B47D0C5E2A3A5A7
+_WORDS_AT_ONCE = 2**22
 
 
 def row_checksums(values: Tensor) -> Tensor:
@@ -179,11 +179,11 @@ def row_checksums(values: Tensor) -> Tensor:
     tensor([ True, False])
     """
     rows = (values.detach() if values.dim() else values.detach()[None]).unsqueeze(-1).flatten(1)
-    parts = rows.split(max(1, _AT_ONCE // max(1, rows.shape[1])))
+    parts = rows.split(max(1, _WORDS_AT_ONCE // max(1, rows.shape[1])))
     words = rows.shape[1] * (2 if rows.element_size() == 8 else 1)
-    weights = (torch.arange(1, words + 1, dtype=torch.int64, device=rows.device) * _STEP) ^ _MIX
-    weights = (weights * _MIX) | 1
-    return torch.cat([(_words(part) * weights).sum(1) for part in parts])
+    weights = (torch.arange(1, words + 1, dtype=torch.int64, device=rows.device) * _WEIGHT_STEP) ^ _WEIGHT_FACTOR
+    weights = (weights * _WEIGHT_FACTOR) | 1
+    return torch.cat([(_to_words(part) * weights).sum(1) for part in parts])
 
 
 def checksum(values: Tensor) -> int:
@@ -191,5 +191,5 @@ def checksum(values: Tensor) -> int:
     return int(row_checksums(row_checksums(values)[None]))
 
 
-def _words(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(_WORDS[rows.element_size()]).long()
+def _to_words(rows: Tensor) -> Tensor:
+    return rows.contiguous().view(_WORD_DTYPES[rows.element_size()]).long()

@@ -20,11 +20,11 @@ from ._devices import has_float64, in_float64
 from ._threads import keeping_subnormals
 from ._trace import Trace
 
-_DTYPES = {"f32": torch.float32, "f64": torch.float64, "w32": torch.int32, "w64": torch.int64}
-_CODES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-_LEAST = {"w32": -(1 << 31), "w64": -(1 << 63)}
-_UNSIGNED_CHANGES = ("word_lt", "word_gt", "word_le", "word_ge")
-_INFIX: dict[str, Callable[..., Any]] = {
+_KIND_DTYPES = {"f32": torch.float32, "f64": torch.float64, "w32": torch.int32, "w64": torch.int64}
+_CODE_DTYPES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+_LEAST_WORDS = {"w32": -(1 << 31), "w64": -(1 << 63)}
+_UNSIGNED_COMPARISONS = ("word_lt", "word_gt", "word_le", "word_ge")
+_TORCH_OPERATORS: dict[str, Callable[..., Any]] = {
     **{"add": operator.add, "sub": operator.sub, "mul": operator.mul, "and": operator.and_, "or": operator.or_},
     **{"lt": operator.lt, "gt": operator.gt, "le": operator.le, "ge": operator.ge, "eq": operator.eq},
     **{"ne": operator.ne, "xor": operator.xor, "neg": operator.neg, "abs": torch.abs, "not": operator.invert},
@@ -38,7 +38,7 @@ def _multiply_high16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 # Which torch has for tensors alone: a quotient by a number would be a product with its inverse on CUDA.
-_OF_TENSORS: dict[str, Callable[..., torch.Tensor]] = {
+_TENSOR_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sqrt": _trace.square_root,
     "power_below": _trace.power_below,
     "exponent": _trace.exponent,
@@ -81,42 +81,42 @@ def run_on_tensors(
     """
     given = dict(inputs or {})
     arrays = dict(enumerate(arrays)) if isinstance(arrays, Sequence) else arrays
-    plan = _plan(trace, tuple(results))
-    elements = [arrays[plan.columns[address]] for address in plan.elements]
+    plan = _plan_execution(trace, tuple(results))
+    elements = [arrays[plan.columns[address]] for address in plan.element_addresses]
     like = next(x for x in [*elements, *given.values()] if isinstance(x, torch.Tensor))
     held = {k: arrays[column] for k, column in plan.columns.items() if column in arrays}
-    run = _Run(trace, held, given, like, block)
-    values = run.compute(plan)
+    run = _TraceRun(trace, held, given, like, block)
+    values = run.compute_values(plan)
     for (address, bits, per_block), number in trace.stores.items():
-        run.store(run.arrays[address], bits, per_block, values[number], trace.kinds[number])
+        run.store_words(run.arrays[address], bits, per_block, values[number], trace.kinds[number])
     for address, place, word, _ in trace.deposits:
-        run.add_to_counters(run.arrays[address], *(run.whole(values[k], trace.kinds[k]) for k in (place, word)))
-    found = [run.whole(values[number], trace.kinds[number]) for number in results]
-    return found, run.sums(values)
+        run.add_to_counters(run.arrays[address], *(run.restore_shape(values[k], trace.kinds[k]) for k in (place, word)))
+    found = [run.restore_shape(values[number], trace.kinds[number]) for number in results]
+    return found, run.gather_sums(values)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _ExecutionPlan:
     """The order in which a trace runs, which is the same for all tensors.
 
     Attributes:
         columns: of the addresses, by instruction.
-        elements: addresses of arrays with a value per element.
-        numbers: the constants, by instruction.
+        element_addresses: addresses of arrays with a value per element.
+        constant_values: the constants, by instruction.
         steps: the other instructions that are needed: number, operands, a function if it takes them as they are, and
             the values that nothing needs afterwards.
     """
 
     columns: dict[int, int]
-    elements: tuple[int, ...]
-    numbers: dict[int, float]
+    element_addresses: tuple[int, ...]
+    constant_values: dict[int, float]
     steps: tuple[tuple[int, tuple[int, ...], Callable[..., Any] | None, tuple[int, ...]], ...]
 
 
 @functools.lru_cache(1024)
-def _plan(trace: Trace, results: tuple[int, ...]) -> _Plan:
+def _plan_execution(trace: Trace, results: tuple[int, ...]) -> _ExecutionPlan:
     lines, end = trace.lines, len(trace.lines)
-    last = dict.fromkeys([*results, *trace.needed()], end)
+    last = dict.fromkeys([*results, *trace.find_live_outs()], end)
     for number in reversed(range(end)):
         if number in last:
             for operand in lines[number][1]:
@@ -124,35 +124,39 @@ def _plan(trace: Trace, results: tuple[int, ...]) -> _Plan:
     dead: dict[int, list[int]] = {}
     for operand, number in last.items():
         dead.setdefault(number, []).append(operand)
-    numbers = {k: _number(lines[k][2], trace.kinds[k]) for k in last if lines[k][0] in ("constant", "word")}
+    numbers = {k: _read_constant(lines[k][2], trace.kinds[k]) for k in last if lines[k][0] in ("constant", "word")}
     may_be_numbers = {*numbers, *(k for k in last if lines[k][0] == "input")}
     steps = []
     for number in sorted(last.keys() - numbers.keys()):
         operation, operands, _ = lines[number]
         name = operation.removeprefix("word_").removeprefix("mask_")
-        as_they_are = operation not in (*_OF_TENSORS, *_UNSIGNED_CHANGES) and not may_be_numbers.issuperset(operands)
-        steps.append((number, operands, _INFIX.get(name) if as_they_are else None, tuple(dead.get(number, ()))))
+        as_they_are = operation not in (*_TENSOR_FUNCTIONS, *_UNSIGNED_COMPARISONS) and not may_be_numbers.issuperset(
+            operands
+        )
+        steps.append(
+            (number, operands, _TORCH_OPERATORS.get(name) if as_they_are else None, tuple(dead.get(number, ())))
+        )
     places = [(x[1][0], *x[2]) for x in lines if x[0] == "load"] + list(trace.stores)
     columns = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
     elements = tuple(address for address, bits, one in places if not one and bits > 4)
-    return _Plan(columns, elements, numbers, tuple(steps))
+    return _ExecutionPlan(columns, elements, numbers, tuple(steps))
 
 
-def _number(extra: Any, kind: str) -> float:
+def _read_constant(extra: Any, kind: str) -> float:
     if kind[0] == "w":
-        return as_signed(extra[0], int(kind[1:]))
+        return to_signed_integer(extra[0], int(kind[1:]))
     return float.fromhex(extra if isinstance(extra, str) else extra[0])
 
 
 @dataclass
-class _Run:
+class _TraceRun:
     """The values of a trace's instructions on given tensors.
 
     Attributes:
         trace: the instructions.
         arrays: tensors, by the instruction of their address.
         inputs: values by the inputs' names.
-        like: a tensor with one value per element.
+        like_tensor: a tensor with one value per element.
         block: elements of a block.
         is_called: whether another trace calls it, whose values are laid out already.
     """
@@ -160,20 +164,20 @@ class _Run:
     trace: Trace
     arrays: Mapping[int, torch.Tensor]
     inputs: Mapping[Any, Any]
-    like: torch.Tensor
+    like_tensor: torch.Tensor
     block: int | None
     is_called: bool = False
 
     def __post_init__(self) -> None:
-        self.device, self.count = self.like.device, self.like.numel()
+        self.device, self.count = self.like_tensor.device, self.like_tensor.numel()
         self.mixes = not has_float64(self.device)  # float64 then lies on the CPU
         blocks = -(-self.count // self.block) if self.block else 0
         self.shape = (blocks, self.block) if self.block else (self.count,)
         self.written = {address for address, *_ in self.trace.stores}
 
-    def compute(self, plan: _Plan) -> dict[int, Any]:
+    def compute_values(self, plan: _ExecutionPlan) -> dict[int, Any]:
         """Return the values that are results, stored or summed up."""
-        values: dict[int, Any] = dict(plan.numbers)
+        values: dict[int, Any] = dict(plan.constant_values)
         trace = self.trace
         for number, operands, function, dead in plan.steps:
             given = [values[k] for k in operands]
@@ -181,61 +185,63 @@ class _Run:
                 values[number] = function(*given)
             else:
                 operation, _, extra = trace.lines[number]
-                values[number] = self.value(operation, trace.kinds[number], extra, operands, given)
+                values[number] = self.compute_instruction(operation, trace.kinds[number], extra, operands, given)
             for k in dead:
                 del values[k]
         return values
 
-    def value(self, operation: str, kind: str, extra: Any, operands: tuple[int, ...], given: list[Any]) -> Any:
+    def compute_instruction(
+        self, operation: str, kind: str, extra: Any, operands: tuple[int, ...], given: list[Any]
+    ) -> Any:
         """Compute one instruction."""
         if operation in ("address", "index", "block"):
             return None
         if operation == "input":
-            return self.laid_out(self.inputs[extra])
+            return self.lay_out_blocks(self.inputs[extra])
         if operation == "load":
-            return self.load(operands[0], *extra)
+            return self.load_words(operands[0], *extra)
         if operation == "part":
             return given[0][extra]
         kinds = [self.trace.kinds[k] for k in operands]
         if self.mixes and any(isinstance(x, torch.Tensor) and x.device != self.device for x in given):
             given = [x.cpu() if isinstance(x, torch.Tensor) else x for x in given]
         if operation == "call":
-            return self.call(extra, [self.tensor(x, one) for x, one in zip(given, kinds)])
-        if not any(isinstance(x, torch.Tensor) for x in given) or operation in _OF_TENSORS:
-            given = [self.tensor(x, one) for x, one in zip(given, kinds)]
-        if operation in _OF_TENSORS:
-            return _OF_TENSORS[operation](*given)
-        if operation in _UNSIGNED_CHANGES:
-            given = [x ^ _LEAST[kinds[0]] for x in given]
+            return self.call_function(extra, [self.to_tensor(x, one) for x, one in zip(given, kinds)])
+        if not any(isinstance(x, torch.Tensor) for x in given) or operation in _TENSOR_FUNCTIONS:
+            given = [self.to_tensor(x, one) for x, one in zip(given, kinds)]
+        if operation in _TENSOR_FUNCTIONS:
+            return _TENSOR_FUNCTIONS[operation](*given)
+        if operation in _UNSIGNED_COMPARISONS:
+            given = [x ^ _LEAST_WORDS[kinds[0]] for x in given]
         name = operation.removeprefix("word_").removeprefix("mask_")
-        if name in _INFIX:
-            return _INFIX[name](*given)
+        if name in _TORCH_OPERATORS:
+            return _TORCH_OPERATORS[name](*given)
         if operation == "bits":
-            return self.bits(given[0], kind)
+            return self.convert_bits(given[0], kind)
         if operation == "select":
             condition, a, b = given
-            return torch.where(condition, a if isinstance(b, torch.Tensor) else self.tensor(a, kind), b)
+            return torch.where(condition, a if isinstance(b, torch.Tensor) else self.to_tensor(a, kind), b)
         if operation == "word_sar":
             return torch.bitwise_right_shift(*given)
         if operation == "word_shr":
-            return _shifted_right(given[0], given[1], 32 if kind == "w32" else 64)
+            return _shift_right(given[0], given[1], 32 if kind == "w32" else 64)
         if operation == "to_word":
             word = given[0].to(torch.int32)
             return word if kind == "w32" else word.to(torch.int64) & 0xFFFFFFFF
         if operation == "gather":
             return _trace.gather(self.trace.tables[extra], given[0])
         assert operation == "block_largest", f"an operation that tensors lack: {operation}"
-        return (given[0] ^ _LEAST[kind]).amax(1, keepdim=True) ^ _LEAST[kind]
+        return (given[0] ^ _LEAST_WORDS[kind]).amax(1, keepdim=True) ^ _LEAST_WORDS[kind]
 
-    def tensor(self, x: Any, kind: str) -> torch.Tensor:
+    def to_tensor(self, x: Any, kind: str) -> torch.Tensor:
         """Return a value as a tensor, of no dimension for a number."""
         if isinstance(x, torch.Tensor):
             return x
         # Filled in, not copied from the CPU, for which an accelerator would be waited for.
         device = torch.device("cpu") if kind == "f64" and self.mixes else self.device
-        return torch.full((), x, dtype=_DTYPES[kind], device=device)
+        return torch.full((), x, dtype=_KIND_DTYPES[kind], device=device)
 
-    def laid_out(self, x: Any, per_block: bool = False) -> Any:
+    def lay_out_blocks(self, x: Any, per_block: bool = False) -> Any:
         """Return a tensor with its blocks as rows, the last one filled up with zeros; without blocks it is one row."""
         if self.is_called or not isinstance(x, torch.Tensor):
             return x
@@ -247,19 +253,19 @@ class _Run:
         flat = torch.nn.functional.pad(x.reshape(-1), (0, padding)) if padding else x.reshape(-1)
         return flat.reshape(self.shape)
 
-    def load(self, address: int, bits: int, per_block: bool) -> torch.Tensor:
+    def load_words(self, address: int, bits: int, per_block: bool) -> torch.Tensor:
         """Return the words of an array's elements."""
-        codes = self.arrays[address].detach().view(_CODES[bits])
+        codes = self.arrays[address].detach().view(_CODE_DTYPES[bits])
         codes = torch.stack((codes & 15, codes >> 4), -1) if bits == 4 else codes
-        words = self.laid_out(codes, per_block)
+        words = self.lay_out_blocks(codes, per_block)
         if bits >= 32:
             return words.clone() if address in self.written else words
         words = words.to(torch.int32)
         return words & 0xFFFF if bits == 16 else words
 
-    def store(self, array: torch.Tensor, bits: int, per_block: bool, value: Any, kind: str) -> None:
+    def store_words(self, array: torch.Tensor, bits: int, per_block: bool, value: Any, kind: str) -> None:
         """Write the low bits of words to an array."""
-        words = self.tensor(value, kind)
+        words = self.to_tensor(value, kind)
         if per_block:
             words = words.expand(self.shape)[:, 0] if words.dim() else words.expand(array.numel())
         else:
@@ -268,7 +274,7 @@ class _Run:
             words = words & ((1 << bits) - 1)
         if bits == 4:
             words = words[::2] | words[1::2] << 4
-        array.detach().view(_CODES[bits]).copy_(words.reshape(array.shape))
+        array.detach().view(_CODE_DTYPES[bits]).copy_(words.reshape(array.shape))
 
     def add_to_counters(self, counters: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
         """Add each element's word to its counter; row r of the counters takes the r-th equal part of the elements."""
@@ -277,16 +283,16 @@ class _Run:
         places = places.reshape(len(rows), -1).to(torch.int64) + first[:, None]
         counters.view(-1).index_add_(0, places.reshape(-1), words.reshape(-1))
 
-    def whole(self, value: Any, kind: str) -> torch.Tensor:
+    def restore_shape(self, value: Any, kind: str) -> torch.Tensor:
         """Return a result in the shape of the tensors."""
-        flat = self.tensor(value, kind).expand(self.shape).reshape(-1)[: self.count]
-        return flat.reshape(self.like.shape)
+        flat = self.to_tensor(value, kind).expand(self.shape).reshape(-1)[: self.count]
+        return flat.reshape(self.like_tensor.shape)
 
-    def sums(self, values: Mapping[int, Any]) -> list[float]:
+    def gather_sums(self, values: Mapping[int, Any]) -> list[float]:
         """Return the sums, counts and largest values that the trace gathers, as floats."""
         found = []
         for how, number in self.trace.sums:
-            every = self.whole(values[number], self.trace.kinds[number])
+            every = self.restore_shape(values[number], self.trace.kinds[number])
             if how == "sum":
                 found.append(every.sum())
             elif how == "count":
@@ -298,22 +304,22 @@ class _Run:
                 found.append(largest.view(torch.float32).to(torch.float64 if not self.mixes else torch.float32))
         return torch.stack(found).tolist() if found else []
 
-    def call(self, number: int, given: list[torch.Tensor]) -> list[Any]:
+    def call_function(self, number: int, given: list[torch.Tensor]) -> list[Any]:
         """Return the results of a device function that the trace calls."""
         piece = self.trace.functions[number]
-        inner = _Run(piece.trace, {}, dict(enumerate(given)), self.like, self.block, is_called=True)
-        values = inner.compute(_plan(piece.trace, piece.results))
+        inner = _TraceRun(piece.trace, {}, dict(enumerate(given)), self.like_tensor, self.block, is_called=True)
+        values = inner.compute_values(_plan_execution(piece.trace, piece.results))
         return [values[k] for k in piece.results]
 
-    def bits(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+    def convert_bits(self, x: torch.Tensor, kind: str) -> torch.Tensor:
         """Return the bits of a real as a word, or the real with a word's bits."""
         if kind[0] == "w" and x.device.type not in ("cpu", "meta"):
             # A GPU's own NaN has all low bits set, which the encoders do not allow.
             x = torch.where(x == x, x, torch.nan)
-        return x.view(_DTYPES[kind])
+        return x.view(_KIND_DTYPES[kind])
 
 
-def as_signed(word: int, width: int) -> int:
+def to_signed_integer(word: int, width: int) -> int:
     """Return the signed integer with a word's bits.
 
     >>> as_signed(0xFFFFFFFF, 32)
@@ -323,7 +329,7 @@ def as_signed(word: int, width: int) -> int:
     return ((word & (2 * half - 1)) ^ half) - half
 
 
-def _shifted_right(x: Any, n: Any, width: int) -> Any:
+def _shift_right(x: Any, n: Any, width: int) -> Any:
     """x >> n of a word, zeros coming in."""
     if isinstance(n, int):
         return torch.bitwise_right_shift(x, n) & ((1 << width - n) - 1) if n else x

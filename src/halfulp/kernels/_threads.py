@@ -24,16 +24,16 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The smallest normal float64; its half is subnormal.
-_LEAST_NORMAL = 2.0**-1022
+_LEAST_NORMAL_FLOAT64 = 2.0**-1022
 
 
-def flushes() -> bool:
+def flushes_subnormals() -> bool:
     """Return whether this thread's arithmetic takes subnormal numbers for 0.
 
     >>> flushes()
     False
     """
-    return _LEAST_NORMAL * 0.5 == 0.0
+    return _LEAST_NORMAL_FLOAT64 * 0.5 == 0.0
 
 
 class keeping_subnormals:
@@ -47,7 +47,7 @@ class keeping_subnormals:
 
         @functools.wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
-            if not flushes():
+            if not flushes_subnormals():
                 return function(*arguments, **options)
             with keeping_subnormals():
                 return function(*arguments, **options)
@@ -56,7 +56,7 @@ class keeping_subnormals:
 
     def __enter__(self) -> None:
         """Stop flushing."""
-        self._flushed = flushes()
+        self._flushed = flushes_subnormals()
         if self._flushed:
             torch.set_flush_denormal(False)
 
@@ -68,13 +68,13 @@ class keeping_subnormals:
 
 def keep_subnormals() -> None:
     """Make this thread's arithmetic keep subnormal numbers: a thread begins as the one that starts it."""
-    if flushes():
+    if flushes_subnormals():
         torch.set_flush_denormal(False)
 
 
-SERIAL_BELOW = 65_536
-_lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
+SERIAL_ELEMENTS = 65_536
+_pool_lock = threading.Lock()
+_thread_pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 
 
@@ -86,29 +86,29 @@ def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
         lengths: int64 array of shape (chunks,), the elements of each chunk; used to split the work evenly.
         arguments: passed on.
     """
-    if flushes():
+    if flushes_subnormals():
         with keeping_subnormals():
             run_chunks(kernel, lengths, *arguments)
         return
     count = len(lengths)
     threads = min(torch.get_num_threads(), count)
-    if threads == 1 or int(lengths.sum()) < SERIAL_BELOW:
+    if threads == 1 or int(lengths.sum()) < SERIAL_ELEMENTS:
         kernel(0, count, *arguments)
         return
     ends = np.cumsum(lengths)
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads, side="left")
     edges = [0, *(int(c) for c in cuts), count]
     pieces = [(a, b) for a, b in itertools.pairwise(edges) if a < b]
-    futures = [_executor(threads).submit(kernel, a, b, *arguments) for a, b in pieces[1:]]
+    futures = [_find_thread_pool(threads).submit(kernel, a, b, *arguments) for a, b in pieces[1:]]
     try:
         kernel(*pieces[0], *arguments)
     finally:
-        _settle(futures)
+        _wait_for_pieces(futures)
     for future in futures:
         future.result()
 
 
-def _settle(futures: list[Future]) -> None:
+def _wait_for_pieces(futures: list[Future]) -> None:
     """Wait until no piece runs, whatever interrupts: behind an exception the caller frees the memory they work on."""
     interrupted: BaseException | None = None
     while True:
@@ -123,20 +123,20 @@ def _settle(futures: list[Future]) -> None:
         raise interrupted
 
 
-def _executor(threads: int) -> ThreadPoolExecutor:
-    global _pool, _pool_size
-    with _lock:
-        if _pool is None or _pool_size < threads:
-            _pool, _pool_size = (
+def _find_thread_pool(threads: int) -> ThreadPoolExecutor:
+    global _thread_pool, _pool_size
+    with _pool_lock:
+        if _thread_pool is None or _pool_size < threads:
+            _thread_pool, _pool_size = (
                 ThreadPoolExecutor(threads, thread_name_prefix="halfulp", initializer=keep_subnormals),
                 threads,
             )
-        return _pool
+        return _thread_pool
 
 
 def _forget_pool() -> None:
-    global _pool, _pool_size, _lock
-    _pool, _pool_size, _lock = None, 0, threading.Lock()
+    global _thread_pool, _pool_size, _pool_lock
+    _thread_pool, _pool_size, _pool_lock = None, 0, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -21,15 +21,21 @@ from ._devices import float32_root, in_float64
 
 Network = TypeVar("Network", bound=Callable[..., list[Any]])
 
-MANTISSA = {torch.float32: 23, torch.float64: 52}
-_BIAS = {torch.float32: 127, torch.float64: 1023}
-_WORD = {torch.float32: torch.int32, torch.float64: torch.int64}
-_REAL = {torch.float32: "f32", torch.float64: "f64"}
+MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
+_EXPONENT_BIAS = {torch.float32: 127, torch.float64: 1023}
+_WORD_DTYPES = {torch.float32: torch.int32, torch.float64: torch.int64}
+_REAL_KINDS = {torch.float32: "f32", torch.float64: "f64"}
 Number = float | np.number
-_KINDS: dict[type, str] = {np.float32: "f32", np.float64: "f64", np.uint32: "w32", np.uint64: "w64", np.int64: "w64"}
+_NUMPY_KINDS: dict[type, str] = {
+    np.float32: "f32",
+    np.float64: "f64",
+    np.uint32: "w32",
+    np.uint64: "w64",
+    np.int64: "w64",
+}
 _COMPARISONS = ("lt", "gt", "le", "ge", "eq", "ne")
-COPIES = 4  # of counters that neighbours take turns at
-_SHORT = 60  # instructions up to which a network is better written out than called
+COUNTER_COPIES = 4  # of counters that neighbours take turns at
+_INLINED_INSTRUCTIONS = 60  # instructions up to which a network is better written out than called
 
 
 class Trace:
@@ -43,7 +49,7 @@ class Trace:
         sums: what is added up, or whose largest is found, over all elements: (how, instruction) in order.
         deposits: words that are added to counters in memory: (address, instruction of the place, of the word, how far
             apart copies of the counters are) in order.
-        rare: masks that hold for few elements, if any, so that a loop may ask first whether one does.
+        rare_masks: masks that hold for few elements, if any, so that a loop may ask first whether one does.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -51,11 +57,11 @@ class Trace:
         self.lines: list[tuple[str, tuple[int, ...], Any]] = []
         self.kinds: list[str] = []
         self.tables: list[tuple[float, ...]] = []
-        self.functions: list[Piece] = []
+        self.functions: list[RecordedFunction] = []
         self.stores: dict[tuple[int, int, bool], int] = {}
         self.sums: list[tuple[str, int]] = []
         self.deposits: list[tuple[int, int, int, int]] = []
-        self.rare: set[int] = set()
+        self.rare_masks: set[int] = set()
         self._line_numbers: dict[tuple, int] = {}
         self._function_numbers: dict[tuple, int] = {}
 
@@ -71,27 +77,27 @@ class Trace:
             kind: of the result; by default that of the operands.
         """
         own = kind or self.kind_of(*operands)
-        key = (operation, tuple(self._number(x, own) for x in operands), extra)
+        key = (operation, tuple(self._find_number(x, own) for x in operands), extra)
         if key not in self._line_numbers:
             self._line_numbers[key] = len(self.lines)
             self.lines.append(key)
             self.kinds.append(own)
         return Traced(self, self._line_numbers[key])
 
-    def binary(self, operation: str, a: Traced | Number, b: Traced | Number) -> Traced:
+    def emit_binary(self, operation: str, a: Traced | Number, b: Traced | Number) -> Traced:
         """Append an operation on two reals or two words; comparisons give masks.
 
         Raises:
             TypeError: operands of two kinds.
         """
         kind = self.kind_of(a, b)
-        kinds = {x.kind if isinstance(x, Traced) else _KINDS.get(type(x), kind) for x in (a, b)}
+        kinds = {x.kind if isinstance(x, Traced) else _NUMPY_KINDS.get(type(x), kind) for x in (a, b)}
         if len(kinds) > 1:
             raise TypeError(
                 f"{operation} of {' and '.join(sorted(kinds))} in a device function, whose operands are of one kind: "
                 "word(x) and real(w) take a value's bits, to_real(w) and to_word(x) its number"
             )
-        numbers = [Traced(self, self._number(x, kind)) for x in (a, b)]
+        numbers = [Traced(self, self._find_number(x, kind)) for x in (a, b)]
         family = {"w": "word_", "m": "mask_"}.get(kind[0], "")
         name = operation if operation.startswith("word_") else family + operation
         return self.emit(name, numbers, None, "mask" if operation in _COMPARISONS else kind)
@@ -99,32 +105,32 @@ class Trace:
     def kind_of(self, *operands: Traced | Number) -> str:
         """Return the kind of the first traced value, or else of the first typed number, or else the trace's reals."""
         traced = [x.kind for x in operands if isinstance(x, Traced)]
-        typed = [_KINDS[type(x)] for x in operands if type(x) in _KINDS]
-        return (traced or typed or [_REAL[self.dtype]])[0]
+        typed = [_NUMPY_KINDS[type(x)] for x in operands if type(x) in _NUMPY_KINDS]
+        return (traced or typed or [_REAL_KINDS[self.dtype]])[0]
 
-    def load(self, bits: int, address: Traced, index: Traced) -> Traced:
+    def emit_load(self, bits: int, address: Traced, index: Traced) -> Traced:
         """Load an array's element, or its block's one, as a word: the value stored before, if there was a store.
 
         Raises:
             TypeError: another index than the element's or the block's.
         """
-        per_block = self._is_block(f"load{bits}", index)
+        per_block = self._is_block_index(f"load{bits}", index)
         stored = self.stores.get((address.number, bits, per_block))
         if stored is None:
             return self.emit("load", (address,), (bits, per_block), "w64" if bits == 64 else "w32")
         value = Traced(self, stored)
-        return value if bits >= 32 else self.binary("word_and", value, np.uint32((1 << bits) - 1))
+        return value if bits >= 32 else self.emit_binary("word_and", value, np.uint32((1 << bits) - 1))
 
-    def store(self, bits: int, address: Traced, index: Traced, value: Traced) -> None:
+    def emit_store(self, bits: int, address: Traced, index: Traced, value: Traced) -> None:
         """Write the low bits of a word to an array's element, or once per block, behind all that is read.
 
         Raises:
             TypeError: another index than the element's or the block's.
         """
-        place = address.number, bits, self._is_block(f"store{bits}", index)
-        self.stores[place] = self._number(value, "w64" if bits == 64 else "w32")
+        place = address.number, bits, self._is_block_index(f"store{bits}", index)
+        self.stores[place] = self._find_number(value, "w64" if bits == 64 else "w32")
 
-    def _is_block(self, name: str, index: Traced) -> bool:
+    def _is_block_index(self, name: str, index: Traced) -> bool:
         if not isinstance(index, Traced) or index.kind not in ("index", "block"):
             kind = index.kind if isinstance(index, Traced) else type(index).__name__
             raise TypeError(f"{name} in a device function takes the index of the element or of its block, got {kind}")
@@ -134,7 +140,7 @@ class Trace:
         """Add a float64 up ("sum"), find the largest float32's word or float64 ("max"), or count a mask ("count")."""
         self.sums.append((how, value.number))
 
-    def deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
+    def emit_deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
         """Add a 64-bit word of each element to an entry of an array of such words.
 
         Where copies of the counters lie `apart`, COPIES in all, a writer may spread the elements over them, since
@@ -142,39 +148,41 @@ class Trace:
         """
         self.deposits.append((address.number, place.number, word.number, apart))
 
-    def needed(self) -> list[int]:
+    def find_live_outs(self) -> list[int]:
         """Return the instructions whose values leave the trace: what is stored, summed up and deposited."""
         deposited = [number for _, place, word, _ in self.deposits for number in (place, word)]
         return [*self.stores.values(), *(number for _, number in self.sums), *deposited]
 
-    def table(self, values: tuple[float, ...]) -> int:
+    def add_table(self, values: tuple[float, ...]) -> int:
         """Return the number of a table of constants, added if it is new."""
         if values not in self.tables:
             self.tables.append(values)
         return self.tables.index(values)
 
-    def call(self, function: Callable, arguments: tuple) -> list[Traced]:
+    def emit_call(self, function: Callable, arguments: tuple) -> list[Traced]:
         """Return the results of a function of lists of values; it is recorded once for all calls with such lists.
 
         Arguments that are no lists belong to the function; the same value given twice is one input of it.
         """
-        real = _REAL[self.dtype]
-        numbers = [[self._number(x, real) for x in a] if isinstance(a, list) else a for a in arguments]
+        real = _REAL_KINDS[self.dtype]
+        numbers = [[self._find_number(x, real) for x in a] if isinstance(a, list) else a for a in arguments]
         distinct = list(dict.fromkeys(k for a in numbers if isinstance(a, list) for k in a))
         shape = tuple(tuple(map(distinct.index, a)) if isinstance(a, list) else a for a in numbers)
         if (function, shape) not in self._function_numbers:
             self._function_numbers[function, shape] = len(self.functions)
-            self.functions.append(_piece(function, shape, self.dtype, len(distinct)))
+            self.functions.append(_record_called_function(function, shape, self.dtype, len(distinct)))
         place = self._function_numbers[function, shape]
         piece = self.functions[place]
-        if len(piece.trace.lines) <= _SHORT:
+        if len(piece.trace.lines) <= _INLINED_INSTRUCTIONS:
             return function(*arguments)
         made = self.emit("call", [Traced(self, k) for k in distinct], place)
         return [self.emit("part", (made,), k) for k in range(len(piece.results))]
 
-    def size(self) -> int:
+    def count_instructions(self) -> int:
         """Return the number of instructions with all calls inlined."""
-        return sum(self.functions[extra].trace.size() if name == "call" else 1 for name, _, extra in self.lines)
+        return sum(
+            self.functions[extra].trace.count_instructions() if name == "call" else 1 for name, _, extra in self.lines
+        )
 
     def digest(self) -> str:
         """Return a hash of everything recorded."""
@@ -182,18 +190,18 @@ class Trace:
         written = sorted(self.stores.items()), self.sums, self.deposits
         return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called, written)).encode()).hexdigest()
 
-    def _number(self, x: Traced | Number, kind: str) -> int:
+    def _find_number(self, x: Traced | Number, kind: str) -> int:
         if isinstance(x, Traced):
             return x.number
         if kind[0] == "w":
             return self.emit("word", (), (int(x), int(kind[1:])), kind).number
-        other = kind if kind != _REAL[self.dtype] else None  # reals of the trace's own dtype are plain constants
+        other = kind if kind != _REAL_KINDS[self.dtype] else None  # reals of the trace's own dtype are plain constants
         extra = float(x).hex() if other is None else (float(x).hex(), other)
         return self.emit("constant", (), extra, kind).number
 
 
 @dataclass(frozen=True)
-class Piece:
+class RecordedFunction:
     """A function of the trace: its own trace, and which instructions are its results."""
 
     trace: Trace
@@ -201,31 +209,31 @@ class Piece:
 
 
 @functools.cache
-def _piece(function: Callable, shape: tuple, dtype: torch.dtype, inputs: int) -> Piece:
+def _record_called_function(function: Callable, shape: tuple, dtype: torch.dtype, inputs: int) -> RecordedFunction:
     def on_lists(*values):
         return function(*([values[k] for k in a] if isinstance(a, tuple) else a for a in shape))
 
-    trace, results = record(on_lists, dtype, inputs)
-    return Piece(trace, tuple(x.number for x in results))
+    trace, results = record_function(on_lists, dtype, inputs)
+    return RecordedFunction(trace, tuple(x.number for x in results))
 
 
-def shared(network: Network) -> Network:
+def shared_network(network: Network) -> Network:
     """Return a network, (lists of values and constants) -> a list of values, that large kernels hold once and call."""
 
     @functools.wraps(network)
     def run(*arguments: Any) -> list[Any]:
         values = (x for a in arguments if isinstance(a, list) for x in a)
         traced = next((x for x in values if isinstance(x, Traced)), None)
-        found: list[Any] = network(*arguments) if traced is None else traced.trace.call(network, arguments)
+        found: list[Any] = network(*arguments) if traced is None else traced.trace.emit_call(network, arguments)
         return found
 
     return cast("Network", run)
 
 
-def _on_either_side(operation: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
+def _make_operator_methods(operation: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
     """Return the methods of an operation whose first operand, or second one, is traced."""
-    return (lambda own, other: own.trace.binary(operation, own, other)), (
-        lambda own, other: own.trace.binary(operation, other, own)
+    return (lambda own, other: own.trace.emit_binary(operation, own, other)), (
+        lambda own, other: own.trace.emit_binary(operation, other, own)
     )
 
 
@@ -249,12 +257,12 @@ class Traced:
     def __bool__(self) -> bool:
         raise TypeError("a device function has no branches: write select(condition, a, b), and & | ~ for and, or, not")
 
-    __add__, __radd__ = _on_either_side("add")
-    __sub__, __rsub__ = _on_either_side("sub")
-    __mul__, __rmul__ = _on_either_side("mul")
-    __truediv__, __rtruediv__ = _on_either_side("div")
-    __lt__, __gt__, __le__, __ge__ = (_on_either_side(name)[0] for name in ("lt", "gt", "le", "ge"))
-    __eq__, __ne__ = (_on_either_side(name)[0] for name in ("eq", "ne"))
+    __add__, __radd__ = _make_operator_methods("add")
+    __sub__, __rsub__ = _make_operator_methods("sub")
+    __mul__, __rmul__ = _make_operator_methods("mul")
+    __truediv__, __rtruediv__ = _make_operator_methods("div")
+    __lt__, __gt__, __le__, __ge__ = (_make_operator_methods(name)[0] for name in ("lt", "gt", "le", "ge"))
+    __eq__, __ne__ = (_make_operator_methods(name)[0] for name in ("eq", "ne"))
     __hash__ = object.__hash__
 
     def __pow__(self, other):
@@ -326,8 +334,8 @@ def power_below(x):
     """2^floor(log2 |x|) for a normal x; 0 for zeros and subnormals, infinity for infinities and NaNs."""
     if isinstance(x, Traced):
         return x.trace.emit("power_below", (x,))
-    mantissa, word = MANTISSA[x.dtype], _WORD[x.dtype]
-    mask = (2 * _BIAS[x.dtype] + 1) << mantissa
+    mantissa, word = MANTISSA_BITS[x.dtype], _WORD_DTYPES[x.dtype]
+    mask = (2 * _EXPONENT_BIAS[x.dtype] + 1) << mantissa
     return (x.contiguous().view(word) & mask).view(x.dtype)
 
 
@@ -335,23 +343,23 @@ def exponent(x):
     """floor(log2 |x|) for a normal x, as a real number."""
     if isinstance(x, Traced):
         return x.trace.emit("exponent", (x,))
-    mantissa, word = MANTISSA[x.dtype], _WORD[x.dtype]
-    biased = (x.contiguous().view(word) >> mantissa) & (2 * _BIAS[x.dtype] + 1)
-    return (biased - _BIAS[x.dtype]).to(x.dtype)
+    mantissa, word = MANTISSA_BITS[x.dtype], _WORD_DTYPES[x.dtype]
+    biased = (x.contiguous().view(word) >> mantissa) & (2 * _EXPONENT_BIAS[x.dtype] + 1)
+    return (biased - _EXPONENT_BIAS[x.dtype]).to(x.dtype)
 
 
 def power(k):
     """2^k for an integer k in the range of normal numbers."""
     if isinstance(k, Traced):
         return k.trace.emit("power", (k,))
-    mantissa, word = MANTISSA[k.dtype], _WORD[k.dtype]
-    return ((k.nan_to_num(0.0).to(word) + _BIAS[k.dtype]) << mantissa).view(k.dtype)
+    mantissa, word = MANTISSA_BITS[k.dtype], _WORD_DTYPES[k.dtype]
+    return ((k.nan_to_num(0.0).to(word) + _EXPONENT_BIAS[k.dtype]) << mantissa).view(k.dtype)
 
 
 def gather(table: tuple[float, ...], index):
     """table[index] for an integer index within it."""
     if isinstance(index, Traced):
-        return index.trace.emit("gather", (index,), index.trace.table(table))
+        return index.trace.emit("gather", (index,), index.trace.add_table(table))
     values = torch.tensor(table, dtype=index.dtype, device=index.device)
     return values[index.nan_to_num(0.0).clamp(0, len(table) - 1).long()]
 
@@ -371,7 +379,7 @@ def is_finite(x: Any) -> Any:
     return (x - x) == 0.0
 
 
-def record(function: Callable, dtype: torch.dtype, inputs: int) -> tuple[Trace, list[Traced]]:
+def record_function(function: Callable, dtype: torch.dtype, inputs: int) -> tuple[Trace, list[Traced]]:
     """Record what a function of `inputs` values of a dtype computes; return the trace and the results."""
     trace = Trace(dtype)
     values = [trace.emit("input", (), k) for k in range(inputs)]
@@ -385,15 +393,15 @@ def _product_error(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor) -> torch.T
     (fa, ka), (fb, kb) = torch.frexp(a), torch.frexp(b)
     k = (ka + kb).to(a.dtype)
     high = fa * fb
-    a1, a2 = _halves(fa)
-    b1, b2 = _halves(fb)
+    a1, a2 = _split_float64(fa)
+    b1, b2 = _split_float64(fb)
     low = ((a1 * b1 - high) + a1 * b2 + a2 * b1) + a2 * b2
     # Where p is subnormal it left out more than the product of the mantissas did.
     error = times_power((high - times_power(p, -k)) + low, k)
     return torch.where(is_finite(p), error, p - p)
 
 
-def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_float64(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split a float64 into 26 and 27 bits (Veltkamp)."""
     t = x * 134217729.0
     high = t - (t - x)
@@ -402,13 +410,13 @@ def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def times_power(x, k):
     """x 2^k for an integer k, rounded once, for |x| not near the ends of the range or k beyond all of it."""
-    reach = 1000.0 if trace_is_wide(x) else 120.0
+    reach = 1000.0 if is_float64(x) else 120.0
     first = select(k > reach, reach, select(k < -reach, -reach, k))
     rest = k - first
     rest = select(rest > reach, reach, select(rest < -reach, -reach, rest))
     return (x * power(first)) * power(rest)
 
 
-def trace_is_wide(x) -> bool:
+def is_float64(x) -> bool:
     """Return whether a value is computed in float64."""
     return (x.trace.dtype if isinstance(x, Traced) else x.dtype) == torch.float64

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._messages import a_kind
 from ..arithmetic import MOST, PRECISION, Parts, merge, pointwise, renormalize
 from ..arithmetic._pointwise import round_under_scale
-from ..kernels import require_float64, resolved
+from ..kernels import require_float64, resolve_plain_memory
 
 _FLOAT32_STRUCT = struct.Struct("f")
 # Between these, a float32 and what it leaves are both in float32's normal range.
@@ -66,7 +66,7 @@ def canonicalize_components(components: Any, scale: Any) -> tuple[Parts, Tensor 
     kinds = {part.dtype for part in tensors}
     if len(kinds) > 1:
         raise ValueError(f"components of several dtypes, {' and '.join(sorted(map(str, kinds)))}: convert them to one")
-    tensors = torch.broadcast_tensors(*(resolved(part.detach(), "a component") for part in tensors))
+    tensors = torch.broadcast_tensors(*(resolve_plain_memory(part.detach(), "a component") for part in tensors))
     parts: Parts = tensors[:1]
     for part in tensors[1:]:
         parts = pointwise("add", parts, (part,), components=MOST, dtype=part.dtype)
@@ -171,7 +171,7 @@ def _convert_to_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:
         return (x._parts if x._scale is None else convert_to_float64(x._parts, x._scale)), x.dtype
     if hasattr(x, "decode"):
         x = x.decode()
-    return (resolved(x.detach(), "x"),), check_dtype(x.dtype)
+    return (resolve_plain_memory(x.detach(), "x"),), check_dtype(x.dtype)
 
 
 def _convert_numbers_to_parts(x: Any, device: Any) -> tuple[Parts, torch.dtype]:

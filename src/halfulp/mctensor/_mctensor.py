@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..arithmetic import Parts, merge
-from ..kernels import define_operator, under_transform, untraced
+from ..kernels import define_operator, is_under_transform, untraced
 from ..subclass._identity import (
     CompositeTensor,
     check_layout,
@@ -64,7 +64,7 @@ def implements(*operators: OpOverload) -> Callable[[Given], Given]:
 
 def attach_history(x: Tensor, made: Any) -> Any:
     """Return an encoded MCTensor with autograd's history, forward tangents included, back to x."""
-    transformed = under_transform()
+    transformed = is_under_transform()
     if not transformed and not (x.requires_grad and torch.is_grad_enabled()):
         return made
     chosen: type[torch.autograd.Function] = _ForwardModeEncodeFunction if transformed else _EncodeFunction

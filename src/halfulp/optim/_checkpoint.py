@@ -61,7 +61,7 @@ from .states._codec import finite_amax
 from .states._int8_blocks import scale_shape
 from .states._state import StateChoice, make_state
 from .step._batch import PlanCache
-from .step._scales import weight_scale
+from .step._scales import choose_weight_scale
 from .weight_updates._weight_update import WeightUpdate
 
 
@@ -330,7 +330,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 plan = self._find_valid_plan(*places[id(own[name])])
                 value = local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
-                    scale = weight_scale(plan.spec.store.dtype, own[name].scale.item(), finite_amax(value))
+                    scale = choose_weight_scale(plan.spec.store.dtype, own[name].scale.item(), finite_amax(value))
                     own[name].scale.fill_(scale)
                     value = value / scale
                 set_weight(plan, value)

@@ -11,10 +11,19 @@ import numpy as np
 import torch
 
 from .._torch_versions import HAS_GRADIENT_DTYPE, lacks
-from ..kernels import IndexMap, Trace, address, check_bits, chunks, run_chunks, select_engine, undisturbed
-from ..kernels._device_function import Recording, Table, bound
+from ..kernels import (
+    IndexMap,
+    Trace,
+    address,
+    check_bits,
+    cut_into_chunks,
+    disable_callers_modes,
+    run_chunks,
+    select_engine,
+)
+from ..kernels._device_function import Recording, Table, bind_names
 from ..kernels._operations import store32, word
-from ..kernels.triton._launch import TableKernel, ready
+from ..kernels.triton._launch import TableKernel, find_checked_kernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
 from ..subclass.models._conversion import check_module
@@ -169,7 +178,7 @@ def _make_tables(parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> tu
 
 @functools.lru_cache(256)
 def _make_chunk_table(counts: tuple[int, ...]) -> np.ndarray:
-    return np.concatenate([chunks(IndexMap.whole((count,)), row) for row, count in enumerate(counts)])
+    return np.concatenate([cut_into_chunks(IndexMap.whole((count,)), row) for row, count in enumerate(counts)])
 
 
 def _record_read_trace(update: WeightUpdate, store: Store) -> Trace:
@@ -177,12 +186,12 @@ def _record_read_trace(update: WeightUpdate, store: Store) -> Trace:
     element, names = Recording(5), update.bindings(store)
     *arrays, out = element.arrays
     read: Any = names["read_weight"]
-    store32(out, element.index, word(bound(read, names)(*arrays, element.index)[0]))
+    store32(out, element.index, word(bind_names(read, names)(*arrays, element.index)[0]))
     return element.trace
 
 
 @functools.cache
-@undisturbed()
+@disable_callers_modes()
 def make_read_kernel(update: WeightUpdate, store: Store) -> Callable[..., None]:
     """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
@@ -206,7 +215,7 @@ def _make_device_read_kernel(update: WeightUpdate, store: Store, device: torch.d
         wanted = update.read(store, _make_trial_parts(update, store))
         return [wanted, wanted[:61]]
 
-    kernel: TableKernel | None = ready(
+    kernel: TableKernel | None = find_checked_kernel(
         ("read", update, store),
         f"read {update.name} {store.name}",
         device,

@@ -60,7 +60,15 @@ from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
-from .step._batch import Batch, PlanCache, Roster, Setting, check_parameter, gradient_memory, gradient_store
+from .step._batch import (
+    Batch,
+    GroupSetting,
+    PlanCache,
+    Roster,
+    as_plain_gradient,
+    check_parameter,
+    choose_gradient_store,
+)
 from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
 from .weight_updates._weight_update import WeightUpdate
 
@@ -389,7 +397,9 @@ class Optimizer(CheckpointMixin):
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
         places = self._renew_plans([alone], settings, plans, gradients, scales)
-        batches = Roster.of(settings, plans, [], places, {}, None).batches([alone], [parameter], gradients, scales)
+        batches = Roster.from_places(settings, plans, [], places, {}, None).make_batches(
+            [alone], [parameter], gradients, scales
+        )
         assert batches is not None, "one parameter is metered or not"
         self._run_batches(batches)
         # Schedulers ask whether there was a step.
@@ -432,12 +442,12 @@ class Optimizer(CheckpointMixin):
             finish_constants(batches, sums)
         for batch in batches:
             run_step(batch)
-            batch.finish()
+            batch.record_step()
             if batch.spec.metered:
                 warn_if_mostly_lost(batch.plans)
         # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
         for batch in batches if len(batches) > 1 else ():
-            batch.follow_versions()
+            batch.record_versions_again()
 
     def _note_reduction_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
         """Take the sums of each parameter of each batch; an optimizer may keep what follows from them."""
@@ -486,13 +496,13 @@ class Optimizer(CheckpointMixin):
             if plan is not None and is_version_current(plan):
                 waiting.append(plan)
         roster, batches = self._plans.roster, None
-        if roster is not None and roster.stands(settings, plans, resting, parameters, gradients, self.state):
-            batches = roster.batches(groups, parameters, gradients, {})
+        if roster is not None and roster.is_valid_for(settings, plans, resting, parameters, gradients, self.state):
+            batches = roster.make_batches(groups, parameters, gradients, {})
         if batches is None:
             scales: dict[int, torch.Tensor] = {}
             places = self._renew_plans(groups, settings, plans, gradients, scales)
-            roster = self._plans.roster = Roster.of(settings, plans, resting, places, self.state, roster)
-            batches = roster.batches(groups, parameters, gradients, scales)
+            roster = self._plans.roster = Roster.from_places(settings, plans, resting, places, self.state, roster)
+            batches = roster.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
 
@@ -501,13 +511,13 @@ class Optimizer(CheckpointMixin):
         self._check_hyperparameters(group)
         warn_of_rate_jump(group)
 
-    def _read_group_setting(self, group: dict[str, Any]) -> Setting:
+    def _read_group_setting(self, group: dict[str, Any]) -> GroupSetting:
         return self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"])
 
     def _renew_plans(
         self,
         groups: list[dict[str, Any]],
-        settings: list[Setting],
+        settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
         gradients: list[torch.Tensor | None],
         scales: dict[int, torch.Tensor],
@@ -526,7 +536,7 @@ class Optimizer(CheckpointMixin):
                     continue
                 if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                     name = read_parameter_name(group, position)
-                    gradient, scale = gradient_memory(local(gradient), parameter, name)
+                    gradient, scale = as_plain_gradient(local(gradient), parameter, name)
                     if isinstance(scale, torch.Tensor):
                         scales[place] = scale
                 if (
@@ -535,7 +545,7 @@ class Optimizer(CheckpointMixin):
                     or gradient.layout is not torch.strided
                     or not is_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
-                    store = gradient_store(gradient, parameter, read_parameter_name(group, position))
+                    store = choose_gradient_store(gradient, parameter, read_parameter_name(group, position))
                     plan = plans[place] = self._make_plan(group, position, store, options, gradient)
                 if gradient.shape != plan.shape:
                     raise ValueError(

@@ -17,7 +17,7 @@ import torch
 from .. import formats
 from ..formats import Format
 from ..kernels import Trace, run_on_tensors
-from ..kernels._device_function import Recording, bound
+from ..kernels._device_function import Recording, bind_names
 from ..kernels._operations import (
     add,
     bit_and,
@@ -36,7 +36,7 @@ from ..kernels._operations import (
     to_word,
     word,
 )
-from ..kernels._trace import Piece
+from ..kernels._trace import RecordedFunction
 from ..rounding._device_functions import (
     BEYOND_HALF,
     E4M3FN,
@@ -46,9 +46,9 @@ from ..rounding._device_functions import (
     REBIAS,
     SINGLE_NORMAL,
     THIRTEEN,
-    bfloat16_word,
-    float16_code,
-    float16_word,
+    encode_float16,
+    widen_bfloat16,
+    widen_float16,
 )
 from ..rounding._device_functions import E5M2 as E5M2_CODEC
 
@@ -109,7 +109,7 @@ class Store:
 
 def bf16_to_float32(code):
     """Device function: the float32 of a bfloat16 code."""
-    return real(bfloat16_word(code))
+    return real(widen_bfloat16(code))
 
 
 def round_to_bf16(x, random):
@@ -135,12 +135,12 @@ def float32_to_word(x, random):
 
 def fp16_to_float32(code):
     """Device function: the float32 of a float16 code."""
-    return real(float16_word(code))
+    return real(widen_float16(code))
 
 
 def round_to_fp16(x, random):
     """Device function: the float16 code nearest to x, ties to even."""
-    return float16_code(word(x))
+    return encode_float16(word(x))
 
 
 def round_to_fp16_stochastically(x, random):
@@ -171,17 +171,17 @@ def cut_random_words(random: torch.Tensor | None, random_bits: int) -> torch.Ten
 
 
 @functools.cache
-def _record_decoder(store: Store) -> Piece:
+def _record_decoder(store: Store) -> RecordedFunction:
     element = Recording(1)
-    found = bound(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
-    return Piece(element.trace, (found.number,))
+    found = bind_names(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
+    return RecordedFunction(element.trace, (found.number,))
 
 
 @functools.cache
 def _record_encoder(store: Store, stochastic: bool) -> Trace:
     element = Recording(1)
-    value, random = make_nan_canonical(element.given("value")), element.given("random", "w32")
-    rounded = bound(store.stochastic if stochastic else store.nearest, dict(store.constants))
+    value, random = make_nan_canonical(element.add_input("value")), element.add_input("random", "w32")
+    rounded = bind_names(store.stochastic if stochastic else store.nearest, dict(store.constants))
     store.save(element.arrays[0], element.index, rounded(value, random))
     return element.trace
 

@@ -35,7 +35,7 @@ from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
 from .rules._update_rule import UpdateRule
-from .step._batch import gradient_memory
+from .step._batch import as_plain_gradient
 from .weight_updates._weight_update import WeightUpdate
 
 OUTER_OPTIONS = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
@@ -533,7 +533,7 @@ def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torc
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
     if local(gradient) is gradient:
-        gradient, _ = gradient_memory(gradient, gradient, "a wrapped parameter")
+        gradient, _ = as_plain_gradient(gradient, gradient, "a wrapped parameter")
     if gradient.dtype == torch.float32:
         return gradient
     part = local(gradient.detach())

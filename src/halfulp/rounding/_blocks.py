@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
 from math import frexp
@@ -13,45 +13,44 @@ import numpy as np
 import torch
 
 from ..formats import BlockFormat
-from ..kernels import address, check_bits, note, run_chunks, run_on_tensors
-from ..kernels._device_function import Recording, Table, bound
+from ..kernels import address, check_bits, note_fallback, run_chunks, run_on_tensors
+from ..kernels._device_function import Recording, Table, bind_names
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, divide, real, select, shl, shr, sub, word
-from ..kernels._trace import Piece, block_largest
+from ..kernels._trace import RecordedFunction, block_largest
 from ..kernels.triton._launch import TensorKernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
-from ._device_functions import rounded
+from ._device_functions import round_word
 from ._kernels import (
     FIXED_KEY,
     TritonPlan,
     check_device,
-    collide,
-    container_pieces,
-    engine_for,
-    fixed_elements,
-    from_words,
-    inputs_of,
-    mode_pieces,
+    choose_rounding_engine,
+    container_functions,
+    find_row_length,
+    make_fixed_elements,
+    mode_functions,
+    name_constants,
     note_write,
+    overlap_partly,
     round_by_triton,
-    row_length,
-    to_words,
+    run_table_on_tensors,
 )
 from ._modes import Nearest, Rounding, Up
-from ._random_bits import WEYL, draw, random_words, recorded_start
+from ._random_bits import WEYL_STEP, draw_first_word, record_stream_start
 from ._target import (
-    COUNT,
     DOWN,
-    DTYPES,
+    FLOAT_DTYPES,
     STOCHASTIC,
     UP,
     WORD32,
     WORD64,
-    Layout,
+    WORD_COUNT,
+    RoundingWords,
     Target,
-    Words,
-    constants,
-    layout_for,
+    WordLayout,
+    choose_layout,
+    make_constants,
     make_target,
 )
 
@@ -73,35 +72,35 @@ class BlockWords(NamedTuple):
     divisor: Any = 0
 
 
-SMALLEST_SCALE = np.float32(2.0**-126)
+SMALLEST_TENSOR_SCALE = np.float32(2.0**-126)
 
 
-def block_element(w, u, c, d, b):
+def round_block_element(w, u, c, d, b):
     """Device function: an element rounded over its block's scale, times the scale."""
     scale = scale_of(block_largest(bit_and(w, c.magnitude)), c, d, b)
-    return rounded_payload(w, u, inverse_of(scale, c, b), factor_of(scale, c, b), c)
+    return round_payload(w, u, inverse_of(scale, c, b), factor_of(scale, c, b), c)
 
 
-def block_scale(a, c, d, b):
+def compute_block_scale(a, c, d, b):
     """Device function: the scale of a block from its largest magnitude."""
     return factor_of(scale_of(a, c, d, b), c, b)
 
 
-def finite_largest(w, c):
+def find_finite_largest(w, c):
     """Device function: the largest magnitude of a block, 0 if one of its elements is infinite or NaN."""
     largest = block_largest(bit_and(w, c.magnitude))
     return select(largest < c.infinity, largest, 0)
 
 
-def rounded_payload(w, u, inverse, factor, c):
+def round_payload(w, u, inverse, factor, c):
     """Device function: an element over its scale, rounded, times the scale."""
-    return word(real(rounded(payload(w, inverse, c), u, c)) * real(factor))
+    return word(real(round_word(payload(w, inverse, c), u, c)) * real(factor))
 
 
 # scales that are powers of two: the word of a scale is its exponent ------------------------------------------
 
 
-def exponent_of_scale(a, c, d, b):
+def compute_scale_exponent(a, c, d, b):
     """Device function: e - FIRST + (f >= SECOND) for amax = 2^e (1 + f), within the scale's range; all ones for NaN."""
     e = shr(a, c.field)
     e = select(bit_and(a, c.significand) >= b.second, add(e, 1), e)
@@ -111,29 +110,25 @@ def exponent_of_scale(a, c, d, b):
     return select(a >= c.infinity, c.ones, e)
 
 
-def power(e, c, b):
+def make_power(e, c, b):
     """Device function: 2^e; 2^-127 is subnormal in float32."""
     w = select(e < 1, b.below_normal, shl(e, c.field))
     return select(e == c.ones, c.nan, w)
 
 
-def inverse_power(e, c, b):
+def make_inverse_power(e, c, b):
     """Device function: 2^-e."""
     return select(e == c.ones, c.nan, shl(sub(b.twice_bias, e), c.field))
 
 
-def multiplied(w, inverse, c):
+def multiply_by_inverse(w, inverse, c):
     """Device function: an element over a power of two; one far below its block becomes 0, which it rounds to."""
     return word(real(w) * real(inverse))
 
 
-def multiplied_kept(w, inverse, c):
-    """Device function: the same for modes in which a small number is not 0."""
-    return kept(w, multiplied(w, inverse, c), c)
-
-
-def kept(w, y, c):
-    """Device function: a quotient, of a number that is not 0 never 0."""
+def nonzero_quotient(w, inverse, c):
+    """Device function: an element over its scale for modes in which a small number is not 0, and never becomes it."""
+    y = quotient(w, inverse, c)
     lost = (bit_and(y, c.magnitude) == 0) & (bit_and(w, c.magnitude) > 0)
     return select(lost, bit_or(y, 1), y)
 
@@ -141,7 +136,7 @@ def kept(w, y, c):
 # any scale: the word of a scale is that of the product with the tensor's -------------------------------------
 
 
-def product_of_scale(a, c, d, b):
+def compute_scale_product(a, c, d, b):
     """Device function: amax / (largest element x tensor scale), rounded within the scale's range, x tensor scale."""
     q = word(real(a) / real(b.unit))
     e = shr(q, d.field)
@@ -154,41 +149,36 @@ def product_of_scale(a, c, d, b):
     return select(a >= c.infinity, c.nan, word(real(r) * real(b.tensor)))
 
 
-def under_tensor_scale(b):
+def add_tensor_scale(b):
     """Device function: the words about blocks, `unit` times the tensor's scale, which is amax / divisor."""
     scale = divide(real(b.amax), real(b.divisor))
-    scale = select(scale > SMALLEST_SCALE, scale, SMALLEST_SCALE)
+    scale = select(scale > SMALLEST_TENSOR_SCALE, scale, SMALLEST_TENSOR_SCALE)
     return b._replace(tensor=word(scale), unit=word(scale * real(b.unit)))
 
 
-def nearest_scale(q, s, lost, d):
+def nearest_scale_addend(q, s, lost, d):
     """Device function: to nearest, ties to even."""
     last = shr(bit_or(bit_and(q, d.significand), d.implicit), s)
     return add(shr(lost, 1), bit_and(bit_and(last, 1), lost))
 
 
-def raised_scale(q, s, lost, d):
+def upward_scale_addend(q, s, lost, d):
     """Device function: away from zero."""
     return lost
 
 
-def itself(scale, c, b):
+def scale_as_factor(scale, c, b):
     """Device function: the scale's word is the scale."""
     return scale
 
 
-def divided(w, inverse, c):
+def divide_by_scale(w, inverse, c):
     """Device function: an element over its scale."""
     return word(real(w) / real(inverse))
 
 
-def divided_kept(w, inverse, c):
-    """Device function: the same for modes in which a small number is not 0."""
-    return kept(w, divided(w, inverse, c), c)
-
-
-FLOOR, RAISED, CLOSEST = range(3)
-_SCALE_ROUNDINGS = {"floor": FLOOR, "up": RAISED, "nearest": CLOSEST}
+SCALE_DOWN, SCALE_UP, SCALE_NEAREST = range(3)
+_SCALE_ROUNDINGS = {"floor": SCALE_DOWN, "up": SCALE_UP, "nearest": SCALE_NEAREST}
 
 
 class BlockTarget(NamedTuple):
@@ -198,29 +188,29 @@ class BlockTarget(NamedTuple):
         element: what payloads are rounded to.
         scale: what scales are rounded to, saturating.
         block: elements that share a scale.
-        choice: FLOOR, RAISED or CLOSEST.
+        scale_rounding: FLOOR, RAISED or CLOSEST.
         tensor_scale: whether the tensor has a scale of its own.
     """
 
     element: Target
     scale: Target
     block: int
-    choice: int
+    scale_rounding: int
     tensor_scale: bool
 
-    def flat(self) -> tuple[int, ...]:
+    def to_integers(self) -> tuple[int, ...]:
         """Return the target as an operator's argument."""
-        return (*self.element, *self.scale, self.block, self.choice, int(self.tensor_scale))
+        return (*self.element, *self.scale, self.block, self.scale_rounding, int(self.tensor_scale))
 
     @classmethod
-    def of(cls, flat: list[int]) -> BlockTarget:
+    def from_integers(cls, flat: list[int]) -> BlockTarget:
         """Return the target that an operator's argument encodes."""
         size = len(Target._fields)
         element, scale = Target(*flat[:size]), Target(*flat[size : 2 * size])
         return cls(element, scale, flat[-3], flat[-2], bool(flat[-1]))
 
     @property
-    def powers(self) -> bool:
+    def has_power_scales(self) -> bool:
         """Whether scales are powers of two, so that scaling is exact."""
         return self.scale.mantissa_bits == 0 and not self.tensor_scale
 
@@ -236,7 +226,7 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
     if not format.element.zero or not format.element.signed:
         raise ValueError(f"{format.name}: elements need a zero and a sign, and {format.element.name} lacks one")
     choice = _SCALE_ROUNDINGS[format.scale_rounding]
-    mode = Nearest() if choice == CLOSEST else Up()
+    mode = Nearest() if choice == SCALE_NEAREST else Up()
     element = make_target(format.element, rounding, "saturate", torch.float64)
     scale = make_target(format.scale, mode, "saturate", torch.float64)
     if element is None or scale is None or format.element.mantissa_bits > 10 or format.scale.mantissa_bits > 22:
@@ -244,7 +234,7 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
             f"{format.name}: elements of up to 10 and scales of up to 22 mantissa bits are rounded in blocks; got "
             f"{format.element.name} and {format.scale.name}"
         )
-    if dtype not in DTYPES:
+    if dtype not in FLOAT_DTYPES:
         raise TypeError(f"x is float16, bfloat16, float32 or float64; got {dtype}")
     return BlockTarget(element, scale, format.block, choice, format.tensor_scale)
 
@@ -256,48 +246,56 @@ def scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
     """
     largest = Fraction(target.element.max)
     never = 1 << mantissa
-    if target.choice == FLOOR:
-        return _exponent(largest), never
-    if target.choice == CLOSEST:
+    if target.scale_rounding == SCALE_DOWN:
+        return _floor_log2(largest), never
+    if target.scale_rounding == SCALE_NEAREST:
         largest = largest * 3 / 2
-    first = _exponent(largest)
+    first = _floor_log2(largest)
     second = (largest / Fraction(2) ** first - 1) * never
-    return first, int(second) + (target.choice == RAISED)
+    return first, int(second) + (target.scale_rounding == SCALE_UP)
 
 
-def _exponent(value: Fraction) -> int:
+def _floor_log2(value: Fraction) -> int:
     return frexp(float(value))[1] - 1
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """The parameters that determine the instructions of a block kernel beside the dtype.
 
     Attributes:
         mode: of the elements' rounding.
-        path, plain, saturating: as in `Constants`, of the elements.
+        rounding_path, keeps_signs, saturates: as in `Constants`, of the elements.
         block: elements that share a scale.
-        powers: whether scales are powers of two.
-        closest: whether a scale is the closest.
-        inexact: whether results may lie between two numbers of the dtype, which has 16 bits, and are rounded to it.
-        under_amax: whether the tensor has a scale of its own that the kernel computes from the word AMAX.
+        has_power_scales: whether scales are powers of two.
+        rounds_to_nearest: whether a scale is the closest.
+        is_inexact: whether results may lie between two numbers of the dtype, which has 16 bits, and are
+            rounded to it.
+        scales_by_amax: whether the tensor has a scale of its own that the kernel computes from the word AMAX.
     """
 
     mode: int
-    path: str
-    plain: bool
-    saturating: bool
+    rounding_path: str
+    keeps_signs: bool
+    saturates: bool
     block: int
-    powers: bool
-    closest: bool
-    inexact: bool
-    under_amax: bool = False
+    has_power_scales: bool
+    rounds_to_nearest: bool
+    is_inexact: bool
+    scales_by_amax: bool = False
 
     @classmethod
-    def of(cls, dtype: torch.dtype, target: BlockTarget, layout: Layout) -> Kind:
+    def of(cls, dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> BlockKind:
         """Return the kind of a target, of tensors of a dtype."""
-        known = constants(target.element, layout)[:3]
+        known = make_constants(target.element, layout)[:3]
         inexact = dtype.itemsize == 2 and has_wide_results(target)
-        return cls(target.element.mode, *known, target.block, target.powers, target.choice == CLOSEST, inexact)
+        return cls(
+            target.element.mode,
+            *known,
+            target.block,
+            target.has_power_scales,
+            target.scale_rounding == SCALE_NEAREST,
+            inexact,
+        )
 
 
 def has_wide_results(target: BlockTarget) -> bool:
@@ -305,75 +303,77 @@ def has_wide_results(target: BlockTarget) -> bool:
 
     So may products, and what a largest element scaled down makes of a larger one.
     """
-    return not target.powers or target.choice == CLOSEST
+    return not target.has_power_scales or target.scale_rounding == SCALE_NEAREST
 
 
-def layout_of(dtype: torch.dtype, target: BlockTarget) -> Layout | None:
+def choose_block_layout(dtype: torch.dtype, target: BlockTarget) -> WordLayout | None:
     """Return the words in which blocks are rounded; None where only the reference does it."""
-    narrow = layout_for(target.element) is WORD32 and dtype != torch.float64
-    if not target.powers:
-        fits = layout_for(target.scale) is WORD32 and target.scale.tiny_exponent >= -126
+    narrow = choose_layout(target.element) is WORD32 and dtype != torch.float64
+    if not target.has_power_scales:
+        fits = choose_layout(target.scale) is WORD32 and target.scale.tiny_exponent >= -126
         return WORD32 if narrow and fits else None
     first, _ = scale_threshold(target, 0)
     return WORD32 if narrow and first >= 2 and target.scale.emin >= -127 else WORD64
 
 
 @cache
-def rounding_table(dtype: torch.dtype, kind: Kind) -> Table:
+def rounding_table(dtype: torch.dtype, kind: BlockKind) -> Table:
     """Return the table that rounds: its columns are what is rounded and where it goes."""
-    return _table(dtype, kind, rounds=True)
+    return _record_table(dtype, kind, rounds=True)
 
 
 @cache
-def amax_table(dtype: torch.dtype, kind: Kind) -> Table:
+def amax_table(dtype: torch.dtype, kind: BlockKind) -> Table:
     """Return the table that finds the largest of the finite blocks' largest magnitudes."""
-    return _table(dtype, kind, rounds=False)
+    return _record_table(dtype, kind, rounds=False)
 
 
-def bound_names(kind: Kind) -> dict[str, object]:
+def bind_device_functions(kind: BlockKind) -> dict[str, object]:
     """Return the functions bound to the free names of the device functions."""
-    names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating))}
-    kept = kind.mode in (UP, DOWN)
-    if kind.powers:
-        names |= {"scale_of": exponent_of_scale, "factor_of": power, "inverse_of": inverse_power}
-        names |= {"payload": multiplied_kept if kept else multiplied}
+    names: dict[str, object] = {**mode_functions(kind.mode, (kind.rounding_path, kind.keeps_signs, kind.saturates))}
+    names["quotient"] = multiply_by_inverse if kind.has_power_scales else divide_by_scale
+    names["payload"] = nonzero_quotient if kind.mode in (UP, DOWN) else names["quotient"]
+    if kind.has_power_scales:
+        names |= {"scale_of": compute_scale_exponent, "factor_of": make_power, "inverse_of": make_inverse_power}
     else:
-        names |= {"scale_of": product_of_scale, "factor_of": itself, "inverse_of": itself}
-        names |= {"payload": divided_kept if kept else divided}
-        names["scale_addend"] = nearest_scale if kind.closest else raised_scale
+        names |= {"scale_of": compute_scale_product, "factor_of": scale_as_factor, "inverse_of": scale_as_factor}
+        names["scale_addend"] = nearest_scale_addend if kind.rounds_to_nearest else upward_scale_addend
     return names
 
 
-def _table(dtype: torch.dtype, kind: Kind, rounds: bool) -> Table:
-    pieces, wide = container_pieces(dtype, kind.inexact), dtype == torch.float64
-    element = Recording(2, 2 * COUNT + len(BlockWords._fields), "w64" if wide else "w32")
-    i, (source, target), (c, d, of_block) = element.index, element.arrays, words_in(element.constants)
-    w, names = pieces["load"](source, i), bound_names(kind)
+def _record_table(dtype: torch.dtype, kind: BlockKind, rounds: bool) -> Table:
+    pieces, wide = container_functions(dtype, kind.is_inexact), dtype == torch.float64
+    element = Recording(2, 2 * WORD_COUNT + len(BlockWords._fields), "w64" if wide else "w32")
+    i, (source, target), (c, d, of_block) = element.index, element.arrays, split_words(element.constants)
+    w, names = pieces["load"](source, i), bind_device_functions(kind)
     if rounds:
-        random, of_block = draw(*element.stream), under_tensor_scale(of_block) if kind.under_amax else of_block
-        pieces["store"](target, i, bound(block_element, names)(w, random, c, d, of_block))
+        of_block = add_tensor_scale(of_block) if kind.scales_by_amax else of_block
+        random = draw_first_word(*element.stream)
+        pieces["store"](target, i, bind_names(round_block_element, names)(w, random, c, d, of_block))
     else:
-        element.trace.gather_sum("max", bound(finite_largest, names)(w, c))
-    return Table(element.trace, 2, len(element.constants), recorded_start(), int(WEYL), kind.block, partial=True)
+        element.trace.gather_sum("max", bind_names(find_finite_largest, names)(w, c))
+    start, count = record_stream_start(), len(element.constants)
+    return Table(element.trace, 2, count, start, int(WEYL_STEP), kind.block, partial=True)
 
 
-def words_in(constants: Sequence[Any]) -> tuple[Words, Words, BlockWords]:
+def split_words(constants: Sequence[Any]) -> tuple[RoundingWords, RoundingWords, BlockWords]:
     """Return the words of a table's constants: of the elements, of the scales, and of blocks."""
-    return Words(*constants[:COUNT]), Words(*constants[COUNT : 2 * COUNT]), BlockWords(*constants[2 * COUNT :])
+    of_element, of_scale = constants[:WORD_COUNT], constants[WORD_COUNT : 2 * WORD_COUNT]
+    return RoundingWords(*of_element), RoundingWords(*of_scale), BlockWords(*constants[2 * WORD_COUNT :])
 
 
-def words_of(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
+def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float, unit: float) -> np.ndarray:
     """Return the constants of a table: of the elements, of the scales, and of blocks.
 
     `tensor` is the tensor's scale, and `unit` its product with the largest element.
     """
-    of_scale = constants(target.scale, layout).words
-    of_block = _block_words(target, layout, tensor, unit)
-    return np.concatenate([constants(target.element, layout).words, of_scale, of_block])
+    of_scale = make_constants(target.scale, layout).words
+    of_block = _make_block_words(target, layout, tensor, unit)
+    return np.concatenate([make_constants(target.element, layout).words, of_scale, of_block])
 
 
-def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
-    if target.powers:
+def _make_block_words(target: BlockTarget, layout: WordLayout, tensor: float, unit: float) -> np.ndarray:
+    if target.has_power_scales:
         first, second = scale_threshold(target, layout.mantissa)
         highest = int(np.frexp(target.scale.max)[1]) - 1
         words = BlockWords(
@@ -382,136 +382,113 @@ def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float
             smallest=max(0, target.scale.tiny_exponent + layout.bias),
             greatest=min(highest + layout.bias, 2 * layout.bias - 1),
             twice_bias=2 * layout.bias,
-            below_normal=layout.power(-layout.bias),
+            below_normal=layout.make_power_word(-layout.bias),
         )
     else:
-        with np.errstate(over="ignore"):  # an infinity, as in `tensor_scale`
+        with np.errstate(over="ignore"):  # an infinity, as in `compute_tensor_scale`
             divisor = float(np.float32(target.element.max * target.scale.max)) if target.tensor_scale else 0.0
-        words = BlockWords(unit=layout.word(unit), tensor=layout.word(tensor), divisor=layout.word(divisor))
+        words = BlockWords(
+            unit=layout.encode_number(unit), tensor=layout.encode_number(tensor), divisor=layout.encode_number(divisor)
+        )
     return np.array(words, np.uint32 if layout.width == 32 else np.uint64)
 
 
-def fixed_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
+@cache
+def make_fixed_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
     """Return rows of a length, of numbers of all magnitudes and the special ones."""
-    x = fixed_elements(dtype)
+    x = make_fixed_elements(dtype)
     x = x.repeat(-(-length // x.numel()))
     return x[: x.numel() // length * length].view(-1, length)
 
 
-_SMALLEST_NORMAL = 2.0**-126
-
-
-def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int) -> torch.Tensor:
+def round_blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int, first: int = 0) -> torch.Tensor:
     """Return the result on any device.
 
     Blocks lie along the last dimension of x, and the last one of a row may be shorter; the index of an element's random
-    bits is its position in x.
+    bits is its position in x, counted from `first` on.
     """
     if x.numel() == 0:
         return x.clone()
     rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    bits = None
-    if target.element.mode == STOCHASTIC:
-        bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(rows.shape)
-        bits = in_blocks(bits, target.block)
-    layout = layout_of(x.dtype, target) or _layout(x.dtype)
-    blocks = in_blocks(rows.to(torch.float64 if layout is WORD64 else torch.float32), target.block)
-    result = round_blocks(blocks, target, bits).flatten(1)[:, : rows.shape[1]]
-    return result.to(x.dtype).reshape(x.shape)
+    index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(rows.shape)
+    layout = choose_block_layout(x.dtype, target) or _reference_layout(x.dtype)
+    dtype = torch.float64 if layout is WORD64 else torch.float32
+    blocks, index = (cut_into_blocks(one, target.block) for one in (rows.to(dtype), index))
+    table = rounding_table(dtype, BlockKind.of(dtype, target, layout))
+    words = _reference_words(blocks.abs().amax(-1), target)
+    rounded = run_table_on_tensors(table, blocks, words, key if target.element.mode == STOCHASTIC else None, index)
+    return rounded.flatten(1)[:, : rows.shape[1]].to(x.dtype).reshape(x.shape)
 
 
-def in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
+def cut_into_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
     """Cut rows into blocks, the last of each filled up with zeros."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
 
 
-def round_blocks(blocks: torch.Tensor, target: BlockTarget, bits: torch.Tensor | None) -> torch.Tensor:
-    """Round whole blocks, float32 or float64, with random bits for STOCHASTIC."""
-    drawn = 0 if bits is None else bits.to(torch.int32)
-    largest = blocks.abs().amax(-1)
-    return _run_reference("block", blocks, largest, target, {"draw": drawn})
-
-
-def scales_of_blocks(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
+def compute_block_scales(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
     """Return the scales of all of a tensor's blocks from their largest magnitudes; NaN where that is not finite."""
-    return _run_reference("scale", largest, largest, target, {})
+    layout = _reference_layout(largest.dtype)
+    piece = _record_block_scale(BlockKind.of(largest.dtype, target, layout), layout.width)
+    bits = largest.contiguous().view(torch.int64 if layout is WORD64 else torch.int32)
+    given = {**name_constants(_reference_words(largest, target)), "word": bits}
+    return run_on_tensors(piece.trace, (), given, piece.results)[0][0].view(largest.dtype)
 
 
-def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
+def compute_tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
     """Return the tensor's scale, and its product with the largest element, as float32 numbers."""
     if not target.tensor_scale:
         return 1.0, target.element.max
     numbers = [amax, target.element.max * target.scale.max, target.element.max]
     single = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-    scale = (single[0] / single[1]).clamp(min=_SMALLEST_NORMAL)
+    scale = (single[0] / single[1]).clamp(min=float(SMALLEST_TENSOR_SCALE))
     return float(scale), float(scale * single[2])
 
 
-def _run_reference(
-    what: str, x: torch.Tensor, largest: torch.Tensor, target: BlockTarget, inputs: dict
-) -> torch.Tensor:
-    layout = _layout(x.dtype)
+def _reference_words(largest: torch.Tensor, target: BlockTarget) -> np.ndarray:
+    """Return the constants of a target, under the tensor's own scale if it has one."""
     amax = float(torch.where(largest.isfinite(), largest, 0).max()) if target.tensor_scale else 0.0
-    numbers = inputs_of(words_of(target, layout, *tensor_scale(amax, target)))
-    piece = _record_block_function(what, Kind.of(x.dtype, target, layout), layout.width)
-    given = {**numbers, **inputs, "word": to_words(x.contiguous())}
-    block = target.block if what == "block" else None
-    return from_words(run_on_tensors(piece.trace, (), given, piece.results, block)[0][0], x.dtype)
+    return make_block_constants(target, _reference_layout(largest.dtype), *compute_tensor_scale(amax, target))
 
 
-def _layout(dtype: torch.dtype) -> Layout:
+def _reference_layout(dtype: torch.dtype) -> WordLayout:
     return WORD64 if dtype == torch.float64 else WORD32
 
 
 @cache
-def _record_block_function(what: str, kind: Kind, width: int) -> Piece:
-    """Return the device function that rounds an element of a block, or makes a scale of a block's largest magnitude."""
-    element = Recording(0, 2 * COUNT + len(BlockWords._fields), f"w{width}")
-    word, names = element.given("word", f"w{width}"), bound_names(kind)
-    c, d, of_block = words_in(element.constants)
-    if what == "block":
-        made = bound(block_element, names)(word, element.given("draw", "w32"), c, d, of_block)
-    else:
-        made = bound(block_scale, names)(word, c, d, of_block)
-    return Piece(element.trace, (made.number,))
+def _record_block_scale(kind: BlockKind, width: int) -> RecordedFunction:
+    """Return the device function that makes a scale of a block's largest magnitude."""
+    element = Recording(0, 2 * WORD_COUNT + len(BlockWords._fields), f"w{width}")
+    word = element.add_input("word", f"w{width}")
+    scale = bind_names(compute_block_scale, bind_device_functions(kind))(word, *split_words(element.constants))
+    return RecordedFunction(element.trace, (scale.number,))
 
 
 @lru_cache(maxsize=1024)
-def plan_for(dtype: torch.dtype, target: BlockTarget, layout: Layout) -> TritonPlan:
+def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> TritonPlan:
     """Return the plan of a dtype and a target, in words of a layout."""
-    words = words_of(target, layout, 1.0, target.element.max)
-    kind = Kind.of(dtype, target, layout)._replace(under_amax=target.tensor_scale)
-    kernel, measure = triton_kernel(dtype, kind), triton_measure(dtype, kind) if target.tensor_scale else None
-    measured = () if measure is None else measure.arguments(words)
+    words = make_block_constants(target, layout, 1.0, target.element.max)
+    kind = BlockKind.of(dtype, target, layout)._replace(scales_by_amax=target.tensor_scale)
+    # The largest magnitude on which a tensor's scale depends lies in the device's memory.
+    in_memory = (2 * WORD_COUNT + BlockWords._fields.index("amax"),) if kind.scales_by_amax else ()
+    kernel = TensorKernel(rounding_table(dtype, kind), in_memory)
+    measure = TensorKernel(amax_table(dtype, kind)) if target.tensor_scale else None
+    measured = () if measure is None else measure.constant_arguments(words)
     # The choice of a scale is a constant of the kernel, with which it is compared.
-    told, name = (dtype, kind, target.choice), f"quantize in blocks of {dtype}"
-    return TritonPlan(kernel, kernel.arguments(words), told, name, measure, measured)
+    told, name = (dtype, kind, target.scale_rounding), f"quantize in blocks of {dtype}"
+    return TritonPlan(kernel, kernel.constant_arguments(words), told, name, measure, measured)
 
 
-@cache
-def triton_kernel(dtype: torch.dtype, kind: Kind) -> TensorKernel:
-    """Return the kernel that rounds; the largest magnitude on which a tensor's scale depends lies in memory."""
-    place = 2 * COUNT + BlockWords._fields.index("amax")
-    return TensorKernel(rounding_table(dtype, kind), (place,) if kind.under_amax else ())
-
-
-@cache
-def triton_measure(dtype: torch.dtype, kind: Kind) -> TensorKernel:
-    """Return the kernel that finds the largest of the finite blocks' largest magnitudes."""
-    return TensorKernel(amax_table(dtype, kind))
-
-
-def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
+def _round_by_triton(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor) -> bool:
     def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
-        return fixed_rows(x.dtype, 3 * target.block + 1 if ragged else 16 * target.block)
+        return make_fixed_rows(x.dtype, 3 * target.block + 1 if ragged else 16 * target.block)
 
-    plan = plan_for(x.dtype, target, layout)
-    return round_by_triton(plan, x, key, out, fixed, lambda rows: blocks_by_reference(rows, target, FIXED_KEY))
+    plan = make_block_triton_plan(x.dtype, target, layout)
+    return round_by_triton(plan, x, key, out, fixed, lambda rows: round_blocks_by_reference(rows, target, FIXED_KEY))
 
 
-GROUP = 16_384
+GROUP_ELEMENTS = 16_384
 # Kernels hold a block on the stack, of which threads may have no more than 512 KiB, or in a program's registers.
-_MOST_BLOCK = 4096
+_LONGEST_BLOCK = 4096
 
 
 def round_blocks_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
@@ -529,84 +506,75 @@ def round_blocks_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch
 
 
 def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
-    layout, engine = layout_of(x.dtype, target), engine_for(x)
-    if engine == "reference" or layout is None or target.block > _MOST_BLOCK:
-        if target.block > _MOST_BLOCK:
-            note("blocks", f"blocks of more than {_MOST_BLOCK} elements are rounded by the reference")
+    layout, engine = choose_block_layout(x.dtype, target), choose_rounding_engine(x)
+    if engine == "reference" or layout is None or target.block > _LONGEST_BLOCK:
+        if target.block > _LONGEST_BLOCK:
+            note_fallback("blocks", f"blocks of more than {_LONGEST_BLOCK} elements are rounded by the reference")
         elif layout is None:
-            note("blocks", f"{x.dtype} with scales that are not powers of two is rounded by the reference")
-        out.copy_(blocks_by_reference(x, target, key))
+            note_fallback("blocks", f"{x.dtype} with scales that are not powers of two is rounded by the reference")
+        out.copy_(round_blocks_by_reference(x, target, key))
         return
     # The processor's kernels store 16-bit numbers without rounding.
     single = engine == "llvm" and layout is WORD32 and has_wide_results(target)
     work = torch.float64 if layout is WORD64 else torch.float32 if single else x.dtype
     source = x.to(work).contiguous()
-    direct = work == x.dtype and out.is_contiguous() and not collide(source, out)
+    direct = work == x.dtype and out.is_contiguous() and not overlap_partly(source, out)
     # A Triton program has read all of its blocks before it writes one.
     result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
     if engine == "llvm":
-        _run(source, target, layout, key, result)
+        _round_by_llvm(source, target, layout, key, result)
     elif not _round_by_triton(source, target, layout, key, result):
-        out.copy_(blocks_by_reference(x, target, key))
+        out.copy_(round_blocks_by_reference(x, target, key))
         return
     if result is not out:
         out.copy_(result)
 
 
-def _run(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
-    kind = Kind.of(x.dtype, target, layout)
-    kernel, measure = _compile_kernels(x.dtype, kind)
-    _check(kernel, measure, x.dtype, target, layout, kind)
-    _call(kernel, measure, x, target, layout, key, out)
+def _round_by_llvm(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor) -> None:
+    kind = BlockKind.of(x.dtype, target, layout)
+    kernels, rows = _compile_kernels(x.dtype, kind), make_fixed_rows(x.dtype, 3 * target.block + 1)
+
+    def fast() -> list[torch.Tensor]:
+        rounded = torch.empty_like(rows)
+        _call_kernels(*kernels, rows, target, layout, FIXED_KEY, rounded)
+        return [rounded]
+
+    name, told = f"quantize in blocks ({x.dtype})", ("blocks", x.dtype, kind, target.scale_rounding)
+    check_bits(name, fast, lambda: [round_blocks_by_reference(rows, target, FIXED_KEY)], told)
+    _call_kernels(*kernels, x, target, layout, key, out)
 
 
 @cache
-def _compile_kernels(dtype: torch.dtype, kind: Kind) -> tuple[Callable[..., None], Callable[..., None] | None]:
+def _compile_kernels(dtype: torch.dtype, kind: BlockKind) -> tuple[Callable[..., None], Callable[..., None] | None]:
     """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
     kernel = compile_table("quantize_blocks", rounding_table(dtype, kind))
-    return kernel, None if kind.powers else compile_table("largest_blocks", amax_table(dtype, kind))
+    return kernel, None if kind.has_power_scales else compile_table("largest_blocks", amax_table(dtype, kind))
 
 
-def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
-    length = row_length(x)
-    table, sizes = _groups(x.numel() // length, length, target.block)
+def _call_kernels(
+    kernel, measure, x: torch.Tensor, target: BlockTarget, layout: WordLayout, key: int, out: torch.Tensor
+) -> None:
+    length = find_row_length(x)
+    table, sizes = _cut_rows_into_chunks(x.numel() // length, length, target.block)
     numbers = array("Q", (address(x), address(out), key, 0))
     pointers = numbers.buffer_info()[0]
     given = (address_of(table), pointers, pointers + 24)
-    words = words_of(target, layout, 1.0, target.element.max)
+    words = make_block_constants(target, layout, 1.0, target.element.max)
     if measure is not None:
         found = np.zeros((len(table), 4))
         run_chunks(measure, sizes, *given, address_of(words), pointers + 16, address_of(found), 0)
-        words = words_of(target, layout, *tensor_scale(float(found[:, 0].max()), target))
+        words = make_block_constants(target, layout, *compute_tensor_scale(float(found[:, 0].max()), target))
     run_chunks(kernel, sizes, *given, address_of(words), pointers + 16, 0, 0)
 
 
 @lru_cache(maxsize=64)
-def _groups(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _cut_rows_into_chunks(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
     """Cut rows into chunks of whole blocks, of which the last may be incomplete; return chunks and lengths."""
     if length % block == 0:
         rows, length = 1, rows * length
-    step = max(1, GROUP // block) * block
+    step = max(1, GROUP_ELEMENTS // block) * block
     starts = np.arange(0, length, step, dtype=np.int64)
     sizes = np.minimum(starts + step, length) - starts
     begin = (starts + np.arange(rows, dtype=np.int64)[:, None] * length).reshape(-1)
     lengths = np.tile(sizes, rows)
     return np.stack([np.zeros_like(begin), begin, lengths, begin], 1), lengths
-
-
-_checked: set[Hashable] = set()
-
-
-def _check(kernel, measure, dtype: torch.dtype, target: BlockTarget, layout: Layout, kind: Kind) -> None:
-    """Run the canary, with and without an incomplete block."""
-    if (dtype, kind, target.choice) in _checked:
-        return
-    rows = fixed_rows(dtype, 3 * target.block + 1)
-
-    def fast() -> list[torch.Tensor]:
-        out = torch.empty_like(rows)
-        _call(kernel, measure, rows, target, layout, FIXED_KEY, out)
-        return [out]
-
-    check_bits(f"quantize in blocks ({dtype})", fast, lambda: [blocks_by_reference(rows, target, FIXED_KEY)])
-    _checked.add((dtype, kind, target.choice))

@@ -40,7 +40,7 @@ SINGLE_INFINITY, SINGLE_MAGNITUDE, SINGLE_SIGN = (np.uint32(n) for n in (0x7F800
 HALF_UNIT = np.float32(2.0**-24)
 
 
-def rounded(w, u, c):
+def round_word(w, u, c):
     """Device function: a word, rounded with the random bits u."""
     a = bit_and(w, c.magnitude)
     return signed(w, limited(w, a, magnitude(w, a, u, c), c), c)
@@ -49,13 +49,13 @@ def rounded(w, u, c):
 # paths: the rounded magnitude on a grid without end ----------------------------------------------------------
 
 
-def fixed(w, a, u, c):
+def round_on_fixed_grid(w, a, u, c):
     """Device function: every word loses the same bits, subnormals too."""
     keep = shl(c.ones, c.shift)
     return bit_and(add(a, addend(w, a, u, c.shift, keep, c)), keep)
 
 
-def adder(w, a, u, c):
+def round_by_adder(w, a, u, c):
     """Device function: the float adder rounds once, to nearest even, at the spacing of a's binade.
 
     a + 2^(e - m + M) has exactly that spacing, for subnormals of the format too. Beyond LIMIT nothing is meant, and a
@@ -66,16 +66,16 @@ def adder(w, a, u, c):
     return word((real(a) + large) - large)
 
 
-def saturating_adder(w, a, u, c):
+def round_by_saturating_adder(w, a, u, c):
     """Device function: the same of a magnitude that is at most the largest number, or NaN.
 
     Compared as reals in this order: one instruction of x86, which takes its second operand where one is NaN.
     """
     largest = real(c.largest)
-    return adder(w, word(select(largest < real(a), largest, real(a))), u, c)
+    return round_by_adder(w, word(select(largest < real(a), largest, real(a))), u, c)
 
 
-def packed(w, a, u, c):
+def round_by_exponent(w, a, u, c):
     """Device function: a word loses bits by its exponent; below the smallest number the choice is between it and 0."""
     e = shr(a, c.field)
     e = select(e < c.lowest, c.lowest, e)
@@ -86,7 +86,7 @@ def packed(w, a, u, c):
     return select(a < c.tiny, small, r)
 
 
-def scaled(w, a, u, c):
+def round_in_fixed_point(w, a, u, c):
     """Device function: add random bits to the magnitude in fixed point, which has 23 or more bits of fraction.
 
     With e the exponent of a, or of the smallest normal number, a 2^(29 - e) is below 2^30 and a step is 2^(29 - m).
@@ -122,12 +122,12 @@ def half_reaches_smallest(w, a, u, c):
 
 def random_addend(w, a, u, s, keep, c):
     """Device function: random bits below the last kept one; a carry has the probability of the fraction."""
-    return shr(aligned(u, c), sub(c.last_bit, s))
+    return shr(align_random_bits(u, c), sub(c.last_bit, s))
 
 
 def randomly_reaches_smallest(w, a, u, c):
     """Device function: with the probability a / TINY; the sum carries into the sign bit."""
-    return add(aligned(u, c), fraction(a, c)) >= c.sign
+    return add(align_random_bits(u, c), compute_fraction(a, c)) >= c.sign
 
 
 def chosen_addend(w, a, u, s, keep, c):
@@ -142,7 +142,7 @@ def chosen_addend(w, a, u, s, keep, c):
 
 def chosen_reaches_smallest(w, a, u, c):
     """Device function: whether the mode takes the smallest number, beside 0, which is even."""
-    part = shl(fraction(a, c), 1)
+    part = shl(compute_fraction(a, c), 1)
     part = select(has_residue(a, c), bit_or(part, 1), part)
     return (a > 0) & goes_away(part, c.sign, a < 0, w >= c.sign)
 
@@ -150,45 +150,45 @@ def chosen_reaches_smallest(w, a, u, c):
 # random bits -------------------------------------------------------------------------------------------------
 
 
-def aligned(u, c):
+def align_random_bits(u, c):
     """Device function: 31 random bits, or fewer in a word of 64 bits, below the sign bit."""
     return shr(u, 1) if c.sign.kind == "w32" else shr(shl(bit_and(widen(u), c.drawn), 32), 1)
 
 
-def per_smallest(a, c):
+def count_smallest_steps(a, c):
     """Device function: a / TINY in units of 2^-31."""
     scaled = real(a) * real(c.first_factor)
     return scaled if a.kind == "w32" else scaled * real(c.second_factor)
 
 
-def fraction(a, c):
+def compute_fraction(a, c):
     """Device function: the fraction a / TINY, aligned to the random bits, 0 from TINY on."""
-    units = to_word(select(a < c.tiny, per_smallest(a, c), 0.0))
+    units = to_word(select(a < c.tiny, count_smallest_steps(a, c), 0.0))
     return units if a.kind == "w32" else shl(units, 32)
 
 
 def has_residue(a, c):
     """Device function: whether the fraction a / TINY has digits below 2^-31."""
-    units = per_smallest(a, c)
+    units = count_smallest_steps(a, c)
     return (a < c.tiny) & (floor(units) != units)
 
 
 # beyond the largest number, and NaN --------------------------------------------------------------------------
 
 
-def limited_outward(w, a, r, c):
+def limit_outward(w, a, r, c):
     """Device function: a result beyond the largest number becomes infinity or NaN; a NaN, larger than either, stays."""
     over = select(a > c.overflow, a, c.overflow)
     return select(r > c.largest, over, r)
 
 
-def saturated(w, a, r, c):
+def limit_to_largest(w, a, r, c):
     """Device function: a result beyond the largest number becomes the largest; NaN stays."""
     r = select(r < c.largest, r, c.largest)
     return select(a > c.infinity, c.nan, r)
 
 
-def limited_by_input(w, a, r, c):
+def limit_by_input(w, a, r, c):
     """Device function: the same decided on the input, where rounding to nearest tells from there; r is NaN where a is.
 
     Reals are compared by one instruction, where unsigned words take two on processors with AVX2 alone.
@@ -196,12 +196,12 @@ def limited_by_input(w, a, r, c):
     return select(real(a) > real(c.limit), c.overflow, r)
 
 
-def unlimited(w, a, r, c):
-    """Device function: what `saturating_adder` returns needs no limit."""
+def leave_unlimited(w, a, r, c):
+    """Device function: what `round_by_saturating_adder` returns needs no limit."""
     return r
 
 
-def limited_directed(w, a, r, c):
+def limit_directed(w, a, r, c):
     """Device function: a finite number that rounds toward zero stops at the largest; an infinity overflows."""
     outward = goes_away(a, c.sign, w != w, w >= c.sign)  # whatever the fraction is
     beyond = select(outward, c.overflow, c.largest)
@@ -213,12 +213,12 @@ def limited_directed(w, a, r, c):
 # signs -------------------------------------------------------------------------------------------------------
 
 
-def signed_plain(w, r, c):
+def copy_sign(w, r, c):
     """Device function: every result has the sign of its input."""
     return bit_or(r, bit_and(w, c.sign))
 
 
-def signed_special(w, r, c):
+def copy_allowed_sign(w, r, c):
     """Device function: a format may lack -0, or all negative numbers."""
     r = select(w > c.negative, c.nan, r)
     return bit_or(r, bit_and(w, select(r == 0, c.zero_sign, c.value_sign)))
@@ -229,10 +229,10 @@ def signed_special(w, r, c):
 
 def load_bfloat16(address, i):
     """Device function: a bfloat16 as a float32's word."""
-    return bfloat16_word(load16(address, i))
+    return widen_bfloat16(load16(address, i))
 
 
-def bfloat16_word(h):
+def widen_bfloat16(h):
     """Device function: the float32 word of a bfloat16's bits."""
     return shl(h, SIXTEEN)
 
@@ -244,10 +244,10 @@ def store_bfloat16(address, i, w):
 
 def load_float16(address, i):
     """Device function: a float16 as a float32's word."""
-    return float16_word(load16(address, i))
+    return widen_float16(load16(address, i))
 
 
-def float16_word(h):
+def widen_float16(h):
     """Device function: the float32 word of a float16's bits, in integers where a float32 would be subnormal."""
     a = bit_and(h, HALF_MAGNITUDE)
     finite = select(a < HALF_NORMAL, word(to_real(a) * HALF_UNIT), add(shl(a, THIRTEEN), REBIAS))
@@ -255,12 +255,12 @@ def float16_word(h):
     return bit_or(select(a < HALF_INFINITY, finite, special), shl(bit_and(h, HALF_SIGN), SIXTEEN))
 
 
-def round_to_bfloat16(address, i, w):
+def store_nearest_bfloat16(address, i, w):
     """Device function: a float32's word, rounded to the nearest bfloat16, ties to even."""
-    store16(address, i, bfloat16_code(w))
+    store16(address, i, encode_bfloat16(w))
 
 
-def bfloat16_code(w):
+def encode_bfloat16(w):
     """Device function: the bits of the bfloat16 nearest to a float32's word, ties to even."""
     last = bit_and(shr(w, SIXTEEN), 1)
     nearest = add(add(w, last), BELOW_SIXTEEN)
@@ -269,10 +269,10 @@ def bfloat16_code(w):
 
 def store_float16(address, i, w):
     """Device function: a float32's word as the nearest float16, ties to even."""
-    store16(address, i, float16_code(w))
+    store16(address, i, encode_float16(w))
 
 
-def float16_code(w):
+def encode_float16(w):
     """Device function: the bits of the float16 nearest to a float32's word, ties to even.
 
     The float adder rounds small ones: what is added has a spacing of 2^-24, that of float16's subnormals.
@@ -302,7 +302,7 @@ class Float8(NamedTuple):
     stochastic: Callable[..., Any]
 
 
-def _codec(name: str, mantissa_bits: int, emin: int, largest: int, infinity: int, is_infinite: bool) -> Float8:
+def _make_float8(name: str, mantissa_bits: int, emin: int, largest: int, infinity: int, is_infinite: bool) -> Float8:
     """Return the device functions of a format.
 
     Args:
@@ -358,5 +358,5 @@ def _codec(name: str, mantissa_bits: int, emin: int, largest: int, infinity: int
 
 
 # e4m3fn saturates, and has NaN where infinity would be; e5m2's numbers beyond the range become infinity.
-E4M3FN = _codec("E4M3FN", 3, -6, 0x7E, 0x7F, False)
-E5M2 = _codec("E5M2", 2, -14, 0x7C, 0x7C, True)
+E4M3FN = _make_float8("E4M3FN", 3, -6, 0x7E, 0x7F, False)
+E5M2 = _make_float8("E5M2", 2, -14, 0x7C, 0x7C, True)

@@ -5,37 +5,34 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..kernels import (
-    SERIAL_BELOW,
+    SERIAL_ELEMENTS,
     IndexMap,
     address,
     check_bits,
-    chunks,
+    cut_into_chunks,
     keeping_subnormals,
     require_same_bits,
     run_chunks,
     run_on_tensors,
     select_engine,
 )
-from ..kernels._device_function import ALIGNMENT, Recording, Table, bound
-from ..kernels._engine import reference_in_this_thread
+from ..kernels._device_function import STREAM_ALIGNMENT, STREAM_INPUTS, Recording, Table, bind_names
+from ..kernels._engine import use_reference_in_thread
 from ..kernels._operations import load32, load64, store32, store64
-from ..kernels._threads import flushes
-from ..kernels._trace import Piece
-from ..kernels.triton._launch import VECTOR, TensorKernel, fixed_memory, is_aligned, ready
+from ..kernels._threads import flushes_subnormals
+from ..kernels.triton._launch import VECTOR_BYTES, TensorKernel, copy_with_alignment, find_checked_kernel, is_aligned
 from ..kernels.vector._machine_function import Kernel, address_of
 from ..kernels.vector._table_loop import compile_row
 from . import _device_functions as p
-from ._device_functions import rounded
-from ._modes import mode_of
-from ._random_bits import WEYL, draw, random_words, recorded_start
+from ._modes import decode_rounding
+from ._random_bits import WEYL_STEP, compute_stream, draw_first_word, random_words, record_stream_start
 from ._target import (
-    COUNT,
     DOWN,
     NEAREST,
     STOCHASTIC,
@@ -43,15 +40,20 @@ from ._target import (
     UP,
     WORD32,
     WORD64,
-    Layout,
+    WORD_COUNT,
+    RoundingWords,
     Target,
-    Words,
-    constants,
-    layout_for,
+    choose_layout,
+    make_constants,
 )
 
-_PATHS = {"fixed": p.fixed, "adder": p.adder, "scaled": p.scaled, "packed": p.packed}
-_CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
+_PATH_FUNCTIONS = {
+    "fixed": p.round_on_fixed_grid,
+    "adder": p.round_by_adder,
+    "scaled": p.round_in_fixed_point,
+    "packed": p.round_by_exponent,
+}
+_CONTAINER_FUNCTIONS: dict[torch.dtype, dict[str, Callable]] = {
     torch.float32: {"load": load32, "store": store32},
     torch.float64: {"load": load64, "store": store64},
     torch.bfloat16: {"load": p.load_bfloat16, "store": p.store_bfloat16},
@@ -63,20 +65,24 @@ _CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
 def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool = False) -> Table:
     """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
     width = 64 if dtype == torch.float64 else 32
-    element, pieces = Recording(2, COUNT, f"w{width}"), container_pieces(dtype)
+    element, pieces = Recording(2, WORD_COUNT, f"w{width}"), container_functions(dtype)
     i, (source, target) = element.index, element.arrays
-    rounded = bound(p.rounded, mode_pieces(mode, kind))
-    pieces["store"](target, i, rounded(pieces["load"](source, i), draw(*element.stream), Words(*element.constants)))
-    return Table(element.trace, 2, COUNT, recorded_start(), int(WEYL), streams=streams)
+    rounded = bind_names(p.round_word, mode_functions(mode, kind))
+    pieces["store"](
+        target,
+        i,
+        rounded(pieces["load"](source, i), draw_first_word(*element.stream), RoundingWords(*element.constants)),
+    )
+    return Table(element.trace, 2, WORD_COUNT, record_stream_start(), int(WEYL_STEP), is_streaming=streams)
 
 
-def mode_pieces(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
+def mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
     """Return the functions bound to the free names of `rounded`, for a mode and a kind of `Constants`."""
     path, plain, saturating = kind
     bind: dict[str, Callable] = {
-        "magnitude": _PATHS[path],
-        "limited": p.saturated if saturating else p.limited_outward,
-        "signed": p.signed_plain if plain else p.signed_special,
+        "magnitude": _PATH_FUNCTIONS[path],
+        "limited": p.limit_to_largest if saturating else p.limit_outward,
+        "signed": p.copy_sign if plain else p.copy_allowed_sign,
     }
     if mode == NEAREST:
         bind["addend"] = p.half_addend_fixed if path == "fixed" else p.half_addend
@@ -86,29 +92,29 @@ def mode_pieces(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
     else:
         bind |= {"addend": p.chosen_addend, "reaches_smallest": p.chosen_reaches_smallest}
         # A partial function: names of its module are not those that are bound here.
-        bind["goes_away"] = functools.partial(mode_of(mode).goes_away)
+        bind["goes_away"] = functools.partial(decode_rounding(mode).goes_away)
     if mode in (TOWARD_ZERO, UP, DOWN):
-        bind["limited"] = p.limited_directed
+        bind["limited"] = p.limit_directed
     elif path == "adder":
-        bind["limited"] = p.unlimited if saturating else p.limited_by_input
-        bind["magnitude"] = p.saturating_adder if saturating else p.adder
+        bind["limited"] = p.leave_unlimited if saturating else p.limit_by_input
+        bind["magnitude"] = p.round_by_saturating_adder if saturating else p.round_by_adder
     return bind
 
 
-def container_pieces(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
+def container_functions(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
     """Return the device functions that convert elements of a dtype to words and back.
 
     `inexact` words may lie between two numbers of 16 bits and are rounded to the nearest.
     """
     rounds = inexact and dtype == torch.bfloat16  # float16's codes are those of the nearest in any case
-    return _CONTAINERS[dtype] | ({"store": p.round_to_bfloat16} if rounds else {})
+    return _CONTAINER_FUNCTIONS[dtype] | ({"store": p.store_nearest_bfloat16} if rounds else {})
 
 
 FIXED_KEY = 0x0123456789ABCDEF
 
 
 @cache
-def fixed_elements(dtype: torch.dtype) -> torch.Tensor:
+def make_fixed_elements(dtype: torch.dtype) -> torch.Tensor:
     """1,024 numbers of all magnitudes, and the special ones."""
     index = torch.arange(1024, dtype=torch.int64, device="cpu")
     words = random_words(1, index) | random_words(2, index) << 32
@@ -123,53 +129,39 @@ def fixed_elements(dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([x, small, torch.tensor(special, dtype=torch.float64, device="cpu").to(dtype)])
 
 
-def by_reference(x: torch.Tensor, target: Target, key: int) -> torch.Tensor:
-    """Return the result in plain torch, on any device; the random index is the position in x's logical order."""
-    layout = WORD64 if x.dtype == torch.float64 else WORD32
-    wide = x if x.dtype == torch.float64 else x.to(torch.float32)
-    bits = None
-    if target.mode == STOCHASTIC:
-        bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(x.shape)
-    words = round_words(to_words(wide), target, layout, bits)
-    return from_words(words, wide.dtype).to(x.dtype)
+def round_by_reference(x: torch.Tensor, target: Target, key: int, first: int = 0) -> torch.Tensor:
+    """Return the result in plain torch, on any device.
 
-
-def round_words(words: torch.Tensor, target: Target, layout: Layout, bits: torch.Tensor | None) -> torch.Tensor:
-    """Round words, the bits of float32 (int32 tensors) or float64 numbers (int64), as the layout says; NaNs are quiet.
-
-    For STOCHASTIC, `bits` are an int64 tensor of the same shape, uniform in [0, 2^32); the upper ones are used.
+    The index of an element's random bits is its position in x's logical order, counted from `first` on.
     """
-    piece, numbers = _recorded(target.mode, constants(target, layout)[:3], layout.width), _numbers(target, layout)
-    drawn = 0 if bits is None else bits.to(torch.int32)
-    return run_on_tensors(piece.trace, (), {**numbers, "word": words, "draw": drawn}, piece.results)[0][0]
+    known = make_constants(target, WORD64 if x.dtype == torch.float64 else WORD32)
+    index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(x.shape)
+    table = rounding_table(x.dtype, target.mode, known[:3])
+    return run_table_on_tensors(table, x, known.words, key if target.mode == STOCHASTIC else None, index)
 
 
-@functools.cache
-def _recorded(mode: int, kind: tuple[str, bool, bool], width: int) -> Piece:
-    element = Recording(0, COUNT, f"w{width}")
-    given = element.given("word", f"w{width}"), element.given("draw", "w32"), Words(*element.constants)
-    return Piece(element.trace, (bound(rounded, mode_pieces(mode, kind))(*given).number,))
+def run_table_on_tensors(
+    table: Table, x: torch.Tensor, words: np.ndarray, key: int | None, index: torch.Tensor
+) -> torch.Tensor:
+    """Return what a table that rounds gives for x, in plain torch.
+
+    Args:
+        table: of two columns, as `rounding_table` returns it.
+        x: where there are blocks, whole ones.
+        words: the table's constants.
+        key: of the random words; None where none are drawn.
+        index: int64 tensor of x's shape, which numbers the elements under the key.
+    """
+    drawn = {} if key is None else dict(zip(STREAM_INPUTS, compute_stream(key, index)))
+    out = torch.empty_like(x)
+    run_on_tensors(table.trace, [x, out], name_constants(words) | drawn, block=table.block)
+    return out
 
 
-@functools.lru_cache(1024)
-def _numbers(target: Target, layout: Layout) -> dict[tuple[str, int], int]:
-    return inputs_of(constants(target, layout).words)
-
-
-def inputs_of(words: np.ndarray) -> dict[tuple[str, int], int]:
+def name_constants(words: np.ndarray) -> dict[tuple[str, int], Any]:
     """Return constants as signed integers, by the names of a trace's inputs."""
     signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
     return {("constant", k): word for k, word in enumerate(signed.tolist())}
-
-
-def to_words(x: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a float32 or float64 tensor, as int32 or int64."""
-    return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
-
-
-def from_words(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the float32 or float64 tensor with these bits."""
-    return words.view(dtype)
 
 
 class TritonPlan(NamedTuple):
@@ -180,31 +172,31 @@ class TritonPlan(NamedTuple):
         constants: of the target.
         kind: the dtype, and what else determines the kernel.
         name: for messages.
-        measure: where a tensor has a scale of its own, the kernel that finds the largest of the finite blocks' largest
-            magnitudes.
-        measured: its constants.
+        largest_kernel: where a tensor has a scale of its own, the kernel that finds the largest of the finite blocks'
+            largest magnitudes.
+        largest_constants: its constants.
     """
 
     kernel: TensorKernel
     constants: tuple[int, ...]
     kind: tuple[Hashable, ...]
     name: str
-    measure: TensorKernel | None = None
-    measured: tuple[int, ...] = ()
+    largest_kernel: TensorKernel | None = None
+    largest_constants: tuple[int, ...] = ()
 
-    def round(self, x: torch.Tensor, key: int, out: torch.Tensor, aligned: bool) -> None:
+    def round_tensor(self, x: torch.Tensor, key: int, out: torch.Tensor, aligned: bool) -> None:
         """Round contiguous x, whose blocks lie along its last dimension, into out, which may be x."""
-        device, count, length, at = x.device, x.numel(), row_length(x), 0
+        device, count, length, at = x.device, x.numel(), find_row_length(x), 0
         addresses = address(x), address(out)
-        if self.measure is not None:
+        if self.largest_kernel is not None:
             # The device alone reads it, so that nothing waits.
             amax = torch.zeros(1, dtype=torch.int32, device=device)
             at = address(amax)
-            self.measure.launch(device, addresses, count, self.measured, (0,), length, at, aligned)
+            self.largest_kernel.launch(device, addresses, count, self.largest_constants, (0,), length, at, aligned)
         self.kernel.launch(device, addresses, count, self.constants, (key,), length, at, aligned)
 
 
-def row_length(x: torch.Tensor) -> int:
+def find_row_length(x: torch.Tensor) -> int:
     """Return the length of the rows along which blocks lie."""
     return x.shape[-1] if x.dim() else 1
 
@@ -221,110 +213,107 @@ def round_by_triton(
 
     Args:
         plan: for x's dtype.
-        x, key, out: as `run` takes them.
+        x, key, out: as `round_into` takes them.
         fixed: (whether whole vectors are wanted, whether blocks are ragged) -> elements of the first use's comparison.
         reference: rounds them in plain torch, with the key FIXED_KEY.
     """
     if not x.numel():
         return True
-    aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(row_length(x))
+    aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(find_row_length(x))
 
     def on_fixed(plan: TritonPlan, device: torch.device) -> list[torch.Tensor]:
-        here, there = (fixed_memory(fixed(aligned, ragged), device, aligned) for _ in range(2))
-        plan.round(here, FIXED_KEY, there, aligned)
+        here, there = (copy_with_alignment(fixed(aligned, ragged), device, aligned) for _ in range(2))
+        plan.round_tensor(here, FIXED_KEY, there, aligned)
         return [there.cpu()]
 
     key_of_use = "quantize", *plan.kind, aligned, ragged
-    found = ready(key_of_use, plan.name, x.device, lambda: plan, on_fixed, lambda: [reference(fixed(aligned, ragged))])
+    found = find_checked_kernel(
+        key_of_use, plan.name, x.device, lambda: plan, on_fixed, lambda: [reference(fixed(aligned, ragged))]
+    )
     if found is None:
         return False
-    plan.round(x, key, out, aligned)
+    plan.round_tensor(x, key, out, aligned)
     return True
 
 
 @lru_cache(maxsize=1024)
-def plan_for(dtype: torch.dtype, target: Target) -> TritonPlan:
+def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
     """Return the plan of a dtype and a target."""
-    known = constants(target, WORD64 if dtype == torch.float64 else WORD32)
-    kernel = triton_kernel(dtype, target.mode, known[:3])
+    known = make_constants(target, WORD64 if dtype == torch.float64 else WORD32)
+    kernel = TensorKernel(rounding_table(dtype, target.mode, known[:3]))
     kind, name = (dtype, target.mode, *known[:3]), f"quantize of {dtype}"
-    return TritonPlan(kernel, kernel.arguments(known.words), kind, name)
-
-
-@cache
-def triton_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> TensorKernel:
-    """Return the kernel of a dtype, a mode, and the path, plainness and saturation of `Constants`."""
-    return TensorKernel(rounding_table(dtype, mode, kind))
+    return TritonPlan(kernel, kernel.constant_arguments(known.words), kind, name)
 
 
 def _round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
     def fixed(aligned: bool, ragged: bool) -> torch.Tensor:
-        elements = fixed_elements(x.dtype)
-        return elements[: elements.numel() // VECTOR * VECTOR] if aligned else elements
+        elements = make_fixed_elements(x.dtype)
+        return elements[: elements.numel() // VECTOR_BYTES * VECTOR_BYTES] if aligned else elements
 
-    plan = plan_for(x.dtype, target)
-    return round_by_triton(plan, x, key, out, fixed, lambda elements: by_reference(elements, target, FIXED_KEY))
+    plan = make_triton_plan(x.dtype, target)
+    return round_by_triton(plan, x, key, out, fixed, lambda elements: round_by_reference(elements, target, FIXED_KEY))
 
 
-def run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
+def round_into(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
     """Round x into out (which may be x): contiguous tensors of one dtype and shape, or equally strided dense ones.
 
     Raises:
         NotImplementedError: the device does not round as the CPU does.
     """
     if x.device.type != "cpu":
-        check_device(x, target, lambda elements, out: _run(elements, target, FIXED_KEY, out))
-    _run(x, target, key, out)
+        check_device(x, target, lambda elements, out: _round_by_engine(elements, target, FIXED_KEY, out))
+    _round_by_engine(x, target, key, out)
 
 
 def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     """Raise NotImplementedError if the device of x rounds fixed elements of x's dtype otherwise than the CPU."""
 
     def rounded(device: torch.device) -> list[torch.Tensor]:
-        elements = fixed_elements(x.dtype).to(device)
+        elements = make_fixed_elements(x.dtype).to(device)
         out = torch.empty_like(elements)
-        with reference_in_this_thread():  # what is asked is whether plain torch rounds there as here
+        with use_reference_in_thread():  # what is asked is whether plain torch rounds there as here
             round_into(elements, out)
         return [out.cpu()]
 
     require_same_bits(x.device, f"quantize of {x.dtype}", (x.dtype, target), rounded, "Give x.cpu()")
 
 
-def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
+def _round_by_engine(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
     if is_widened(target, x.dtype):
         wide = torch.empty(x.shape, dtype=torch.float64, device=x.device)
         with keeping_subnormals():
-            _run(x.to(torch.float64).contiguous(), target, key, wide)
+            _round_by_engine(x.to(torch.float64).contiguous(), target, key, wide)
             out.copy_(wide)
     else:
-        chosen = engine_for(x)
+        chosen = choose_rounding_engine(x)
         if chosen == "llvm":
-            _run_kernel(x, target, key, out)
+            if x.numel():
+                round_memory(prepare_plan(target, x.dtype), address(x), address(out), x.numel(), key)
         elif chosen == "reference" or not _round_by_triton(x, target, key, out):
-            out.copy_(by_reference(x, target, key))
+            out.copy_(round_by_reference(x, target, key))
 
 
 def is_widened(target: Target, dtype: torch.dtype) -> bool:
     """Return whether tensors of a narrower dtype are rounded as float64."""
-    return dtype != torch.float64 and layout_for(target) is WORD64
+    return dtype != torch.float64 and choose_layout(target) is WORD64
 
 
-class Plan(NamedTuple):
+class RoundingPlan(NamedTuple):
     """A target's kernel for tensors of a dtype, checked, its constants with their address, and an element's bytes."""
 
     target: Target
     dtype: torch.dtype
     kernel: Kernel
     words: np.ndarray
-    at: int
-    size: int
+    words_address: int
+    element_size: int
 
 
 # Bytes of a result from which on it fits in no cache beside its input: stored past them it takes a fifth less time.
-STREAMED = 1 << 24
+STREAMED_BYTES = 1 << 24
 
 
-def engine_for(x: torch.Tensor) -> str:
+def choose_rounding_engine(x: torch.Tensor) -> str:
     """Return the engine that rounds a tensor: devices other than the CPU and CUDA have the reference alone."""
     return select_engine(x.device.type) if x.device.type in ("cpu", "cuda") else "reference"
 
@@ -335,67 +324,58 @@ def note_write(out: torch.Tensor) -> None:
         increment_version((out,))
 
 
-def _run_kernel(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
-    if x.numel() == 0:
-        return
-    round_memory(prepare(target, x.dtype), address(x), address(out), x.numel(), key)
-
-
 @lru_cache(maxsize=1024)
-def prepare(target: Target, dtype: torch.dtype, streams: bool = False) -> Plan:
+def prepare_plan(target: Target, dtype: torch.dtype, streams: bool = False) -> RoundingPlan:
     """Return the plan of rounding tensors of a dtype by a compiled kernel; it may store past the caches."""
-    known = constants(target, WORD64 if dtype == torch.float64 else WORD32)
-    kernel = _kernel(dtype, target.mode, known[:3], streams)
-    plan = Plan(target, dtype, kernel, known.words, address_of(known.words), dtype.itemsize)
-    _check(plan, (dtype, target.mode, *known[:3], streams))
+    known = make_constants(target, WORD64 if dtype == torch.float64 else WORD32)
+    kernel = _compile_kernel(dtype, target.mode, known[:3], streams)
+    plan = RoundingPlan(target, dtype, kernel, known.words, address_of(known.words), dtype.itemsize)
+    _check_kernel(plan, (dtype, target.mode, *known[:3], streams))
     return plan
 
 
 @cache
-def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool) -> Kernel:
+def _compile_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool) -> Kernel:
     return compile_row(f"quantize_{kind[0]}", rounding_table(dtype, mode, kind, streams))
 
 
-def round_memory(plan: Plan, source: int, goal: int, count: int, key: int) -> None:
+def round_memory(plan: RoundingPlan, source: int, goal: int, count: int, key: int) -> None:
     """Round so many elements from one address to another."""
-    if count * plan.size >= STREAMED and goal != source and goal % ALIGNMENT == 0:
-        plan = prepare(plan.target, plan.dtype, True)
-    number, lengths, table = _table(count)
+    if count * plan.element_size >= STREAMED_BYTES and goal != source and goal % STREAM_ALIGNMENT == 0:
+        plan = prepare_plan(plan.target, plan.dtype, True)
+    number, lengths, table = _make_chunk_table(count)
     kernel, key = plan.kernel, key - (key >> 63 << 64)
-    if (count < SERIAL_BELOW or torch.get_num_threads() == 1) and not flushes():
-        kernel.run(kernel.pack(0, number, table, plan.at, 0, key, source, goal))
+    if (count < SERIAL_ELEMENTS or torch.get_num_threads() == 1) and not flushes_subnormals():
+        kernel.run(kernel.pack(0, number, table, plan.words_address, 0, key, source, goal))
     else:
-        run_chunks(kernel, lengths, table, plan.at, 0, key, source, goal)
+        run_chunks(kernel, lengths, table, plan.words_address, 0, key, source, goal)
 
 
-def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
+def overlap_partly(x: torch.Tensor, out: torch.Tensor) -> bool:
     """Return whether x and out overlap partly."""
     a, b = address(x), address(out)
     return a != b and a < b + out.numel() * out.element_size() and b < a + x.numel() * x.element_size()
 
 
 @lru_cache(maxsize=256)
-def _table(numel: int) -> tuple[int, np.ndarray, int]:
+def _make_chunk_table(numel: int) -> tuple[int, np.ndarray, int]:
     """Return the number of chunks, their lengths, a view of their table, and the table's address."""
-    table = chunks(IndexMap.whole((numel,)), 0)
+    table = cut_into_chunks(IndexMap.whole((numel,)), 0)
     return len(table), table[:, 2], address_of(table)
 
 
 increment_version = torch._C._increment_version  # torch.autograd.graph's, which first asks what it was given
-_checked: set = set()
 
 
-def _check(plan: Plan, kind: tuple[Hashable, ...]) -> None:
+def _check_kernel(plan: RoundingPlan, kind: tuple[Hashable, ...]) -> None:
     """Compare a compiled kernel's bits on fixed elements with the reference's, once per kind of kernel (a canary)."""
-    if kind in _checked:
-        return
-    x = fixed_elements(plan.dtype)
+    x = make_fixed_elements(plan.dtype)
 
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(x)
-        number, _, table = _table(x.numel())
-        plan.kernel(0, number, table, plan.at, 0, FIXED_KEY, address(x), address(out))
+        number, _, table = _make_chunk_table(x.numel())
+        plan.kernel(0, number, table, plan.words_address, 0, FIXED_KEY, address(x), address(out))
         return [out]
 
-    check_bits(f"quantize ({plan.dtype}, {kind[2]})", fast, lambda: [by_reference(x, plan.target, FIXED_KEY)])
-    _checked.add(kind)
+    name = f"quantize ({plan.dtype}, {kind[2]})"
+    check_bits(name, fast, lambda: [round_by_reference(x, plan.target, FIXED_KEY)], ("quantize", *kind))

@@ -133,8 +133,8 @@ class Stochastic(Rounding):
 MODES: dict[str, type[Rounding]] = {mode.name: mode for mode in (Nearest, TowardZero, Up, Down, Stochastic)}
 
 
-_BUILT_IN = tuple(MODES)
-_PARAMETERS = ["fraction", "half", "odd", "negative"]
+_BUILT_IN_NAMES = tuple(MODES)
+_GOES_AWAY_PARAMETERS = ["fraction", "half", "odd", "negative"]
 
 
 def register_rounding(kind: RoundingClass) -> RoundingClass:
@@ -165,30 +165,33 @@ def register_rounding(kind: RoundingClass) -> RoundingClass:
     if not isinstance(kind, type) or not issubclass(kind, Rounding) or not isinstance(getattr(kind, "name", None), str):
         raise TypeError(f"a rounding is a subclass of hu.rounding.Rounding with a class attribute name, got {kind!r}")
     function = inspect.getattr_static(kind, "goes_away")
-    if not isinstance(function, staticmethod) or list(inspect.signature(kind.goes_away).parameters) != _PARAMETERS:
-        raise TypeError(f"{kind.__name__}.goes_away is a static method of {', '.join(_PARAMETERS)}")
+    if (
+        not isinstance(function, staticmethod)
+        or list(inspect.signature(kind.goes_away).parameters) != _GOES_AWAY_PARAMETERS
+    ):
+        raise TypeError(f"{kind.__name__}.goes_away is a static method of {', '.join(_GOES_AWAY_PARAMETERS)}")
     if function is inspect.getattr_static(Rounding, "goes_away"):
-        raise TypeError(f"{kind.__name__} defines no goes_away({', '.join(_PARAMETERS)})")
+        raise TypeError(f"{kind.__name__} defines no goes_away({', '.join(_GOES_AWAY_PARAMETERS)})")
     name, own = kind.name, MODES.get(kind.name)
-    if name != _key(name) or not name.isidentifier():
+    if name != _normalize_name(name) or not name.isidentifier():
         raise ValueError(f"the name {name!r} of a rounding: give lower-case letters, digits and underscores")
-    recorded = _record(kind)
-    if name in _BUILT_IN or (own is not None and _recorded[name] != recorded):
+    recorded = _record_decision(kind)
+    if name in _BUILT_IN_NAMES or (own is not None and _recorded_decisions[name] != recorded):
         # Kernels of the other one may have been compiled.
         raise ValueError(f"rounding {name!r} exists already: choose another name for {kind.__name__}")
-    alike = [other for other in _recorded if other != name and _code(other) == _code(name)]
+    alike = [other for other in _recorded_decisions if other != name and _encode_name(other) == _encode_name(name)]
     if alike:
         raise ValueError(f"rounding {name!r} has the number of {alike[0]!r}: choose another name")
     enter("rounding", MODES, name, kind, words_of(kind))
-    _recorded[name] = recorded
+    _recorded_decisions[name] = recorded
     return kind
 
 
 # What registered roundings do, recorded: a module may be loaded again, but not with another function of the name.
-_recorded: dict[str, tuple[object, ...]] = {}
+_recorded_decisions: dict[str, tuple[object, ...]] = {}
 
 
-def _record(kind: type[Rounding]) -> tuple[object, ...]:
+def _record_decision(kind: type[Rounding]) -> tuple[object, ...]:
     """Return the instructions of a mode's decision on words of 32 and 64 bits.
 
     Raises:
@@ -197,7 +200,9 @@ def _record(kind: type[Rounding]) -> tuple[object, ...]:
     found: list[object] = []
     for width in ("w32", "w64"):
         element = Recording(0)
-        given = [element.given(name, one) for name, one in zip(_PARAMETERS, (width, width, "mask", "mask"))]
+        given = [
+            element.add_input(name, one) for name, one in zip(_GOES_AWAY_PARAMETERS, (width, width, "mask", "mask"))
+        ]
         away = record_call(kind.goes_away, *given)
         if not isinstance(away, Traced) or away.kind != "mask":
             raise TypeError(f"goes_away of rounding {kind.name!r} returns {away!r}: return a mask, as fraction > half")
@@ -205,24 +210,24 @@ def _record(kind: type[Rounding]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def code_of(rounding: Rounding) -> int:
+def encode_rounding(rounding: Rounding) -> int:
     """Return the number of a mode in a torch operator's arguments, the same in every process."""
     name = rounding.name
-    return _BUILT_IN.index(name) if name in _BUILT_IN else _code(name)
+    return _BUILT_IN_NAMES.index(name) if name in _BUILT_IN_NAMES else _encode_name(name)
 
 
-def _code(name: str) -> int:
-    return _FIRST_OWN + zlib.crc32(name.encode())
+def _encode_name(name: str) -> int:
+    return _FIRST_REGISTERED_CODE + zlib.crc32(name.encode())
 
 
-def mode_of(code: int) -> type[Rounding]:
+def decode_rounding(code: int) -> type[Rounding]:
     """Return the rounding with a number.
 
     Raises:
         ValueError: nobody registered it in this process.
     """
     for name, kind in MODES.items():
-        if code == (_BUILT_IN.index(name) if name in _BUILT_IN else _code(name)):
+        if code == (_BUILT_IN_NAMES.index(name) if name in _BUILT_IN_NAMES else _encode_name(name)):
             return kind
     raise ValueError(
         f"rounding number {code} is not known in this process: import the module that registers it by "
@@ -230,10 +235,10 @@ def mode_of(code: int) -> type[Rounding]:
     )
 
 
-_FIRST_OWN = 1 << 8
+_FIRST_REGISTERED_CODE = 1 << 8
 
 
-def _key(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
 
@@ -255,7 +260,7 @@ def get_rounding(rounding: Rounding | str) -> Rounding:
     if not isinstance(rounding, str):
         hint = f"; call it: {rounding.__name__}()" if isinstance(rounding, type) else ""
         raise TypeError(f"a rounding is an object such as hu.Nearest() or a name, got {rounding!r}{hint}")
-    key = _key(rounding)
+    key = _normalize_name(rounding)
     if key in MODES:
         return MODES[key]()
     near = difflib.get_close_matches(key, MODES, n=3, cutoff=0.4)
@@ -272,6 +277,6 @@ def rounding_names() -> list[str]:
     return list(MODES)
 
 
-def drawn_key() -> int:
+def draw_key() -> int:
     """Draw a key from torch's default generator."""
     return int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))

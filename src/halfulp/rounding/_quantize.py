@@ -11,12 +11,21 @@ import torch
 from ..formats import BlockFormat, Format, block_names, get, get_block
 from ..kernels import constant_result, define_operator, plain_address, untraced
 from ..kernels._engine import allows_machine_code, choose_engine
-from ..kernels._plain_memory import is_dense, is_watched, refuse
+from ..kernels._plain_memory import is_dense, is_watched, refuse_tensor
 from ._blocks import BlockTarget, make_block_target, round_blocks_into
-from ._kernels import Plan, collide, increment_version, is_widened, note_write, prepare, round_memory, run
-from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
+from ._kernels import (
+    RoundingPlan,
+    increment_version,
+    is_widened,
+    note_write,
+    overlap_partly,
+    prepare_plan,
+    round_into,
+    round_memory,
+)
+from ._modes import Nearest, Rounding, Stochastic, draw_key, get_rounding
 from ._random_bits import mix64
-from ._target import DTYPES, STOCHASTIC, Target, make_target
+from ._target import FLOAT_DTYPES, STOCHASTIC, Target, make_target
 
 AnyFormat: TypeAlias = Format | BlockFormat | str | torch.dtype
 
@@ -75,17 +84,17 @@ def quantize(
     check_tensor(x)
     if out is not None:
         check_out(out, x)
-    target, x = _flat_target(format, rounding, overflow, x.dtype), x.detach()
+    target, x = _find_integers(format, rounding, overflow, x.dtype), x.detach()
     if target is None:
         return x.clone() if out is None else out.copy_(x.clone())  # they may overlap
-    in_blocks = len(target) > _ELEMENTWISE
+    in_blocks = len(target) > _TARGET_SIZE
     if in_blocks and x.dim() and not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is from {-x.dim()} to {x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
     if not in_blocks or x.dim() < 2:
-        return _apply(x, target, rounding, counter, out)
+        return _call_operator(x, target, rounding, counter, out)
     if out is None:
-        return _apply(x.movedim(dim, -1), target, rounding, counter, None).movedim(-1, dim)
-    _apply(x.movedim(dim, -1), target, rounding, counter, out.movedim(dim, -1))
+        return _call_operator(x.movedim(dim, -1), target, rounding, counter, None).movedim(-1, dim)
+    _call_operator(x.movedim(dim, -1), target, rounding, counter, out.movedim(dim, -1))
     return out
 
 
@@ -105,13 +114,13 @@ def _quantize_plain_memory(
     source = 0 if is_watched() else plain_address(x)
     if not source or not allows_machine_code():
         return None
-    global _latest
-    dtype, (made_for, mode, policy, of, plan, start) = x.dtype, _latest
+    global _latest_call
+    dtype, (made_for, mode, policy, of, plan, start) = x.dtype, _latest_call
     if made_for is not format or mode is not rounding or policy is not overflow or of is not dtype:
         known = get_rounding(rounding)
-        plan = _plan_at_once(format, known, overflow, dtype)
+        plan = _plan_directly(format, known, overflow, dtype)
         start = mix64(known.signed_seed) if isinstance(known, Stochastic) else None
-        _latest = format, rounding, overflow, dtype, plan, start
+        _latest_call = format, rounding, overflow, dtype, plan, start
     if plan is None:
         return None
     key = 0
@@ -127,7 +136,8 @@ def _quantize_plain_memory(
     goal = source
     if out is not x:
         goal = plain_address(out)
-        if not goal or out.dtype is not dtype or out.shape != x.shape or 0 < abs(source - goal) < count * plan.size:
+        overlaps = 0 < abs(source - goal) < count * plan.element_size
+        if not goal or out.dtype is not dtype or out.shape != x.shape or overlaps:
             return None
     is_inference = out.is_inference()
     if out.requires_grad or (is_inference and not torch.is_inference_mode_enabled()):
@@ -140,18 +150,20 @@ def _quantize_plain_memory(
 
 # The last call, its plan, and of a stochastic one the key before its counter;
 # hashing a format takes as long as rounding 1,000 elements.
-_latest: tuple[object, object, object, object, Plan | None, int | None] = (None, None, None, None, None, None)
+_latest_call: tuple[Any, Any, Any, Any, RoundingPlan | None, int | None] = (None, None, None, None, None, None)
 
 
 @lru_cache(maxsize=1024)
-def _plan_at_once(format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype) -> Plan | None:
+def _plan_directly(
+    format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
+) -> RoundingPlan | None:
     """Return the plan of rounding without an operator; None where one is needed, which also says what is wrong."""
-    if isinstance(format, BlockFormat) or names_block(format) or dtype not in DTYPES:
+    if isinstance(format, BlockFormat) or names_block(format) or dtype not in FLOAT_DTYPES:
         return None
     if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine("cpu")[0] != "llvm":
         return None
-    target = target_for(format, rounding, overflow, dtype)
-    return None if target is None or is_widened(target, dtype) else prepare(target, dtype)
+    target = find_target(format, rounding, overflow, dtype)
+    return None if target is None or is_widened(target, dtype) else prepare_plan(target, dtype)
 
 
 def names_block(format: object) -> TypeGuard[str]:
@@ -161,7 +173,7 @@ def names_block(format: object) -> TypeGuard[str]:
     )
 
 
-def _apply(
+def _call_operator(
     x: torch.Tensor, target: tuple[int, ...], rounding: Rounding, counter: int, out: torch.Tensor | None
 ) -> torch.Tensor:
     """Call the operator that fits; x is detached and all has been checked."""
@@ -176,18 +188,18 @@ def _apply(
     return out
 
 
-_ELEMENTWISE = len(Target._fields)
+_TARGET_SIZE = len(Target._fields)
 
 
-def target_for(
+def find_target(
     format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> Target | None:
     """Return `make_target`'s result, cached where no compiler traces."""
-    flat = _flat_target(format, rounding, overflow, dtype)
+    flat = _find_integers(format, rounding, overflow, dtype)
     return None if flat is None else Target(*flat)
 
 
-def _flat_target(
+def _find_integers(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> tuple[int, ...] | None:
     """Return the integers of a target, or of a block target; None where rounding changes nothing.
@@ -198,19 +210,21 @@ def _flat_target(
     can break and the caller sees it as it is.
     """
     if not torch.compiler.is_compiling():
-        return _cached_target(format, rounding, overflow, dtype)
+        return _make_integers(format, rounding, overflow, dtype)
     known = get_block(format) if isinstance(format, BlockFormat) or names_block(format) else get(format)
-    flat, error, message = _target_of_graph(known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype)
+    flat, error, message = _graph_integers(known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype)
     if error:
-        raise _ERRORS[error](message)
+        raise _ERROR_KINDS[error](message)
     return flat
 
 
-_ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (NotImplementedError, TypeError, ValueError)}
+_ERROR_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (NotImplementedError, TypeError, ValueError)
+}
 
 
 @constant_result
-def _target_of_graph(
+def _graph_integers(
     key: str, in_blocks: bool, rounding: str, overflow: str | None, dtype: torch.dtype
 ) -> tuple[tuple[int, ...] | None, str, str]:
     fields = literal_eval(key)
@@ -219,17 +233,17 @@ def _target_of_graph(
         fields = name, Format(*literal_eval(element)), Format(*literal_eval(scale)), *rest
     try:
         format = BlockFormat(*fields) if in_blocks else Format(*fields)
-        return _cached_target(format, get_rounding(rounding), overflow, dtype), "", ""
-    except tuple(_ERRORS.values()) as error:
+        return _make_integers(format, get_rounding(rounding), overflow, dtype), "", ""
+    except tuple(_ERROR_KINDS.values()) as error:
         return None, type(error).__name__, str(error)
 
 
 @lru_cache(maxsize=1024)
-def _cached_target(
+def _make_integers(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> tuple[int, ...] | None:
     if isinstance(format, BlockFormat) or names_block(format):
-        return make_block_target(get_block(format), rounding, overflow, dtype).flat()
+        return make_block_target(get_block(format), rounding, overflow, dtype).to_integers()
     return make_target(get(format), rounding, overflow, dtype)
 
 
@@ -239,8 +253,8 @@ def check_tensor(x: torch.Tensor) -> None:
         raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
     # A graph may not ask for a layout inside of a backward; what it calls as it runs has no sparse tensors.
     if not torch.compiler.is_compiling() and (x.layout is not torch.strided or x.is_nested):
-        refuse(x, "x")
-    if x.dtype not in DTYPES:
+        refuse_tensor(x, "x")
+    if x.dtype not in FLOAT_DTYPES:
         if x.dtype.is_complex:
             remedy = "round the parts: torch.view_as_real(x)"
         elif x.dtype.is_floating_point:
@@ -252,7 +266,7 @@ def check_tensor(x: torch.Tensor) -> None:
 
 def check_format(x: torch.Tensor, format: AnyFormat, rounding: Rounding, overflow: str | None) -> None:
     """Check a format as `quantize` does."""
-    _flat_target(format, rounding, overflow, x.dtype)
+    _find_integers(format, rounding, overflow, x.dtype)
 
 
 def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -276,35 +290,39 @@ def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
 # operators ---------------------------------------------------------------------------------------------------
 
 
-def _new(x: torch.Tensor, target: list[int], seed: int, counter: int) -> torch.Tensor:
-    out = _like(x, target)
+def _round_new(x: torch.Tensor, target: list[int], seed: int, counter: int) -> torch.Tensor:
+    out = _empty_like(x, target)
     _round_into(x, target, seed, counter, out)
     return out
 
 
 def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out: torch.Tensor) -> None:
-    if len(target) > _ELEMENTWISE:
-        blocks = BlockTarget.of(target)
+    if len(target) > _TARGET_SIZE:
+        blocks = BlockTarget.from_integers(target)
         round_blocks_into(x, blocks, mix64(seed, counter) if blocks.element.mode == STOCHASTIC else 0, out)
         return
     goal = Target(*target)
     key = mix64(seed, counter) if goal.mode == STOCHASTIC else 0
-    same_order = not collide(x, out) and x.stride() == out.stride() and (goal.mode != STOCHASTIC or x.is_contiguous())
+    same_order = (
+        not overlap_partly(x, out) and x.stride() == out.stride() and (goal.mode != STOCHASTIC or x.is_contiguous())
+    )
     if same_order and is_dense(x):
-        run(x, goal, key, out)
+        round_into(x, goal, key, out)
         note_write(out)
         return
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    run(x.contiguous(), goal, key, result)
+    round_into(x.contiguous(), goal, key, result)
     out.copy_(result)
 
 
-def _like(x: torch.Tensor, target: list[int], *arguments: object) -> torch.Tensor:
-    is_elementwise = len(target) == _ELEMENTWISE
+def _empty_like(x: torch.Tensor, target: list[int], *arguments: object) -> torch.Tensor:
+    is_elementwise = len(target) == _TARGET_SIZE
     return torch.empty_like(x, memory_format=torch.preserve_format if is_elementwise else torch.contiguous_format)
 
 
-_quantize = define_operator("quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _new, _like)
+_quantize = define_operator(
+    "quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _round_new, _empty_like
+)
 
 
 def _quantize_batch(
@@ -312,7 +330,7 @@ def _quantize_batch(
 ) -> tuple[torch.Tensor, int]:
     """Quantize under vmap: elements singly, but random bits and blocks are each sample's own."""
     x = x.movedim(places[0], 0)
-    if len(target) == _ELEMENTWISE and Target(*target).mode != STOCHASTIC:
+    if len(target) == _TARGET_SIZE and Target(*target).mode != STOCHASTIC:
         return _quantize(x, target, seed, counter), 0
     return torch.stack([_quantize(sample, target, seed, counter) for sample in x]), 0
 
@@ -325,13 +343,13 @@ _quantize_into = define_operator(
 )
 _quantize_drawing = define_operator(
     "quantize_drawing(Tensor x, int[] target, SymInt counter) -> Tensor",
-    lambda x, target, counter: _new(x, target, drawn_key(), counter),
-    _like,
+    lambda x, target, counter: _round_new(x, target, draw_key(), counter),
+    _empty_like,
     random=True,
 )
 _quantize_drawing_into = define_operator(
     "quantize_drawing_into(Tensor x, int[] target, SymInt counter, Tensor(a!) out) -> ()",
-    lambda x, target, counter, out: _round_into(x, target, drawn_key(), counter, out),
+    lambda x, target, counter, out: _round_into(x, target, draw_key(), counter, out),
     lambda *given: None,
     random=True,
 )

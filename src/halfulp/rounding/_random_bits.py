@@ -22,20 +22,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..kernels._device_function import record_words
+from ..kernels._device_function import record_word_function
 from ..kernels._operations import Word, add, bit_xor, high_word, low_word, mul, shr
-from ..kernels._tensor_writer import as_signed, run_on_tensors
-from ..kernels._trace import Piece
+from ..kernels._tensor_writer import run_on_tensors, to_signed_integer
+from ..kernels._trace import RecordedFunction
 
-WEYL = np.uint32(0x9E3779B9)
-FIRST = np.uint32(0x21F0AAAD)
-SECOND = np.uint32(0x735A2D97)
-HIGH, SPREAD = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+WEYL_STEP = np.uint32(0x9E3779B9)
+FIRST_FACTOR = np.uint32(0x21F0AAAD)
+SECOND_FACTOR = np.uint32(0x735A2D97)
+HIGH_WORD_FACTOR, STREAM_FACTOR = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 NEXT_FACTOR = 2891336453
 # Of these words; their bits change with it.
 STREAM_VERSION = 2
 S15, S16 = np.uint32(15), np.uint32(16)
-_MASK64 = (1 << 64) - 1
+_WORD64_MASK = (1 << 64) - 1
 # SplitMix64 (see `mix64`) on arrays.
 _FACTOR, _GOLDEN = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)
 _FIRST_MIX, _SECOND_MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -53,9 +53,9 @@ def mix64(*values: int, key: int = 0x243F6A8885A308D3) -> int:
     (True, True)
     """
     for value in values:
-        key = (key + (value & _MASK64) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK64
-        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _MASK64
+        key = (key + (value & _WORD64_MASK) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _WORD64_MASK
+        key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _WORD64_MASK
+        key = ((key ^ (key >> 27)) * 0x94D049BB133111EB) & _WORD64_MASK
         key ^= key >> 31
     return key
 
@@ -84,34 +84,34 @@ def stream_start(key_low: Word, key_high: Word, index: Word) -> tuple[Word, Word
 
     Neighbours' counters differ by WEYL, and the second word is the same for all elements up to 2^32 apart.
     """
-    own = add(key_high, mul(high_word(index), HIGH))
-    return add(mul(low_word(index), WEYL), bit_xor(key_low, mul(own, SPREAD))), own
+    own = add(key_high, mul(high_word(index), HIGH_WORD_FACTOR))
+    return add(mul(low_word(index), WEYL_STEP), bit_xor(key_low, mul(own, STREAM_FACTOR))), own
 
 
 @functools.cache
-def recorded_start() -> Piece:
+def record_stream_start() -> RecordedFunction:
     """Return `stream_start` as a table of pointers takes it."""
-    return record_words(stream_start, "w32", "w32", "w64")
+    return record_word_function(stream_start, "w32", "w32", "w64")
 
 
-def hashed(counter: Word, own: Word) -> Word:
+def hash_element(counter: Word, own: Word) -> Word:
     """Device function: the hash of an element from its counter and its stream's own word, short of the last product."""
-    x = mul(bit_xor(bit_xor(counter, shr(counter, S16)), own), FIRST)
+    x = mul(bit_xor(bit_xor(counter, shr(counter, S16)), own), FIRST_FACTOR)
     return bit_xor(bit_xor(x, shr(x, S15)), own)
 
 
-def drawn_word(hash_of_element: Word, number: int) -> Word:
+def draw_word(hash_of_element: Word, number: int) -> Word:
     """Device function: one of an element's random words."""
-    return mul(hash_of_element, np.uint32(int(SECOND) * pow(NEXT_FACTOR, number, 1 << 32) & 0xFFFFFFFF))
+    return mul(hash_of_element, np.uint32(int(SECOND_FACTOR) * pow(NEXT_FACTOR, number, 1 << 32) & 0xFFFFFFFF))
 
 
-def draw(counter: Word, own: Word) -> Word:
+def draw_first_word(counter: Word, own: Word) -> Word:
     """Device function: 32 random bits of an element, its first word."""
-    return drawn_word(hashed(counter, own), 0)
+    return draw_word(hash_element(counter, own), 0)
 
 
 def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
-    """Return the words of `draw` at many elements.
+    """Return the words of `draw_first_word` at many elements.
 
     Args:
         key: a 64-bit key from `mix64`.
@@ -123,16 +123,18 @@ def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
     return _draw_at_elements(_recorded_draw(), key, index)[0].to(torch.int64) & 0xFFFFFFFF
 
 
-def stream_of(key: int, index: torch.Tensor) -> list[torch.Tensor]:
+def compute_stream(key: int, index: torch.Tensor) -> list[torch.Tensor]:
     """Return the counters of elements at global indices under a key, and their stream's own words, as int32 words."""
-    return _draw_at_elements(recorded_start(), key, index)
+    return _draw_at_elements(record_stream_start(), key, index)
 
 
-def _draw_at_elements(piece: Piece, key: int, index: torch.Tensor) -> list[torch.Tensor]:
-    halves = (as_signed(key & 0xFFFFFFFF, 32), as_signed(key >> 32, 32))
+def _draw_at_elements(piece: RecordedFunction, key: int, index: torch.Tensor) -> list[torch.Tensor]:
+    halves = (to_signed_integer(key & 0xFFFFFFFF, 32), to_signed_integer(key >> 32, 32))
     return run_on_tensors(piece.trace, (), dict(enumerate((*halves, index))), piece.results)[0]
 
 
 @functools.cache
-def _recorded_draw() -> Piece:
-    return record_words(lambda low, high, index: draw(*stream_start(low, high, index)), "w32", "w32", "w64")
+def _recorded_draw() -> RecordedFunction:
+    return record_word_function(
+        lambda low, high, index: draw_first_word(*stream_start(low, high, index)), "w32", "w32", "w64"
+    )

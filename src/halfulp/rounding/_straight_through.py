@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels import under_transform
+from ..kernels import is_under_transform
 from ._modes import Nearest, Rounding, Stochastic, get_rounding
 from ._quantize import AnyFormat, check_format, check_tensor, quantize
 from ._random_bits import mix64
 
-_BACKWARD = 0x6261636B
+_BACKWARD_STREAM = 0x6261636B
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -40,11 +40,11 @@ class _StraightThrough(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         format, rounding, overflow, counter = ctx.backward_choice
         if format is not None:
-            gradient = _function()(gradient, format, None, rounding, rounding, overflow, counter)
+            gradient = _choose_function()(gradient, format, None, rounding, rounding, overflow, counter)
         return gradient, None, None, None, None, None, None
 
 
-class _Transformed(_StraightThrough):
+class _TransformedStraightThrough(_StraightThrough):
     """`_StraightThrough` for transforms of torch.func and forward mode, which torch.compile refuses."""
 
     generate_vmap_rule = True
@@ -55,8 +55,8 @@ class _Transformed(_StraightThrough):
         return tangent.view_as(tangent)
 
 
-def _function() -> Callable[..., torch.Tensor]:
-    chosen: type[torch.autograd.Function] = _Transformed if under_transform() else _StraightThrough
+def _choose_function() -> Callable[..., torch.Tensor]:
+    chosen: type[torch.autograd.Function] = _TransformedStraightThrough if is_under_transform() else _StraightThrough
     return chosen.apply
 
 
@@ -96,18 +96,20 @@ def straight_through(
     """
     check_tensor(x)
     rounding = get_rounding(rounding)
-    backward_rounding = _apart(rounding if backward_rounding is None else get_rounding(backward_rounding))
+    backward_rounding = _separate_random_bits(
+        rounding if backward_rounding is None else get_rounding(backward_rounding)
+    )
     if backward is not None:
         check_format(x, backward, backward_rounding, overflow)
     if forward is None and backward is None:
         return x
-    return _function()(x, forward, backward, rounding, backward_rounding, overflow, counter)
+    return _choose_function()(x, forward, backward, rounding, backward_rounding, overflow, counter)
 
 
-def _apart(rounding: Rounding) -> Rounding:
+def _separate_random_bits(rounding: Rounding) -> Rounding:
     """Return the mode for gradients, with random bits other than the values'."""
     if isinstance(rounding, Stochastic) and rounding.seed is not None:
-        return Stochastic(mix64(rounding.signed_seed, _BACKWARD))
+        return Stochastic(mix64(rounding.signed_seed, _BACKWARD_STREAM))
     return rounding
 
 

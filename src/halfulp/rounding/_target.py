@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from ..formats import Format, get
-from ._modes import Rounding, code_of
+from ._modes import Rounding, encode_rounding
 
-NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(5)  # as `code_of` numbers them; behind them the registered ones
-POLICIES = ("inf", "nan", "saturate")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(
+    5
+)  # as `encode_rounding` numbers them; behind them the registered ones
+OVERFLOW_POLICIES = ("inf", "nan", "saturate")
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Target(NamedTuple):
@@ -59,24 +61,26 @@ def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype:
         ValueError: If the policy is not possible, or the dtype cannot hold the results.
     """
     policy = format.overflow if overflow is None else overflow
-    if policy not in POLICIES:
-        raise ValueError(f"overflow is one of {', '.join(POLICIES)}, or None for the format's own; got {overflow!r}")
+    if policy not in OVERFLOW_POLICIES:
+        raise ValueError(
+            f"overflow is one of {', '.join(OVERFLOW_POLICIES)}, or None for the format's own; got {overflow!r}"
+        )
     if policy == "inf" and not format.infinities:
         raise ValueError(f"{format.name} has no infinities: overflow='inf' is not possible, take 'saturate' or 'nan'")
-    _check_held(format, rounding, policy, dtype)
-    if _is_identity(format, policy, dtype):
+    _check_range(format, rounding, policy, dtype)
+    if _changes_nothing(format, policy, dtype):
         return None
     return Target(
-        code_of(rounding),
+        encode_rounding(rounding),
         format.mantissa_bits,
         format.emin,
         struct.unpack("<q", struct.pack("<d", format.max))[0],
-        POLICIES.index(policy),
+        OVERFLOW_POLICIES.index(policy),
         *map(int, (format.subnormals, format.zero, format.signed, format.signed_zero)),
     )
 
 
-def _is_identity(format: Format, policy: str, dtype: torch.dtype) -> bool:
+def _changes_nothing(format: Format, policy: str, dtype: torch.dtype) -> bool:
     held = get(dtype)
     return (
         policy == "inf"
@@ -87,7 +91,7 @@ def _is_identity(format: Format, policy: str, dtype: torch.dtype) -> bool:
     )
 
 
-def _check_held(format: Format, rounding: Rounding, policy: str, dtype: torch.dtype) -> None:
+def _check_range(format: Format, rounding: Rounding, policy: str, dtype: torch.dtype) -> None:
     """Raise if a number of the dtype may round to one that it cannot hold."""
     if format.emin < -1022 and format.mantissa_bits < 52:
         raise NotImplementedError(
@@ -111,7 +115,7 @@ def _check_held(format: Format, rounding: Rounding, policy: str, dtype: torch.dt
         )
 
 
-class Layout(NamedTuple):
+class WordLayout(NamedTuple):
     """The words of a container: their width, explicit mantissa bits and exponent bias."""
 
     width: int
@@ -119,27 +123,27 @@ class Layout(NamedTuple):
     bias: int
 
     @property
-    def smallest(self) -> int:
+    def smallest_exponent(self) -> int:
         """Exponent of the smallest subnormal."""
         return 1 - self.bias - self.mantissa
 
-    def power(self, exponent: int) -> int:
+    def make_power_word(self, exponent: int) -> int:
         """Return the word of 2^exponent."""
         if exponent > -self.bias:
             return (exponent + self.bias) << self.mantissa
-        return 1 << (exponent - self.smallest) if exponent >= self.smallest else 0
+        return 1 << (exponent - self.smallest_exponent) if exponent >= self.smallest_exponent else 0
 
-    def word(self, value: float) -> int:
+    def encode_number(self, value: float) -> int:
         """Return the word of a number that the container holds."""
         double, single = ("<d", "<q"), ("<f", "<i")
         real, integer = single if self.width == 32 else double
         return struct.unpack(integer, struct.pack(real, value))[0]
 
 
-WORD32, WORD64 = Layout(32, 23, 127), Layout(64, 52, 1023)
+WORD32, WORD64 = WordLayout(32, 23, 127), WordLayout(64, 52, 1023)
 
 
-class Words(NamedTuple):
+class RoundingWords(NamedTuple):
     """The constants of a kernel that rounds, each a word: Python's integers, or traced values in a device function."""
 
     magnitude: Any
@@ -179,55 +183,55 @@ class Words(NamedTuple):
     whole_steps: Any = 0
 
 
-COUNT = len(Words._fields)
+WORD_COUNT = len(RoundingWords._fields)
 
 # A fraction is compared with this many random bits where it has more: 31, and what a 30-bit product leaves for formats
 # of few bits, whose fast path is a fixed-point number.
 _SCALED_BITS = 29
 
 
-class Constants(NamedTuple):
+class TargetConstants(NamedTuple):
     """The constants of one target for words of one layout.
 
     Attributes:
-        path: "fixed" where every word loses the same bits, "adder" where a float addition rounds, "scaled" where a
-            fixed-point number takes the random bits, else "packed".
-        plain: whether every result keeps the sign of its input.
-        saturating: whether what overflows becomes the largest number.
-        words: uint32 or uint64 array of `Words`.
+        rounding_path: "fixed" where every word loses the same bits, "adder" where a float addition rounds, "scaled"
+            where a fixed-point number takes the random bits, else "packed".
+        keeps_signs: whether every result keeps the sign of its input.
+        saturates: whether what overflows becomes the largest number.
+        words: uint32 or uint64 array of `RoundingWords`.
     """
 
-    path: str
-    plain: bool
-    saturating: bool
+    rounding_path: str
+    keeps_signs: bool
+    saturates: bool
     words: np.ndarray
 
 
 @lru_cache(maxsize=1024)
-def layout_for(target: Target) -> Layout:
+def choose_layout(target: Target) -> WordLayout:
     """Return the words in which a float32, bfloat16 or float16 tensor is rounded; float64 is always rounded in its own.
 
     Numbers of the format that are subnormal in float32, or whose draws would need a factor beyond its range, take
     the way through float64, which is exact.
     """
-    if _is_fixed(target, WORD32):
+    if _is_fixed_grid(target, WORD32):
         return WORD32
     deep = target.mode >= STOCHASTIC and target.tiny_exponent < -95
     return WORD64 if deep or target.emin < -126 else WORD32
 
 
 @lru_cache(maxsize=1024)
-def constants(target: Target, layout: Layout) -> Constants:
+def make_constants(target: Target, layout: WordLayout) -> TargetConstants:
     """Return the path and the words of a target."""
-    sign, infinity = 1 << (layout.width - 1), layout.power(layout.bias + 1)
+    sign, infinity = 1 << (layout.width - 1), layout.make_power_word(layout.bias + 1)
     nan, ones = infinity | 1 << (layout.mantissa - 1), 2 * sign - 1
-    largest = infinity - 1 if target.max > _largest(layout) else layout.word(target.max)
+    largest = infinity - 1 if target.max > _largest_number(layout) else layout.encode_number(target.max)
     lost = max(0, layout.mantissa - target.mantissa_bits)
     base = max(0, layout.mantissa - target.mantissa_bits + target.emin + layout.bias)
     highest, tiny = max(0, base - lost), target.tiny_exponent
     exponent = max(0, 31 - tiny)
     halves = (exponent // 2, exponent - exponent // 2) if layout.width == 64 else (min(exponent, 127), 0)
-    words = Words(
+    words = RoundingWords(
         magnitude=sign - 1,
         sign=sign,
         infinity=infinity,
@@ -238,7 +242,7 @@ def constants(target: Target, layout: Layout) -> Constants:
         field=layout.mantissa,
         last_bit=layout.width - 1,
         finite=infinity - 1,
-        drawn=ones & -1 << 32 - random_bits(target) & 0xFFFFFFFF,
+        drawn=ones & -1 << 32 - count_random_bits(target) & 0xFFFFFFFF,
         largest=largest,
         overflow=(infinity, nan, largest)[target.policy],
         zero_sign=sign * target.signed_zero,
@@ -248,65 +252,65 @@ def constants(target: Target, layout: Layout) -> Constants:
         base=base,
         highest=highest,
         lowest=min(highest, max(1, base - layout.mantissa)),
-        tiny=layout.power(tiny),
-        floor=0 if target.zero else layout.power(tiny),
-        tie=layout.power(tiny - 1) + 1,
-        first_factor=layout.power(halves[0]),
-        second_factor=layout.power(halves[1]),
+        tiny=layout.make_power_word(tiny),
+        floor=0 if target.zero else layout.make_power_word(tiny),
+        tie=layout.make_power_word(tiny - 1) + 1,
+        first_factor=layout.make_power_word(halves[0]),
+        second_factor=layout.make_power_word(halves[1]),
     )
-    path = _path(target, layout)
+    path = _choose_path(target, layout)
     if path == "adder":
-        spacing = Fraction(2) ** (_exponent(target.max) - target.mantissa_bits)
+        spacing = Fraction(2) ** (_floor_log2(target.max) - target.mantissa_bits)
         steps = Fraction(target.max) / spacing
         words = words._replace(
-            smallest_binade=layout.power(target.emin),
+            smallest_binade=layout.make_power_word(target.emin),
             raise_by=(layout.mantissa - target.mantissa_bits) << layout.mantissa,
-            limit=layout.word(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
+            limit=layout.encode_number(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2,
         )
     if path == "scaled":
         spare = _SCALED_BITS - target.mantissa_bits
         words = words._replace(
-            smallest_binade=layout.power(target.emin),
+            smallest_binade=layout.make_power_word(target.emin),
             up_scale=(2 * layout.bias + _SCALED_BITS) << layout.mantissa,
             down_scale=_SCALED_BITS << layout.mantissa,
             spare_bits=layout.width - spare,
             whole_steps=(1 << layout.width) - (1 << spare),
         )
     array = np.array(words, np.uint32 if layout.width == 32 else np.uint64)
-    return Constants(path, bool(target.signed_zero), POLICIES[target.policy] == "saturate", array)
+    return TargetConstants(path, bool(target.signed_zero), OVERFLOW_POLICIES[target.policy] == "saturate", array)
 
 
-def random_bits(target: Target) -> int:
+def count_random_bits(target: Target) -> int:
     """Return how many random bits a fraction is compared with."""
     return _SCALED_BITS - target.mantissa_bits if target.mantissa_bits <= 6 else 31
 
 
-def _path(target: Target, layout: Layout) -> str:
-    if _is_fixed(target, layout):
+def _choose_path(target: Target, layout: WordLayout) -> str:
+    if _is_fixed_grid(target, layout):
         return "fixed"
     normal = target.zero and (target.subnormals or target.mantissa_bits == 0)
     if target.mode == STOCHASTIC:
         scalable = normal and layout.width == 32 and target.mantissa_bits <= 6 and target.emin >= -96
         return "scaled" if scalable else "packed"
     addable = target.mode == NEAREST and normal
-    roomy = _exponent(target.max) + layout.mantissa + 1 - target.mantissa_bits <= layout.bias
+    roomy = _floor_log2(target.max) + layout.mantissa + 1 - target.mantissa_bits <= layout.bias
     fine = target.mantissa_bits < layout.mantissa and target.tiny_exponent >= 3 - layout.bias
     return "adder" if addable and roomy and fine else "packed"
 
 
-def _is_fixed(target: Target, layout: Layout) -> bool:
+def _is_fixed_grid(target: Target, layout: WordLayout) -> bool:
     """Return whether the format's subnormals are the container's, so that every word loses the same bits."""
     if not (target.zero and target.subnormals and target.mantissa_bits):
         return False
-    finer = target.mantissa_bits >= layout.mantissa and target.tiny_exponent <= layout.smallest
+    finer = target.mantissa_bits >= layout.mantissa and target.tiny_exponent <= layout.smallest_exponent
     return finer or target.emin == 1 - layout.bias
 
 
-def _exponent(value: float) -> int:
+def _floor_log2(value: float) -> int:
     """Return the e with 2^e <= value < 2^(e + 1)."""
     return np.frexp(value)[1].item() - 1
 
 
-def _largest(layout: Layout) -> float:
-    word = layout.power(layout.bias + 1) - 1
+def _largest_number(layout: WordLayout) -> float:
+    word = layout.make_power_word(layout.bias + 1) - 1
     return struct.unpack("<f" if layout.width == 32 else "<d", word.to_bytes(layout.width // 8, "little"))[0]

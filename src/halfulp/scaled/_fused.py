@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels import power_below, record, round_to_float32, run_on_tensors, select, select_engine, sqrt
+from ..kernels import power_below, record_function, round_to_float32, run_on_tensors, select, select_engine, sqrt
 from ..kernels._operations import bit_and, bit_or, real, word
 from ..kernels._plain_memory import is_dense
 from ..kernels._trace import Trace
-from ..kernels.triton._launch import on_device, ready
-from ..kernels.triton._writer import OPTIONS, function_sources, load_module, module_source
-from ..rounding._device_functions import E4M3FN, E5M2, bfloat16_code, bfloat16_word, float16_code, float16_word
+from ..kernels.triton._launch import find_checked_kernel, on_device
+from ..kernels.triton._writer import COMPILE_OPTIONS, function_sources, load_module, module_source
+from ..rounding._device_functions import E4M3FN, E5M2, encode_bfloat16, encode_float16, widen_bfloat16, widen_float16
 from . import _powers_of_two as _powers
 
 SMALLEST, LARGEST, HUGE = _powers.SMALLEST_SCALE, _powers.LARGEST_SCALE, _powers.HUGE_SCALE
@@ -64,9 +64,9 @@ class PayloadCodec(NamedTuple):
 
 PAYLOAD_CODECS = {
     torch.float32: PayloadCodec(real, word),
-    torch.bfloat16: PayloadCodec(lambda w: real(bfloat16_word(w)), lambda x: bfloat16_code(word(x))),
+    torch.bfloat16: PayloadCodec(lambda w: real(widen_bfloat16(w)), lambda x: encode_bfloat16(word(x))),
     torch.float16: PayloadCodec(
-        lambda w: real(float16_word(w)), lambda x: float16_code(word(clamp_finite(x, 65504.0)))
+        lambda w: real(widen_float16(w)), lambda x: encode_float16(word(clamp_finite(x, 65504.0)))
     ),
     torch.float8_e5m2: PayloadCodec(E5M2.decode, lambda x: E5M2.nearest(clamp_finite(x, 57344.0), None)),
     torch.float8_e4m3fn: PayloadCodec(E4M3FN.decode, lambda x: E4M3FN.nearest(x, None)),
@@ -209,7 +209,9 @@ class KernelTraces(NamedTuple):
 def record_kernel(kernel: FusedKernel) -> KernelTraces:
     """Return a kernel's device functions, recorded."""
     scales, numbers, kept = kernel.operand_counts
-    wide, found = record(lambda *x: kernel.scale_function(x[:scales], *x[scales:]), torch.float64, scales + numbers)
+    wide, found = record_function(
+        lambda *x: kernel.scale_function(x[:scales], *x[scales:]), torch.float64, scales + numbers
+    )
     element = Trace(torch.float32)
     codes: tuple[int, ...] = ()
     if kernel.element_function is not None:
@@ -316,7 +318,7 @@ def record_level_kernel(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Tra
     """Return the traces that measure an element of a payload, and that turn the whole into a scale."""
     element = Trace(torch.float32)
     measured = measure_element(PAYLOAD_CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
-    wide, made = record(choose_level, torch.float64, 5)
+    wide, made = record_function(choose_level, torch.float64, 5)
     return element, tuple(x.number for x in measured), wide, tuple(x.number for x in made)
 
 
@@ -437,8 +439,10 @@ def measure_level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
         parts = torch.empty(3 * programs, dtype=torch.float64, device=y.device)
         out = torch.empty((), dtype=torch.float32, device=y.device)
         loops = -(-blocks // programs)
-        kernels["measure"][(programs,)](_view_as_bytes(y), parts, y.numel(), programs, loops, BLOCK_ELEMENTS, **OPTIONS)
-        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, MOST_PARTIAL_SUMS, **OPTIONS)
+        kernels["measure"][(programs,)](
+            _view_as_bytes(y), parts, y.numel(), programs, loops, BLOCK_ELEMENTS, **COMPILE_OPTIONS
+        )
+        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, MOST_PARTIAL_SUMS, **COMPILE_OPTIONS)
         return [out]
 
     def by_torch(y: Tensor) -> list[Tensor]:
@@ -473,13 +477,15 @@ def _run_kernel(
         held, scales = [_make_dense(x) for x in given[: len(payloads)]], given[len(payloads) :]
         made = [torch.empty((), dtype=torch.float32, device=given[0].device) for _ in range(kernel.operand_counts[2])]
         if not held:
-            module["kernel"][(1,)](*scales, *made, *numbers, **OPTIONS)
+            module["kernel"][(1,)](*scales, *made, *numbers, **COMPILE_OPTIONS)
             return made
         out = torch.empty_like(held[0], dtype=kernel.result_dtype)
         count, period = held[0].numel(), held[-1].numel()
         grid = (max(1, -(-count // BLOCK_ELEMENTS)),)
         arrays = map(_view_as_bytes, (*held, out))
-        module["kernel"][grid](*arrays, count, period, *scales, *made, *numbers, same, BLOCK_ELEMENTS, **OPTIONS)
+        module["kernel"][grid](
+            *arrays, count, period, *scales, *made, *numbers, same, BLOCK_ELEMENTS, **COMPILE_OPTIONS
+        )
         return [out, *made]
 
     def by_torch(*given: Tensor) -> list[Tensor]:
@@ -512,7 +518,7 @@ def _launch_or_run_by_torch(
         with on_device(device):
             return [x.cpu() for x in run(*(x.to(device) for x in _make_self_test_inputs(payloads, len(scales))))]
 
-    module = ready(
+    module = find_checked_kernel(
         key,
         f"{key[0]} of scaled tensors",
         device,

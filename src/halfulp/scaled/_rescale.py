@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..kernels import define_operator, under_transform, untraced
+from ..kernels import define_operator, is_under_transform, untraced
 from ..subclass.models._conversion import matcher, remove_hooks
 from . import _fused as fused
 from . import _powers_of_two as _powers
@@ -57,7 +57,7 @@ def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
     if by not in STATISTICS:
         raise ValueError(f"by={by!r}: allowed are {', '.join(STATISTICS)}")
     check_side(side)
-    chosen: type[torch.autograd.Function] = _RescaleUnderTransform if under_transform() else _RescaleFunction
+    chosen: type[torch.autograd.Function] = _RescaleUnderTransform if is_under_transform() else _RescaleFunction
     apply: Callable[..., Tensor] = chosen.apply
     return apply(x, by, side) if isinstance(x, ScaledTensor) else x
 

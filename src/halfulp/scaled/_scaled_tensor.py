@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..kernels import require_float64, resolved, untraced
+from ..kernels import require_float64, resolve_plain_memory, untraced
 from ..subclass import graph_key
 from ..subclass._identity import CompositeTensor, check_layout, saved_marks, with_saved_marks
 from ..subclass._in_backward import refuse_make_fx
@@ -97,7 +97,9 @@ class ScaledTensor(CompositeTensor):
         require_float64(payload.device, "ScaledTensors")
         check_logical(dtype)
         check_home(home)
-        return wrap(resolved(payload.detach(), "a payload"), _powers.as_scale(scale, payload.device), dtype, home)
+        return wrap(
+            resolve_plain_memory(payload.detach(), "a payload"), _powers.as_scale(scale, payload.device), dtype, home
+        )
 
     @classmethod
     @untraced

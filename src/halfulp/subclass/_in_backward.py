@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from .._torch_versions import saved_tensor_hooks
-from ..kernels import under_transform, untraced
+from ..kernels import is_under_transform, untraced
 
 FIRST, COMPONENTS = "first", "components"
 _get_graph_task = torch._C._current_graph_task_id
@@ -129,7 +129,7 @@ def differentiable(
         setattr(Transformed, name, staticmethod(function))
 
     def call(*arguments: Any) -> Any:
-        return (Transformed.apply if under_transform() else operator)(*arguments)
+        return (Transformed.apply if is_under_transform() else operator)(*arguments)
 
     return call
 

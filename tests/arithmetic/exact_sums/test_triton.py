@@ -150,6 +150,6 @@ def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability
 
 
 def kernel_options():
-    from halfulp.kernels.triton._writer import OPTIONS
+    from halfulp.kernels.triton._writer import COMPILE_OPTIONS
 
-    return OPTIONS
+    return COMPILE_OPTIONS

@@ -8,7 +8,7 @@ import torch
 from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic._functions import DIVISIONS, NETWORKS, REMAINDER_STEP_NAME
 from halfulp.arithmetic._pointwise import PointwiseCall
-from halfulp.kernels import engine, record, same_bits
+from halfulp.kernels import engine, record_function, same_bits
 
 
 def pair(*shape, dtype=torch.float32):
@@ -113,7 +113,7 @@ def test_a_compiler_sees_few_instructions(name):
     call = PointwiseCall(
         name, tuple((torch.float64, count) for count in counts), 9 if name == REMAINDER_STEP_NAME else 4, torch.float64
     )
-    assert _to_compile(record(call.evaluate, torch.float64, sum(counts))[0], set()) < 15_000
+    assert _to_compile(record_function(call.evaluate, torch.float64, sum(counts))[0], set()) < 15_000
 
 
 def test_refusals_say_what_is_allowed():

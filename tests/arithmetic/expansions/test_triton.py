@@ -24,7 +24,7 @@ from halfulp.arithmetic._reductions import _Reduction, average, product, total
 from halfulp.kernels import same_bits
 from halfulp.kernels._trace import _product_error
 from halfulp.kernels.triton._expansions import pointwise_source, reduction_source
-from halfulp.kernels.triton._writer import OPTIONS, load_module
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_module
 
 from ...kernels.triton.interpreted import interpreted
 
@@ -176,7 +176,7 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
         types |= numbers | dict.fromkeys(constants, "constexpr")
         given = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         source = triton.compiler.ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, given, whole)
-        options = {**OPTIONS, "num_warps": warps}
+        options = {**COMPILE_OPTIONS, "num_warps": warps}
         return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
 
     def check(ptx, errors):

@@ -6,7 +6,7 @@ import torch
 
 from halfulp.kernels import Trace, same_bits
 from halfulp.kernels import _operations as o
-from halfulp.kernels.vector._instructions import Instructions
+from halfulp.kernels.vector._instructions import InstructionWriter
 from halfulp.kernels.vector._machine_function import machine_function
 
 from .numbers import TYPES, on_numbers
@@ -53,7 +53,7 @@ def compiled(name: str, function, kinds: tuple[str, ...], lanes: int, given: lis
             shapes = [vectors.shape(types[kind], lanes) for kind in kinds]
             *sources, target = (vectors.pointer(place, i, shape) for place, shape in zip(places, shapes))
             values = [b.load(source, align=4) for source in sources]
-            b.store(Instructions(b, trace, lanes).run(values)[recorded.number], target, align=4)
+            b.store(InstructionWriter(b, trace, lanes).run(values)[recorded.number], target, align=4)
 
     key = f"{name} {kinds} {lanes} {trace.digest()}"
     kernel = machine_function(name, key, 2 + len(operands), write)

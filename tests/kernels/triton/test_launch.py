@@ -7,14 +7,14 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels.triton import _launch
-from halfulp.kernels.triton._launch import ready
+from halfulp.kernels.triton._launch import find_checked_kernel
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch) -> None:
-    monkeypatch.setattr(_launch, "_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernels", {})
 
 
 def _ones() -> list[torch.Tensor]:
@@ -28,7 +28,7 @@ def test_a_kernel_is_compared_once():
         calls.append((kernel, device))
         return _ones()
 
-    assert [ready("key", "work", CPU, lambda: "kernel", run, _ones) for _ in range(3)] == ["kernel"] * 3
+    assert [find_checked_kernel("key", "work", CPU, lambda: "kernel", run, _ones) for _ in range(3)] == ["kernel"] * 3
     assert calls == [("kernel", CPU)]
 
 
@@ -42,18 +42,18 @@ def test_a_kernel_of_other_bits_or_none_is_told_once_and_counted(fails):
     reason = "RuntimeError: no compiler here" if fails else "KernelMismatchError"
     name = f"work that {'fails' if fails else 'differs'}"
     with pytest.warns(RuntimeWarning, match=rf"no Triton kernel for {name} on cpu \({reason}"):
-        assert ready("key", name, CPU, lambda: "kernel", run, _ones) is None
+        assert find_checked_kernel("key", name, CPU, lambda: "kernel", run, _ones) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ready("key", name, CPU, pytest.fail, pytest.fail, pytest.fail) is None
+        assert find_checked_kernel("key", name, CPU, pytest.fail, pytest.fail, pytest.fail) is None
     assert any(f"no Triton kernel for {name} on cpu" in text for text in hu.kernels.report())
 
 
 def test_a_kernel_is_not_compared_while_a_graph_is_captured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     given = ("key", "captured work", torch.device("cuda"), pytest.fail, pytest.fail, pytest.fail)
-    assert ready(*given) is None
-    assert _launch._kernels == {}, "the next call may compare"
+    assert find_checked_kernel(*given) is None
+    assert _launch._checked_kernels == {}, "the next call may compare"
     assert any("captured work by plain torch operations" in text for text in hu.kernels.report())
 
 
@@ -63,4 +63,7 @@ def test_the_reference_runs_by_plain_torch_whichever_engine_was_asked_for():
         return _ones()
 
     with hu.kernels.engine("triton"):
-        assert ready("key", "work", CPU, lambda: "kernel", lambda kernel, device: _ones(), reference) == "kernel"
+        assert (
+            find_checked_kernel("key", "work", CPU, lambda: "kernel", lambda kernel, device: _ones(), reference)
+            == "kernel"
+        )

@@ -1,24 +1,14 @@
-"""float16 without instructions for it has the bits of torch's conversions."""
+"""float16 in kernels has the bits of torch's conversions."""
 
-import pytest
 import torch
 
-from halfulp.kernels import compile_trace, has_half_conversions, record
-from halfulp.kernels.vector import _builder as _half
+from halfulp.kernels import compile_trace, record_function
 
 from .rows import run_rows
 
 
-@pytest.fixture(params=["instructions", "arithmetic"])
-def conversions(request, monkeypatch, cache):
-    if request.param == "instructions" and not has_half_conversions():
-        pytest.skip("this processor has no instructions for float16")
-    monkeypatch.setattr(_half, "has_half_conversions", lambda: request.param == "instructions")
-    return request.param
-
-
 def _through(x, into):
-    trace, results = record(lambda value: [value], torch.float32, 1)
+    trace, results = record_function(lambda value: [value], torch.float32, 1)
     kernel = compile_trace("test", trace, [r.number for r in results], [x.dtype], [into])
     y = torch.empty(len(x), dtype=into)
     run_rows(kernel, len(x), [x], [(len(x), 1)], [y])
@@ -33,12 +23,12 @@ def _assert_same(found, expected):
     assert torch.equal(found.signbit(), expected.signbit())
 
 
-def test_every_float16_is_read(conversions):
+def test_every_float16_is_read(cache):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     _assert_same(_through(every, torch.float32), every.float())
 
 
-def test_float32_is_rounded_to_float16(conversions, seed):
+def test_float32_is_rounded_to_float16(cache, seed):
     """Every float16, the middles between neighbours, and what lies beside both; then random words."""
     every = torch.arange(0x7C01, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     middles = (every[1:] + every[:-1]) / 2

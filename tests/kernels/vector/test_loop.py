@@ -6,12 +6,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from halfulp.kernels import LANES, compile_trace, record, same_bits, select, shared
+from halfulp.kernels import BROADCAST_LANES, compile_trace, record_function, same_bits, select, shared_network
 
 from .rows import run_rows
 
 
-@shared
+@shared_network
 def _mixed(x: list, y: list, n: int) -> list:
     """Something of more than 100 operations."""
     out = [*x, *y]
@@ -37,12 +37,12 @@ def _short(a, b):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("function", [_short, _long])
 def test_every_length_has_the_bits_of_tensors(function, dtype, seed):
-    trace, results = record(function, dtype, 2)
+    trace, results = record_function(function, dtype, 2)
     kernel = compile_trace("test", trace, [r.number for r in results], [dtype] * 2, [dtype] * 2)
-    for count in (*range(1, 2 * LANES + 2), 100):
+    for count in (*range(1, 2 * BROADCAST_LANES + 2), 100):
         a, b = torch.randn(2, count, dtype=dtype)
         expected = function(a, b)
-        behind = torch.full((2, count + LANES), 7.0, dtype=dtype)
+        behind = torch.full((2, count + BROADCAST_LANES), 7.0, dtype=dtype)
         outputs = [part[:count] for part in behind]
         run_rows(kernel, count, [a, b], [(count, 1)] * 2, outputs)
         assert all(map(same_bits, outputs, expected))
@@ -53,44 +53,44 @@ def test_every_length_has_the_bits_of_tensors(function, dtype, seed):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_rows_with_a_broadcast_operand(dtype, seed):
-    trace, results = record(_long, torch.float64, 2)
+    trace, results = record_function(_long, torch.float64, 2)
     kernel = compile_trace("test", trace, [r.number for r in results], [dtype] * 2, [torch.float64] * 2)
     for rows, columns in ((3, 1), (4, 7), (2, 19)):
         a, b = torch.randn(rows, columns).to(dtype), torch.randn(rows, 1).to(dtype)
         outputs = [torch.empty(rows, columns, dtype=torch.float64) for _ in range(2)]
-        repeated = b.expand(-1, LANES).contiguous()
-        run_rows(kernel, columns, [a, repeated], [(columns, 1), (LANES, 0)], outputs)
+        repeated = b.expand(-1, BROADCAST_LANES).contiguous()
+        run_rows(kernel, columns, [a, repeated], [(columns, 1), (BROADCAST_LANES, 0)], outputs)
         assert all(map(same_bits, outputs, _long(a.double(), b.double())))
 
 
 def test_a_network_is_recorded_once_for_lists_of_one_shape():
-    trace, _ = record(_long, torch.float64, 2)
+    trace, _ = record_function(_long, torch.float64, 2)
     assert len(trace.functions) == 2, "the first call alone takes a value twice"
-    assert trace.size() > 59 * len(trace.functions[0].trace.lines)
+    assert trace.count_instructions() > 59 * len(trace.functions[0].trace.lines)
     assert len(trace.lines) < 500
 
 
 def test_a_value_given_twice_is_another_shape():
-    trace, _ = record(lambda a, b: [*_mixed([a, b], [a, b], 2), *_mixed([a, b], [b, a], 2)], torch.float64, 2)
+    trace, _ = record_function(lambda a, b: [*_mixed([a, b], [a, b], 2), *_mixed([a, b], [b, a], 2)], torch.float64, 2)
     assert [sum(line[0] == "input" for line in piece.trace.lines) for piece in trace.functions] == [2, 2]
 
 
 def test_the_digest_tells_what_is_called():
     def of(factor):
-        @shared
+        @shared_network
         def network(x):
             for _ in range(100):
                 x = [x[0] * factor + 1.0]
             return x
 
-        return record(lambda a: network([a]), torch.float64, 1)[0].digest()
+        return record_function(lambda a: network([a]), torch.float64, 1)[0].digest()
 
     assert of(2.0) == of(2.0)
     assert of(2.0) != of(3.0)
 
 
 def test_a_short_network_is_written_out():
-    trace, _ = record(lambda a, b: shared(lambda x: [x[0] + x[1]])([a, b]), torch.float64, 2)
+    trace, _ = record_function(lambda a, b: shared_network(lambda x: [x[0] + x[1]])([a, b]), torch.float64, 2)
     assert [line[0] for line in trace.lines] == ["input", "input", "add"]
 
 
@@ -99,7 +99,7 @@ def test_a_short_network_is_written_out():
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
 def test_results_are_stored_to_nearest(stored, dtype, seed):
     """Halves and their neighbours, subnormals, overflow, infinities, NaN; the oracle compares exact distances."""
-    trace, results = record(lambda a: [a + a], dtype, 1)
+    trace, results = record_function(lambda a: [a + a], dtype, 1)
     kernel = compile_trace("test", trace, [r.number for r in results], [dtype], [stored])
     codes = torch.randint(0, 2**15 - 1, (400,)).to(torch.int16)
     around = torch.stack([codes.view(stored), (codes + 1).view(stored)]).double()

@@ -3,7 +3,6 @@
 import copy
 import ctypes
 import gc
-import types
 from pathlib import Path
 
 import numpy as np
@@ -73,20 +72,6 @@ def test_all_kernels_are_made_in_one_place():
     """What becomes machine code elsewhere would keep the compiler's memory, and might miss the cache."""
     engines = [path for path in ROOT.rglob("*.py") if "create_mcjit_compiler" in path.read_text()]
     assert [path.name for path in engines] == ["_machine_function.py"]
-
-
-def test_llvmlites_pass_managers_free_themselves(cache):
-    """Each is disposed of once, with its Python object, and by llvmlite's own way."""
-    from llvmlite.binding import ffi, newpassmanagers
-
-    compiled(31)
-    kind = newpassmanagers.ModulePassManager
-    assert isinstance(kind._dispose, types.FunctionType)
-    assert kind._dispose is not ffi.ObjectRef._dispose
-    manager = kind()
-    manager.close()
-    manager.close()
-    assert manager.closed
 
 
 def test_a_copy_of_what_holds_a_kernel_holds_the_same_one():

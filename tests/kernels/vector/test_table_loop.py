@@ -8,7 +8,7 @@ import torch
 
 from halfulp.kernels import Trace, same_bits
 from halfulp.kernels import _operations as o
-from halfulp.kernels._device_function import Table, bound, record_words
+from halfulp.kernels._device_function import Table, bind_names, record_word_function
 from halfulp.kernels._operations import (
     add,
     bit_and,
@@ -51,7 +51,7 @@ def run(table, arrays, chunks=None, constants=None, keys=None):
     sums = np.zeros((len(chunks), table.sums))
     constants = np.zeros((1, 1), np.float32) if constants is None else constants
     keys = np.zeros((1, 1), np.uint64) if keys is None else keys
-    key = table.key()
+    key = table.make_key()
     if key not in KERNELS:
         KERNELS[key] = compile_table("test", table)
     kernel = KERNELS[key]
@@ -150,10 +150,10 @@ def test_constants_counters_and_sums(narrow, seed):
         trace.gather_sum("sum", trace.emit("to_float64", (value,), None, "f64"))
         trace.gather_sum("max", bit_and(word(value), np.uint32(0x7FFFFFFF)))
 
-    start = record_words(
+    start = record_word_function(
         lambda low, high, index: add(add(low, mul(high, np.uint32(3))), low_word(index)), *["w32"] * 2, "w64"
     )
-    table = recorded(function, 3, constants=2, start=start, step=1)
+    table = recorded(function, 3, constants=2, stream_start=start, counter_step=1)
     chunks = [[0, 0, 500, 10], [0, 500, 277, 1 << 33]]
     key = np.array([[7 | 11 << 32]], np.uint64)
     sums = run(table, [a, out, kept], chunks, np.array([[9.0, 2.0]], np.float32), key)
@@ -185,8 +185,8 @@ def test_blocks_store_what_their_largest_says(block, seed):
         is_top = select(value == top, np.uint32(1), np.uint32(0))
         o.store8(bytes_, i, add(o.load8(bytes_, i), is_top))
 
-    start = record_words(lambda low, high, index: low_word(index), "w32", "w32", "w64")
-    table = recorded(function, 4, start=start, step=1, block=block)
+    start = record_word_function(lambda low, high, index: low_word(index), "w32", "w32", "w64")
+    table = recorded(function, 4, stream_start=start, counter_step=1, block=block)
     rows, old = x.reshape(7, block).copy(), tops.copy()
     largest = rows.max(1, keepdims=True)
     wanted_codes = codes.reshape(7, block) + (rows == largest)
@@ -225,7 +225,7 @@ def test_rare_masks_are_asked_first(often, seed):
     def function(trace, i, b, values, result):
         value = real(o.load32(values, i))
         large = abs(value) > np.float32(2.0**60)
-        trace.rare.add(large.number)
+        trace.rare_masks.add(large.number)
         small = value * select(large, np.float32(2.0**-80), np.float32(1.0))
         trace.gather_sum("sum", trace.emit("to_float64", (small,), None, "f64"))
         o.store32(values, i, word(small))
@@ -339,7 +339,7 @@ def _twice_moved(x):
 
 
 def test_names_are_bound_in_called_functions_too():
-    assert on_numbers(bound(_twice_moved, {"SHIFT": np.uint32(4)}), np.array([0x1234], np.uint32)) == 0x12
+    assert on_numbers(bind_names(_twice_moved, {"SHIFT": np.uint32(4)}), np.array([0x1234], np.uint32)) == 0x12
     assert on_numbers(_twice_moved, np.array([16], np.uint32)) == 4
 
 

@@ -13,8 +13,8 @@ import torch
 import halfulp as hu
 from halfulp.kernels import KernelMismatchError, divide, floor, select
 from halfulp.optim.step import _run as _run_module
-from halfulp.optim.step._kernel import compiled, table
-from halfulp.optim.step._run import checked
+from halfulp.optim.step._kernel import compile_step, make_step_table
+from halfulp.optim.step._run import compile_and_check
 
 from ... import samples
 from .cases import (
@@ -76,10 +76,10 @@ def test_kernels_that_differ_in_any_piece_have_different_keys():
     for (rule, update, store), codec in zip(samples.covering(combinations(), 12), codecs):
         parameter = torch.nn.Parameter(fit(torch.zeros(2, 32), store))
         optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
-        made = table(optimizer._choose_step_spec(optimizer.param_groups[0], parameter, None, ""))
+        made = make_step_table(optimizer._choose_step_spec(optimizer.param_groups[0], parameter, None, ""))
         trace = made.trace
         own = trace.lines, trace.kinds, trace.stores, trace.sums, made.columns, made.constants, made.block
-        assert known.setdefault(made.key(), own) == own
+        assert known.setdefault(made.make_key(), own) == own
 
 
 def _spec(seed, update="kahan", codec="8bit", **more):
@@ -100,7 +100,7 @@ def _with_constants(spec, names):
 def test_constants_called_shrink_and_grow_change_no_bit(seed):
     spec = _spec(seed)
     renamed = ("shrink", "grow", "w", "g", "u", "huge", "i", "q0", "n0")
-    checked(_with_constants(spec, renamed[: len(spec.rule.constants)]))
+    compile_and_check(_with_constants(spec, renamed[: len(spec.rule.constants)]))
 
 
 def _own_rule(spec, update):
@@ -110,15 +110,15 @@ def _own_rule(spec, update):
 
 def test_a_literal_in_a_rule_is_a_float32(seed):
     spec = _spec(seed, codec="bf16-nearest")
-    checked(_own_rule(spec, lambda w, g, m, v, lr: (0.1 * g - 0.3 * m, g + lr * (m - 0.7 * v), v)))
+    compile_and_check(_own_rule(spec, lambda w, g, m, v, lr: (0.1 * g - 0.3 * m, g + lr * (m - 0.7 * v), v)))
 
 
 def test_a_step_that_is_compiled_to_other_bits_is_named(seed, monkeypatch):
     spec = _own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: (lr * g, m, v))
     other = _own_rule(spec, lambda w, g, m, v, lr: (lr * (g + g), m, v))
-    monkeypatch.setattr(_run_module, "compiled", lambda _: compiled(other))
+    monkeypatch.setattr(_run_module, "compiled", lambda _: compile_step(other))
     with pytest.raises(KernelMismatchError, match="of_mine"):
-        checked(spec)
+        compile_and_check(spec)
 
 
 OUTSIDE = {
@@ -141,20 +141,22 @@ def test_a_rule_that_the_language_has_no_words_for_is_refused_at_its_line(seed, 
     function, says = OUTSIDE[what]
     line = function.__code__.co_firstlineno
     with pytest.raises(TypeError, match=rf"test_fused_steps.py, line {line}, .*{says}.*select, floor, sqrt, divide"):
-        checked(_own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: (lr * function(g, m), m, v)))
+        compile_and_check(
+            _own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: (lr * function(g, m), m, v))
+        )
 
 
 @pytest.mark.parametrize("made", [lambda g, m, v: g, lambda g, m, v: None, lambda g, m, v: (g, m)])
 def test_a_rule_returns_the_update_and_its_states(seed, made):
     with pytest.raises(TypeError, match=r"'of-mine' returns .*: return a tuple of the update, 'exp_avg', 'exp_avg_sq'"):
-        checked(_own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: made(g, m, v)))
+        compile_and_check(_own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: made(g, m, v)))
 
 
 def test_a_rule_selects_and_rounds_down(seed):
     def update(w, g, m, v, lr):
         return lr * select((g > m) & ~(g > 3.0), floor(divide(g, lr)), g), m, v
 
-    checked(_own_rule(_spec(seed, codec="bf16-nearest"), update))
+    compile_and_check(_own_rule(_spec(seed, codec="bf16-nearest"), update))
 
 
 # Names that the kernel binds, with other meanings in this module.
@@ -184,4 +186,4 @@ def test_names_of_a_rules_own_module_mean_what_they_mean_there(seed, update, cod
     own = {"homogeneous": None, "error_feedback": _own_feedback}
     rule = dataclasses.replace(spec.rule, name="own_names", update=_own_names, **own)
     spec = dataclasses.replace(spec, rule=rule)
-    checked(spec)
+    compile_and_check(spec)

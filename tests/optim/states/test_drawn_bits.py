@@ -88,7 +88,7 @@ def test_an_8_bit_code_is_what_its_draw_says(seed, squared):
     random = torch.randint(0, 2**16, (count,), dtype=torch.int32)
     held = [torch.empty(size, dtype=dtype) for size, dtype in codec.tensors("x", roots.shape).values()]
     element = Recording(2)
-    given = element.given("root"), element.given("random", "w32")
+    given = element.add_input("root"), element.add_input("random", "w32")
     codec.save_root(element.arrays, element.index, element.block(), *given)
     run_on_tensors(element.trace, held, {"root": roots, "random": random}, block=64)
     size = roots.double().abs() / held[1].double().repeat_interleave(64) * most**3

@@ -93,7 +93,7 @@ def test_a_positive_second_moment_never_becomes_zero(seed):
 
 def _save_roots(codec, held, roots):
     element = Recording(2)
-    given = element.given("root"), element.given("random", "w32")
+    given = element.add_input("root"), element.add_input("random", "w32")
     codec.save_root(element.arrays, element.index, element.block(), *given)
     random = torch.randint(0, 2**16, roots.shape, dtype=torch.int32)
     run_on_tensors(element.trace, held, {"root": roots, "random": random}, block=codec.block)

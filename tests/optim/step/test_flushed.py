@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels import same_bits
-from halfulp.optim.step import _run
+from halfulp.kernels import _canary, same_bits
 
 COUNT = 256
 
@@ -40,6 +39,8 @@ def test_flushing_changes_no_bit(monkeypatch, dtype, update, state_dtype, engine
     with hu.kernels.engine(engine):
         plain = _trained(dtype, update, state_dtype, None)
         for flushed in (0, 2):
-            monkeypatch.setattr(_run, "_checked", set())  # from the start: kernels are compared under it too
+            monkeypatch.setattr(
+                _canary, "_compared_kernels", set()
+            )  # from the start: kernels are compared under it too
             for one, other in zip(plain, _trained(dtype, update, state_dtype, flushed), strict=True):
                 assert same_bits(one, other), flushed

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels import CHUNK
+from halfulp.kernels import CHUNK_ELEMENTS
 from halfulp.optim.step._run import compile_kernels, reduce_batches
 
 
@@ -40,7 +40,7 @@ def _sums(parameters, reductions, engine, **options):
     return [total for batch in found for total in batch]
 
 
-def _problem(seed, shapes=((7, 5), (2 * CHUNK + 3,), ())):
+def _problem(seed, shapes=((7, 5), (2 * CHUNK_ELEMENTS + 3,), ())):
     generator = torch.Generator().manual_seed(seed)
     parameters = []
     for shape in shapes:

@@ -259,8 +259,8 @@ def test_a_write_to_what_shares_a_counter_is_no_write(seed):
 
 def test_steps_that_repeat_take_the_roster_over(monkeypatch):
     run, made = Run(), []
-    of = Roster.of.__func__
-    monkeypatch.setattr(Roster, "of", classmethod(lambda cls, *given: made.append(1) or of(cls, *given)))
+    of = Roster.from_places.__func__
+    monkeypatch.setattr(Roster, "from_places", classmethod(lambda cls, *given: made.append(1) or of(cls, *given)))
     for number in range(8):  # metered ones among them
         run.step(number)
     assert made == [1]

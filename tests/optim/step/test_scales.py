@@ -14,7 +14,7 @@ from halfulp.kernels import engine, same_bits
 from halfulp.optim._storage import PAYLOADS
 from halfulp.optim.states._codec import Scaled
 from halfulp.optim.step import _scales as words
-from halfulp.optim.step._scales import WINDOWS, reachable_scale, weight_scale
+from halfulp.optim.step._scales import SCALE_WINDOWS, choose_weight_scale
 from halfulp.scaled import ScaledTensor
 
 from ... import samples
@@ -136,13 +136,13 @@ def test_a_weight_that_leaves_the_range_takes_its_scale_along_in_the_same_step(s
 
 
 def test_a_scale_is_kept_inside_its_window_and_powers_of_two_are_exact(seed):
-    for dtype, (low, high, target) in WINDOWS.items():
+    for dtype, (low, high, target) in SCALE_WINDOWS.items():
         assert torch.finfo(dtype).max >= 2.0 ** (high + 1) * 0.99
         for binade in range(low, high + 1):
-            assert weight_scale(dtype, 2.0**-5, 1.5 * 2.0 ** (binade - 5)) == 2.0**-5
+            assert choose_weight_scale(dtype, 2.0**-5, 1.5 * 2.0 ** (binade - 5)) == 2.0**-5
         for binade in (low - 1, high + 1, low - 60):
-            assert weight_scale(dtype, 1.0, 1.5 * 2.0**binade) == 2.0 ** (binade - target)
-        assert weight_scale(dtype, 8.0, 0.0) == 8.0
+            assert choose_weight_scale(dtype, 1.0, 1.5 * 2.0**binade) == 2.0 ** (binade - target)
+        assert choose_weight_scale(dtype, 8.0, 0.0) == 8.0
 
 
 def test_zero_gradients_leave_zeros(seed):
@@ -387,6 +387,22 @@ def _word(x):
     return np.float32(x).view(np.uint32)
 
 
+def _weight_scale(dtype, scale, largest, stored):
+    """The new scale of a weight, by Python's floats, and the factor that brings the payload there."""
+    low, high, target = SCALE_WINDOWS[dtype]
+    binade = math.frexp(largest)[1] - 1
+    if largest == 0 or low <= binade - (math.frexp(scale)[1] - 1) <= high:
+        return scale, 1.0
+    wanted = math.ldexp(1.0, min(max(binade - target, -126), 126))
+    if wanted == scale or stored == 0:
+        return wanted, 1.0
+    reached = max(wanted, math.ldexp(scale, max(math.frexp(stored)[1], 0) - 120))
+    if torch.finfo(dtype).max > 2.0**120:
+        reached = min(reached, math.ldexp(scale, 126))
+    reached = min(reached, 2.0**126)
+    return reached, max(scale / reached, 2.0**-126)
+
+
 def _real(w):
     return float(np.uint32(w).view(np.float32))
 
@@ -401,7 +417,7 @@ def _magnitudes(seed):
     return [0.0, *powers, *sides, *drawn, GREATEST]
 
 
-@pytest.mark.parametrize("dtype", WINDOWS)
+@pytest.mark.parametrize("dtype", SCALE_WINDOWS)
 def test_the_scale_of_a_weight_and_the_factor_to_it_are_the_cpus(seed, dtype):
     new_scale = words.weight_scale_function(dtype)
     most, magnitudes = torch.finfo(dtype).max, _magnitudes(seed)
@@ -410,15 +426,13 @@ def test_the_scale_of_a_weight_and_the_factor_to_it_are_the_cpus(seed, dtype):
     pairs = itertools.product(scales, magnitudes)
     every = 1 if samples.IS_WHOLE else 4  # neighbouring pairs take the next ones
     for present, largest, payload in ((*pair, x) for k, pair in enumerate(pairs) for x in stored[k % every :: every]):
-        scale, factor = weight_scale(dtype, present, largest), 1.0
-        if scale != present:
-            scale, factor = reachable_scale(dtype, present, scale, payload)
+        scale, factor = _weight_scale(dtype, present, largest, payload)
         found = new_scale(_word(present), _word(largest), _word(payload))
         given = f"{present=} {largest=} {payload=}"
         assert _real(found) == scale, given
         assert 2.0**-126 <= scale <= 2.0**127, given
-        assert _real(words.ratio(_word(present), found, _word(payload))) == factor, given
-        assert _real(words.inverse(found)) == 1 / scale, given
+        assert _real(words.compute_scale_ratio(_word(present), found, _word(payload))) == factor, given
+        assert _real(words.invert_scale(found)) == 1 / scale, given
 
 
 @pytest.mark.parametrize("squared", [False, True])
@@ -431,4 +445,4 @@ def test_the_scale_of_a_state_is_the_cpus(seed, dtype, squared):
     for largest in (*_magnitudes(seed), *map(float, np.float32(edges)), *sides):
         found = scale_of(_word(largest))
         assert _real(found) == codec.fitting(largest), largest
-        assert _real(words.inverse(found)) == 1 / codec.fitting(largest)
+        assert _real(words.invert_scale(found)) == 1 / codec.fitting(largest)

@@ -10,9 +10,9 @@ import torch
 
 import halfulp as hu
 from halfulp._torch_versions import HAS_GRADIENT_DTYPE
-from halfulp.kernels import record, select
-from halfulp.kernels._trace import Piece
-from halfulp.kernels.triton._writer import OPTIONS, load_module, piece_source
+from halfulp.kernels import record_function, select
+from halfulp.kernels._trace import RecordedFunction
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_module, word_function_source
 from halfulp.optim._storage import STORES
 from halfulp.optim.step._triton_kernel import triton_source
 
@@ -64,15 +64,15 @@ def test_every_metered_kind_is_written_in_what_triton_can_compile(rule, update, 
 
 
 def test_an_operation_without_a_form_on_blocks_is_refused():
-    trace, (value,) = record(lambda x: [x.trace.emit("logarithm", (x,))], torch.float32, 1)
+    trace, (value,) = record_function(lambda x: [x.trace.emit("logarithm", (x,))], torch.float32, 1)
     with pytest.raises(NotImplementedError, match="logarithm of a device function has no form on Triton's blocks"):
-        piece_source("logarithm", Piece(trace, (value.number,)))
+        word_function_source("logarithm", RecordedFunction(trace, (value.number,)))
 
 
 def test_constants_keep_their_bits():
     numbers = (-0.0, math.nan, 2.0**-149)
-    trace, (value,) = record(lambda x: [select(x < numbers[0], numbers[1], numbers[2])], torch.float32, 1)
-    text = piece_source("chosen", Piece(trace, (value.number,)))
+    trace, (value,) = record_function(lambda x: [select(x < numbers[0], numbers[1], numbers[2])], torch.float32, 1)
+    text = word_function_source("chosen", RecordedFunction(trace, (value.number,)))
     for written in (
         "real(tl.full([], 2147483648, tl.uint32))",
         "real(tl.full([], 2143289344, tl.uint32))",
@@ -96,9 +96,9 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeyp
         raise RuntimeError("no compiler here")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(hu.kernels._engine, "_why_missing", lambda name: "")
+    monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
     monkeypatch.setattr(_triton, "load_module", refuse)
-    monkeypatch.setattr(_launch, "_kernels", {})
+    monkeypatch.setattr(_launch, "_checked_kernels", {})
     case = ("lion", "kahan", "bf16", None, torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="no Triton kernel .* no compiler here"):
         told = _run("triton", 1, *case)[0]
@@ -128,7 +128,7 @@ def test_the_compiler_fuses_and_flushes_nothing(case, capability, monkeypatch, t
     whole = {(position,): [["tt.divisibility", 16]] for position in range(3)}
     kernel = load_module(triton_source(_kind(*case)))["step"]
     source = triton.compiler.ASTSource(kernel, types, {(3,): True}, whole)
-    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS).asm["ptx"]
+    ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=COMPILE_OPTIONS).asm["ptx"]
     instructions = {line.split()[0] for line in ptx.splitlines() if line.startswith("\t") and line.split()}
     assert "ld.global.v4.b32" in ptx, "16 bytes at a time"
     assert not [i for i in instructions if i.startswith("fma") or ".ftz" in i or ".approx" in i or ".full" in i]

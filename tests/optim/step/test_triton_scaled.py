@@ -11,14 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.kernels.triton import _launch
-from halfulp.kernels.triton._writer import OPTIONS, load_module
+from halfulp.kernels.triton._launch import TableKernel, TensorKernel
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_module
 from halfulp.optim._storage import PAYLOADS
 from halfulp.optim.step import _triton_kernel
 from halfulp.optim.step._run import amax_spec
-from halfulp.optim.step._triton_kernel import scales_source, triton_source
+from halfulp.optim.step._scales import scale_table
+from halfulp.optim.step._triton_kernel import triton_source
 from halfulp.scaled import ScaledTensor
 
-from ...kernels.triton.compiled import inexact
+from ...kernels.triton.compiled import inexact, instructions
 from ...kernels.triton.interpreted import interpreted
 from ...kernels.triton.source import check_source
 from ..test_rescaling import PAIRS, walk
@@ -34,6 +36,7 @@ CASES = [
     ("Lion", {}, "stochastic", E5M2, FP32, E5M2),
     ("AdamW", {}, None, FP32, HALF, HALF),
 ]
+FACTORS = torch.linspace(-40, 40, 9)  # exponents of the steps of a random walk
 SHARES = 4
 THIS = "tests.optim.step.test_triton_scaled"
 WIDE = 16_384 + 600  # of two chunks
@@ -112,8 +115,8 @@ def compare(seed, device, share=0, shares=1):
             if wrong or not counted or here.keys() != there.keys() or _kept_scales(a) != _kept_scales(b):
                 found.append(f"{case}: {wrong} {counted=} {_kept_scales(a)} {_kept_scales(b)}")
         for update, dtype in PAIRS[share :: 4 * shares] if device == "cpu" else ():
-            broken, *walked = walk(update, dtype, 9, seed, "triton", steps=2)
-            _, *expected = walk(update, dtype, 9, seed, steps=2)
+            broken, *walked = walk(update, dtype, FACTORS, seed, "triton", steps=2)
+            _, *expected = walk(update, dtype, FACTORS, seed, steps=2)
             if broken or not all(same_bits(a, b) for x, y in zip(walked, expected) for a, b in zip(x, y)):
                 found.append(f"{update} {dtype} on its walk: {broken}")
     return found
@@ -133,7 +136,7 @@ def reach(chosen, device="cpu"):
 class _Operators(TorchDispatchMode):
     """Counts the operators that compute or copy on a device, and those that make the caller wait."""
 
-    FREE = ("detach", "select", "slice", "view", "alias", "empty", "lift_fresh")
+    FREE = ("detach", "select", "slice", "view", "t", "unbind", "alias", "empty", "lift_fresh")
     RANGES = ("_record_function_enter_new", "_record_function_exit")
 
     def __init__(self):
@@ -162,6 +165,17 @@ class _Counted:
         return launch
 
 
+def _counted(launch, launched, name):
+    """A method that launches a kernel, and counts."""
+
+    def run(*arguments):
+        launched.append(name)
+        with _disable_current_modes():
+            launch(*arguments)
+
+    return run
+
+
 def launches(count):
     """Return the operators and the kernels of one step of some parameters; printed when run apart."""
     parameters = [torch.nn.Parameter(ScaledTensor.encode(torch.randn(48), HALF)) for _ in range(count)]
@@ -172,14 +186,15 @@ def launches(count):
             for parameter in parameters:
                 parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
             if step == 2:
-                kinds = _triton_kernel.ScaledKernels
-                ((key, kernels),) = [pair for pair in _launch._kernels.items() if isinstance(pair[1], kinds)]
-                names = ("read", "largest", "choose", "step", "keep")
-                counted = {name: _Counted(getattr(kernels, name), launched, name) for name in names}
-                _launch._kernels[key] = kinds(**counted, amax=kernels.amax)
+                kernels = dict(_launch._checked_kernels)
+                for (key, device), kernel in kernels.items():
+                    if not isinstance(kernel, TensorKernel):
+                        name = "largest" if key.finds_amax else "step"
+                        _launch._checked_kernels[key, device] = _Counted(kernel, launched, name)
+                TensorKernel.launch = _counted(TensorKernel.launch, launched, "choose")
+                TableKernel.__call__ = _counted(TableKernel.__call__, launched, "copy")
             with _Operators() if step == 2 else contextlib.nullcontext() as operators:
                 optimizer.step()
-        _launch._kernels[key] = kernels
     return sorted(operators.found), launched
 
 
@@ -198,9 +213,9 @@ def test_the_largest_payload_limits_the_new_scale_as_in_the_reference():
 def test_a_scaled_step_launches_as_much_for_many_parameters_as_for_one_and_reads_nothing():
     operators, launched = eval(interpreted(THIS, "test.launches(2)"))
     more = eval(interpreted(THIS, "test.launches(150)"))
-    assert launched == ["read", "largest", "choose", "step", "keep"]
+    assert launched == ["copy", "largest", "choose", "step", "copy"]
     assert (operators, launched) == more
-    assert operators == ["zeros", "zeros"], "of the largest magnitudes, and of a meter without rows"
+    assert operators == ["clone"] * 3 + ["ones", "zeros", "zeros"], "none reads a number"
 
 
 def _spec(case, metered=False):
@@ -219,7 +234,7 @@ def test_every_kind_of_scaled_step_is_written_in_what_triton_can_compile(case, m
         text = triton_source(one)
         assert text == triton_source.__wrapped__(one), "not deterministic"
         assert {"element", "step"} <= check_source(text)
-    assert {"read_scales", "choose_scales", "keep_scales", "weight_scale", "ratio"} <= check_source(scales_source(spec))
+    assert {"element", "run"} <= check_source(TensorKernel(scale_table(spec)).source)
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -230,33 +245,28 @@ def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, c
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     spec = _spec(case, metered)
-    scales = load_module(scales_source(spec))
-    table = {"parameters": "*i64", "scales": "*fp32", "count": "i32"}
     step = {"chunks": "*i64", "parameters": "*i64", "meter": "*fp64", "scales": "*fp32", "aligned": "constexpr"}
     kernels = [
         (load_module(triton_source(spec))["step"], step),
         (load_module(triton_source(amax_spec(spec)))["step"], {**step, "meter": "*i32"}),
-        (scales["read_scales"], table),
-        (scales["keep_scales"], table),
-        (scales["choose_scales"], {"parameters": "*i64", "largest": "*i32", "scales": "*fp32", "count": "i32"}),
     ]
     for kernel, types in kernels:
         whole = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types.values()) if kind[0] == "*"}
-        switches = {(4,): True} if "aligned" in types else {}
-        source = triton.compiler.ASTSource(kernel, types, switches, whole)
-        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS).asm["ptx"]
+        source = triton.compiler.ASTSource(kernel, types, {(4,): True}, whole)
+        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=COMPILE_OPTIONS).asm["ptx"]
         lines = [[w for w in line.split() if w[0] != "@"] for line in ptx.splitlines() if line.startswith("\t")]
-        instructions = [words[0] for words in lines if words]
-        assert not inexact(instructions)
-        if types.get("meter") == "*i32":
-            assert any(i.startswith("atom") and i.endswith("max.s32") for i in instructions)
+        found = [words[0] for words in lines if words]
+        assert not inexact(found)
+        if types["meter"] == "*i32":
+            assert any(i.startswith("atom") and i.endswith("max.s32") for i in found)
+    assert not inexact(instructions(TensorKernel(scale_table(spec)), capability, False))
 
 
 def failing(engine_name):
     """Payload and scale after a step whose kernel fails once the scales are chosen; printed when run apart."""
     parameter = torch.nn.Parameter(ScaledTensor.encode(torch.randn(48), HALF))
     optimizer = hu.optim.AdamW([parameter], lr=1e9, weight_update="kahan", report_interval=0)
-    run = _triton_kernel._run
+    run = _triton_kernel._run_step_kernel
 
     def refuse(spec, *rest):
         if not spec.finds_amax:
@@ -267,10 +277,10 @@ def failing(engine_name):
         parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
         optimizer.step()
         before = parameter.detach().decode().tolist()
-        _triton_kernel._run = refuse
+        _triton_kernel._run_step_kernel = refuse
         with contextlib.suppress(RuntimeError):
             optimizer.step()
-        _triton_kernel._run = run
+        _triton_kernel._run_step_kernel = run
     return before == parameter.detach().decode().tolist()
 
 

@@ -10,18 +10,18 @@ import torch
 
 from .._plain_memory import plain
 from .._trace import Trace
-from ..vector._reductions import ACROSS, BLOCK, ReductionSteps
+from ..vector._reductions import BLOCK, NARROW_LANES, ReductionSteps
 from ._launch import on_device
-from ._writer import LONG, OPTIONS, function_sources, load_module, module_source, stored_as, tables_of
+from ._writer import COMPILE_OPTIONS, LONG_TRACE, cast_source, function_sources, join_tables, load_module, module_source
 
 # Instructions up to which a kernel is compiled, in some 10 seconds.
-LONGEST = 8500
-VECTOR = 16
+MOST_INSTRUCTIONS = 8500
+VECTOR_ELEMENTS = 16
 # How an operand lies beside the results: like them, one for all, one per row, one per column.
-_ALIKE, _ONE, _PER_ROW, _PER_COLUMN = range(4)
+_SAME_SHAPE, _ONE_ELEMENT, _ELEMENT_PER_ROW, _ELEMENT_PER_COLUMN = range(4)
 
 
-class Pointwise:
+class PointwiseKernel:
     """A compiled function of elements; calling it fills contiguous results.
 
     Args:
@@ -35,14 +35,14 @@ class Pointwise:
         self, trace: Trace, results: Sequence[int], stored: Sequence[torch.dtype], written: Sequence[torch.dtype]
     ) -> None:
         self._given = trace, tuple(results), tuple(stored), tuple(written)
-        self.size = trace.size()
-        self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG else 256  # whose values registers hold
-        self.values = tables_of(trace)
+        self.size = trace.count_instructions()
+        self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG_TRACE else 256  # whose values registers hold
+        self.values = join_tables(trace)
         # Kept as long as the kernel, since what runs or was captured still reads them.
         self._tables: dict[torch.device, torch.Tensor] = {}
 
     @functools.cached_property
-    def kernel(self) -> Any:
+    def jit_function(self) -> Any:
         """The Triton function.
 
         Raises:
@@ -57,14 +57,24 @@ class Pointwise:
         count, device = first.numel(), first.device
         if not count:
             return
-        held, modes, columns = places(inputs, first.shape, device)
+        held, modes, columns = lay_out_operands(inputs, first.shape, device)
         table = self._tables.get(device)
         if table is None:
             table = torch.tensor(self.values or (0.0,), dtype=torch.float64, device=device)
             self._tables[device] = table
         grid = (-(-count // self.tile),)
         with on_device(device):
-            self.kernel[grid](*held, *outputs, table, count, columns, *modes, count % VECTOR == 0, self.tile, **OPTIONS)
+            self.jit_function[grid](
+                *held,
+                *outputs,
+                table,
+                count,
+                columns,
+                *modes,
+                count % VECTOR_ELEMENTS == 0,
+                self.tile,
+                **COMPILE_OPTIONS,
+            )
 
 
 def pointwise_source(
@@ -79,32 +89,32 @@ def pointwise_source(
     wide = "tl.float64" if trace.dtype == torch.float64 else "tl.float32"
     lines = [
         "if WHOLE:",  # of an argument itself tl.multiple_of says nothing
-        f"    count = count // {VECTOR} * {VECTOR}",
+        f"    count = count // {VECTOR_ELEMENTS} * {VECTOR_ELEMENTS}",
         "i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)",
         "lanes = i < count",
         *(f"x{k} = load(input{k}, i, columns, lanes, mode{k}, TILE).to({wide})" for k in inputs),
         f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
-        *(f"write(output{k} + i, {stored_as(f'y{k}', dtype)}, lanes)" for k, dtype in enumerate(written)),
+        *(f"write(output{k} + i, {cast_source(f'y{k}', dtype)}, lanes)" for k, dtype in enumerate(written)),
     ]
     body = "\n".join(f"    {line}" for line in lines)
     # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
     text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef kernel({', '.join(arguments)}):\n{body}\n"
-    return module_source([_LOAD, *functions], text, trace.size())
+    return module_source([_LOAD_SOURCE, *functions], text, trace.count_instructions())
 
 
-_LOAD = f"""@triton.jit
+_LOAD_SOURCE = f"""@triton.jit
 def load(input, i, columns, lanes, mode: tl.constexpr, TILE: tl.constexpr):
-    if mode == {_ONE}:
+    if mode == {_ONE_ELEMENT}:
         return tl.broadcast_to(tl.load(input), [TILE])
-    elif mode == {_PER_ROW}:
+    elif mode == {_ELEMENT_PER_ROW}:
         return read(input + i // columns, lanes)
-    elif mode == {_PER_COLUMN}:
+    elif mode == {_ELEMENT_PER_COLUMN}:
         return read(input + i % columns, lanes)
     else:
         return read(input + i, lanes)"""
 
 
-def places(
+def lay_out_operands(
     inputs: Sequence[torch.Tensor], shape: torch.Size, device: torch.device
 ) -> tuple[list[torch.Tensor], list[int], int]:
     """Return the operands as a kernel reads them, how each lies beside the results, and the results' columns.
@@ -114,18 +124,18 @@ def places(
     """
     held, modes, columns = [], [], shape[-1] if shape else 1
     for part in map(plain, inputs):
-        mode = _ALIKE
+        mode = _SAME_SHAPE
         if part.device != device:
             if part.dim():
                 raise RuntimeError(f"components lie on {part.device} and {device}: bring them to one device by .to()")
             part = part.to(device)
         if part.shape != shape:
             if part.numel() == 1:
-                mode = _ONE
+                mode = _ONE_ELEMENT
             elif part.shape[-1] == columns and part.numel() == columns:
-                mode = _PER_COLUMN
+                mode = _ELEMENT_PER_COLUMN
             elif part.shape[-1] == 1:
-                part, mode = part.expand(*shape[:-1], 1), _PER_ROW
+                part, mode = part.expand(*shape[:-1], 1), _ELEMENT_PER_ROW
             else:
                 part = part.expand(shape)
         held.append(part.contiguous())
@@ -133,12 +143,13 @@ def places(
     return held, modes, columns
 
 
-_TILE = 128  # columns of a program, where there are at least ACROSS
-_SHORT = 40  # instructions of a step up to which a block's rows are written out, so that they load together
-_NUMBERS = ("rows", "columns", "length", "segments", "divisor", "several", "tiles")
+_TILE_COLUMNS = 128  # columns of a program, where there are at least ACROSS
+# Instructions of a step up to which a block's rows are written out, so that they load together.
+_UNROLLED_INSTRUCTIONS = 40
+_SIZE_ARGUMENTS = ("rows", "columns", "length", "segments", "divisor", "several", "tiles")
 
 
-class Reduction:
+class ReductionKernel:
     """A compiled reduction; calling it fills the results.
 
     Args:
@@ -151,7 +162,7 @@ class Reduction:
         self._given = steps, tuple(stored), tuple(written)
 
     @functools.cached_property
-    def kernel(self) -> Any:
+    def jit_function(self) -> Any:
         """The Triton function.
 
         Raises:
@@ -173,14 +184,14 @@ class Reduction:
             divisor: of a mean.
         """
         many, rows, columns, length, segments, several = cut
-        narrow = columns < ACROSS
-        lanes = ACROSS if narrow else _TILE
+        narrow = columns < NARROW_LANES
+        lanes = NARROW_LANES if narrow else _TILE_COLUMNS
         tiles = 1 if narrow else -(-columns // lanes)
         if not many * segments * columns:
             return
         with on_device(made[0].device):
             # One axis: CUDA's second one ends at 65,535.
-            self.kernel[(many * segments * tiles,)](
+            self.jit_function[(many * segments * tiles,)](
                 *parts,
                 *made,
                 rows,
@@ -198,7 +209,7 @@ class Reduction:
 
 def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], written: tuple[torch.dtype, ...]) -> str:
     """Return the source of the module, with the kernel `kernel(inputs, outputs, numbers, LANES)`."""
-    pieces = steps.recorded(len(stored))
+    pieces = steps.record_steps(len(stored))
     functions = dict.fromkeys(
         text
         for name, (trace, results) in zip(("step", "join", "merge", "close"), pieces)
@@ -210,7 +221,7 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
         for name, count in (("state", steps.width), ("held", steps.width), ("other", steps.width), ("row", len(stored)))
     )
     begin = [steps.start] + [0.0] * (steps.width - 1)
-    written_out = pieces[0][0].size() <= _SHORT
+    written_out = pieces[0][0].count_instructions() <= _UNROLLED_INSTRUCTIONS
 
     def call(name: str, results: Sequence[str], given: Sequence[str]) -> str:
         # None of these looks constants up.
@@ -263,17 +274,17 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
         "first = turns * 0",
         "while first < turns:",
         *each(block),
-        f"for _ in range({ACROSS.bit_length() - 1}):",
+        f"for _ in range({NARROW_LANES.bit_length() - 1}):",
         *each(merge),
         call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
         "to = segment * columns + lane",
         *(
-            f"tl.store(output{k} + to, {stored_as(f'y{k}', dtype)}, mask=lane < columns)"
+            f"tl.store(output{k} + to, {cast_source(f'y{k}', dtype)}, mask=lane < columns)"
             for k, dtype in enumerate(written)
         ),
     ]
-    numbers = [f"{name}: tl.int64" for name in _NUMBERS]
+    numbers = [f"{name}: tl.int64" for name in _SIZE_ARGUMENTS]
     arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), *numbers, "LANES: tl.constexpr"]
     # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
-    text = f"@triton.jit(do_not_specialize={list(_NUMBERS)})\ndef kernel({', '.join(arguments)}):\n"
+    text = f"@triton.jit(do_not_specialize={list(_SIZE_ARGUMENTS)})\ndef kernel({', '.join(arguments)}):\n"
     return module_source(functions, text + "\n".join(each(lines)) + "\n")

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from .._canary import check_bits
-from .._device_function import STREAM, Table
-from .._engine import note, note_and_warn_once, reference_in_this_thread
-from .._index_map import CHUNK
-from .._operator import under_transform
+from .._device_function import STREAM_INPUTS, Table
+from .._engine import note_and_warn_once, note_fallback, use_reference_in_thread
+from .._index_map import CHUNK_ELEMENTS
+from .._operator import is_under_transform
 from .._trace import Trace
-from ._writer import OPTIONS, element_source, load_module, module_source, needed_lines, piece_source
+from ._writer import COMPILE_OPTIONS, element_source, find_live_lines, load_module, module_source, word_function_source
 
-_kernels: dict[Hashable, Any] = {}
+_checked_kernels: dict[Hashable, Any] = {}
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -36,7 +36,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
-def ready(
+def find_checked_kernel(
     key: Hashable,
     name: str,
     device: torch.device,
@@ -54,28 +54,30 @@ def ready(
         run: (kernel, device) -> what it writes for fixed elements, on the CPU.
         reference: what is to be written, by plain torch on the CPU.
     """
-    known = _kernels.get((key, device), _UNKNOWN)
-    if known is _UNKNOWN:
+    known = _checked_kernels.get((key, device), _NOT_TRIED)
+    if known is _NOT_TRIED:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             # The comparison reads results back, which no capture allows: a call outside of one makes it.
-            note("engine", f"{name} by plain torch operations: its first call was captured into a CUDA graph")
+            note_fallback("engine", f"{name} by plain torch operations: its first call was captured into a CUDA graph")
             return None
-        if under_transform():
-            note("engine", f"{name} by plain torch operations: its first call was under a transform of torch.func")
+        if is_under_transform():
+            note_fallback(
+                "engine", f"{name} by plain torch operations: its first call was under a transform of torch.func"
+            )
             return None  # which would take the comparison for its own
-        known = _kernels[key, device] = _tried(name, device, build, run, reference)
+        known = _checked_kernels[key, device] = _try_kernel(name, device, build, run, reference)
     if known is None:
-        note("engine", f"no Triton kernel for {name} on {device.type}: plain torch instead")
+        note_fallback("engine", f"no Triton kernel for {name} on {device.type}: plain torch instead")
     return known
 
 
-_UNKNOWN = object()
+_NOT_TRIED = object()
 
 
-def _tried(name: str, device: torch.device, build: Any, run: Any, reference: Any) -> Any:
+def _try_kernel(name: str, device: torch.device, build: Any, run: Any, reference: Any) -> Any:
     try:
         kernel = build()
-        with reference_in_this_thread():  # an engine that was asked for may not run what the CPU does on the way
+        with use_reference_in_thread():  # an engine that was asked for may not run what the CPU does on the way
             check_bits(name, lambda: run(kernel, device), lambda: list(reference()))
     except torch.OutOfMemoryError:
         raise  # which says nothing of the kernel
@@ -86,8 +88,8 @@ def _tried(name: str, device: torch.device, build: Any, run: Any, reference: Any
     return kernel
 
 
-TILE = 1024
-VECTOR = 16
+TILE_ELEMENTS = 1024
+VECTOR_BYTES = 16
 _LANES_PER_WARP = 256
 
 
@@ -100,11 +102,11 @@ class TensorKernel:
 
     Attributes:
         table: what is read, computed and written; its columns are the tensors.
-        in_memory: constants that a launch reads from the device's memory, in the order in which they lie there.
+        memory_constants: constants that a launch reads from the device's memory, in the order in which they lie there.
     """
 
     table: Table
-    in_memory: tuple[int, ...] = ()
+    memory_constants: tuple[int, ...] = ()
 
     @functools.cached_property
     def run(self) -> Any:
@@ -118,35 +120,35 @@ class TensorKernel:
     @functools.cached_property
     def source(self) -> str:
         """The text of the module."""
-        return _source(self)
+        return _module_text(self)
 
     @functools.cached_property
-    def constants(self) -> tuple[int, ...]:
+    def argument_constants(self) -> tuple[int, ...]:
         """The constants that a launch takes as arguments, by their number."""
-        used = sorted(extra[1] for extra, _ in _inputs(self.table.trace) if extra[0] == "constant")
-        return tuple(k for k in used if k not in self.in_memory)
+        used = sorted(extra[1] for extra, _ in _find_inputs(self.table.trace) if extra[0] == "constant")
+        return tuple(k for k in used if k not in self.memory_constants)
 
     @functools.cached_property
-    def tile(self) -> tuple[int, int]:
+    def tile_shape(self) -> tuple[int, int]:
         """Rows and columns of a tile; a block is padded to a power of two, and is a row."""
-        columns = 1 << (self.table.block - 1).bit_length() if self.table.block else TILE
-        return max(1, TILE // columns), columns
+        columns = 1 << (self.table.block - 1).bit_length() if self.table.block else TILE_ELEMENTS
+        return max(1, TILE_ELEMENTS // columns), columns
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
         """Triton's compile options."""
-        rows, columns = self.tile
-        return OPTIONS | {"num_warps": max(OPTIONS["num_warps"], rows * columns // _LANES_PER_WARP)}
+        rows, columns = self.tile_shape
+        return COMPILE_OPTIONS | {"num_warps": max(COMPILE_OPTIONS["num_warps"], rows * columns // _LANES_PER_WARP)}
 
     def is_ragged(self, length: int) -> bool:
         """Return whether rows of a length are not cut into whole blocks of a power of two."""
         block = self.table.block
-        return block is not None and (block != self.tile[1] or length % block != 0)
+        return block is not None and (block != self.tile_shape[1] or length % block != 0)
 
-    def arguments(self, words: np.ndarray) -> tuple[int, ...]:
+    def constant_arguments(self, words: np.ndarray) -> tuple[int, ...]:
         """Return the constants of a launch from all of the table's, by their bits."""
         signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
-        return tuple(signed[list(self.constants)].tolist())
+        return tuple(signed[list(self.argument_constants)].tolist())
 
     def launch(
         self,
@@ -165,7 +167,7 @@ class TensorKernel:
             device: where the tensors lie.
             addresses: of the tensors' first elements.
             count: elements of each.
-            constants: as `arguments` returns them.
+            constants: as `constant_arguments` returns them.
             keys: of the random words.
             length: elements of a row, where there are blocks.
             memory: address of the constants in memory, or of the word that takes the largest.
@@ -173,12 +175,12 @@ class TensorKernel:
         """
         if not count:
             return
-        rows, columns = self.tile
+        rows, columns = self.tile_shape
         length = count if length is None else length
         ragged = self.is_ragged(length)
         per_row = -(-length // self.table.block) if self.table.block else 0
         programs = -(-(count // length * per_row) // rows) if ragged else -(-count // (rows * columns))
-        halves = [half for key in keys for half in _halves(key)]
+        halves = [half for key in keys for half in _split_key(key)]
         # Triton's interpreter runs by NumPy, which warns of infinities.
         with np.errstate(all="ignore") if device.type == "cpu" else on_device(device):
             self.run[(programs,)](
@@ -195,34 +197,34 @@ def is_aligned(addresses: Sequence[int], count: int) -> bool:
     together = count
     for place in addresses:
         together |= place
-    return together % VECTOR == 0
+    return together % VECTOR_BYTES == 0
 
 
-def fixed_memory(x: torch.Tensor, device: torch.device, aligned: bool) -> torch.Tensor:
+def copy_with_alignment(x: torch.Tensor, device: torch.device, aligned: bool) -> torch.Tensor:
     """Return a copy of x on a device, which begins one element behind aligned memory where it is not to be aligned."""
     flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[0 if aligned else 1 :]
     return flat[: x.numel()].view(x.shape).copy_(x)
 
 
-def _halves(key: int) -> tuple[int, int]:
+def _split_key(key: int) -> tuple[int, int]:
     """Return the low and the high word of a key as signed integers, which Triton gives one type whatever the key."""
-    return _signed(key & 0xFFFFFFFF), _signed(key >> 32)
+    return _to_signed_word(key & 0xFFFFFFFF), _to_signed_word(key >> 32)
 
 
-def _signed(word: int) -> int:
+def _to_signed_word(word: int) -> int:
     return (word ^ 0x80000000) - 0x80000000
 
 
 # source ------------------------------------------------------------------------------------------------------
 
 
-def _inputs(trace: Trace) -> list[tuple[Any, str]]:
+def _find_inputs(trace: Trace) -> list[tuple[Any, str]]:
     """Return the inputs on which what is written depends, with their kinds."""
-    lines = [(trace.lines[number], trace.kinds[number]) for number in sorted(needed_lines(trace))]
+    lines = [(trace.lines[number], trace.kinds[number]) for number in sorted(find_live_lines(trace))]
     return [(extra, kind) for (operation, _, extra), kind in lines if operation == "input"]
 
 
-def _sizes(trace: Trace) -> dict[int, int]:
+def _find_element_sizes(trace: Trace) -> dict[int, int]:
     """Return the bytes of an element of each column.
 
     Raises:
@@ -235,12 +237,12 @@ def _sizes(trace: Trace) -> dict[int, int]:
     return {column: bits // 8 for column, bits, _ in arrays}
 
 
-def _source(kernel: TensorKernel) -> str:
+def _module_text(kernel: TensorKernel) -> str:
     table, trace = kernel.table, kernel.table.trace
-    inputs = _inputs(trace)
-    arguments: dict[object, str] = {column: f"b{column}" for column in sorted(_sizes(trace))}
+    inputs = _find_inputs(trace)
+    arguments: dict[object, str] = {column: f"b{column}" for column in sorted(_find_element_sizes(trace))}
     arguments |= {extra: f"{extra[0]}{extra[1]}" for extra, _ in inputs}
-    functions = [] if table.start is None else [piece_source("start_stream", table.start)]
+    functions = [] if table.stream_start is None else [word_function_source("start_stream", table.stream_start)]
     element = element_source("element", trace, arguments)
     return module_source([*functions, element], _kernel_text(kernel, list(arguments.values()), inputs))
 
@@ -248,22 +250,22 @@ def _source(kernel: TensorKernel) -> str:
 def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[Any, str]]) -> str:
     """Return the source of the kernel: one program per tile."""
     table, kinds = kernel.table, dict(inputs)
-    draws = any(extra in STREAM for extra in kinds)
+    draws = any(extra in STREAM_INPUTS for extra in kinds)
     types = {f"a{column}": "tl.int64" for column in range(table.columns)}
-    for k in kernel.constants:
+    for k in kernel.argument_constants:
         types[f"c{k}"] = f"tl.int{kinds['constant', k][1:]}"
-    types |= {f"key_{half}": "tl.int32" for half in ("low", "high") if table.start}
+    types |= {f"key_{half}": "tl.int32" for half in ("low", "high") if table.stream_start}
     types |= dict.fromkeys(("memory", "count", "length", "per_row"), "tl.int64")
-    lines = [f"constant{k} = {_typed_scalar(f'c{k}', kinds['constant', k])}" for k in kernel.constants]
-    for slot, k in enumerate(kernel.in_memory):
+    lines = [f"constant{k} = {_typed_scalar(f'c{k}', kinds['constant', k])}" for k in kernel.argument_constants]
+    for slot, k in enumerate(kernel.memory_constants):
         width, kind = kinds["constant", k][1:], kinds["constant", k]
         lines.append(
             f"constant{k} = {_typed_scalar(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}"
         )
     lines += [f"{half} = key_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high") if draws]
-    lines += _block_lines(kernel, draws) if table.block else _offset_lines(kernel, draws)
+    lines += _block_tile_lines(kernel, draws) if table.block else _element_tile_lines(kernel, draws)
     call = f"element(offsets, offsets, {', '.join(arguments)}, lanes, aligned)"
-    lines += _largest(table.trace, call) if table.trace.sums else [call]
+    lines += _largest_word_lines(table.trace, call) if table.trace.sums else [call]
     body = "\n".join(f"    {line}" for line in lines)
     typed = ", ".join(f"{name}: {kind}" for name, kind in types.items())
     # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
@@ -279,30 +281,30 @@ def _typed_scalar(value: str, kind: str) -> str:
     return word if kind[0] == "w" else f"{word}.to(tl.float{width}, bitcast=True)"
 
 
-def _whole_tiles(kernel: TensorKernel, offsets: str, draws: bool) -> list[str]:
+def _dense_tile_lines(kernel: TensorKernel, offsets: str, draws: bool) -> list[str]:
     """Return the lines of tiles without gaps; addresses move to a tile's start, so that offsets have 32 bits."""
-    rows, columns = kernel.tile
-    step = f"tl.full([], {kernel.table.step}, tl.uint32)"
-    moved = [f"b{c} = a{c} + first * {size}" for c, size in sorted(_sizes(kernel.table.trace).items())]
+    rows, columns = kernel.tile_shape
+    step = f"tl.full([], {kernel.table.counter_step}, tl.uint32)"
+    moved = [f"b{c} = a{c} + first * {size}" for c, size in sorted(_find_element_sizes(kernel.table.trace).items())]
     drawn = ["begun, own0 = start_stream(low, high, first)", f"counter0 = begun + offsets.to(tl.uint32) * {step}"]
     return [
         f"first = tl.program_id(0).to(tl.int64) * {rows * columns}",
         f"rest = tl.minimum(count - first, {rows * columns}).to(tl.int32)",
         "if aligned:",
-        f"    rest = tl.multiple_of(rest, {VECTOR})",
+        f"    rest = tl.multiple_of(rest, {VECTOR_BYTES})",
         offsets,
         *moved,
         *(drawn if draws else []),
     ]
 
 
-def _offset_lines(kernel: TensorKernel, draws: bool) -> list[str]:
-    return [*_whole_tiles(kernel, f"offsets = tl.arange(0, {TILE})", draws), "lanes = offsets < rest"]
+def _element_tile_lines(kernel: TensorKernel, draws: bool) -> list[str]:
+    return [*_dense_tile_lines(kernel, f"offsets = tl.arange(0, {TILE_ELEMENTS})", draws), "lanes = offsets < rest"]
 
 
-def _block_lines(kernel: TensorKernel, draws: bool) -> list[str]:
-    (rows, columns), block = kernel.tile, kernel.table.block
-    whole = _whole_tiles(kernel, f"offsets = blocks * {columns} + places", draws)
+def _block_tile_lines(kernel: TensorKernel, draws: bool) -> list[str]:
+    (rows, columns), block = kernel.tile_shape, kernel.table.block
+    whole = _dense_tile_lines(kernel, f"offsets = blocks * {columns} + places", draws)
     ragged = [
         # Whole rows are cut into blocks, of which a row's last may be shorter.
         f"number = tl.program_id(0).to(tl.int64) * {rows} + blocks.to(tl.int64)",
@@ -311,7 +313,7 @@ def _block_lines(kernel: TensorKernel, draws: bool) -> list[str]:
         f"size = tl.minimum(length - begin, {block})",
         "offsets = row * length + begin + places.to(tl.int64)",
         "lanes = (places < size) & (offsets < count)",
-        *(f"b{column} = a{column}" for column in sorted(_sizes(kernel.table.trace))),
+        *(f"b{column} = a{column}" for column in sorted(_find_element_sizes(kernel.table.trace))),
         *(["counter0, own0 = start_stream(low, high, offsets)"] if draws else []),
     ]
     return [
@@ -324,7 +326,7 @@ def _block_lines(kernel: TensorKernel, draws: bool) -> list[str]:
     ]
 
 
-def _largest(trace: Trace, call: str) -> list[str]:
+def _largest_word_lines(trace: Trace, call: str) -> list[str]:
     """Return the lines that find the largest word of all elements."""
     ((how, number),) = trace.sums
     if how != "max" or trace.kinds[number] != "w32":
@@ -336,7 +338,7 @@ def _largest(trace: Trace, call: str) -> list[str]:
     ]
 
 
-PARTS = CHUNK // TILE
+TILES_PER_CHUNK = CHUNK_ELEMENTS // TILE_ELEMENTS
 
 
 class TableKernel:
@@ -347,21 +349,21 @@ class TableKernel:
         tile: elements of a program, a power of two that divides CHUNK.
     """
 
-    def __init__(self, table: Table, tile: int = TILE) -> None:
-        self.tile = tile
+    def __init__(self, table: Table, tile: int = TILE_ELEMENTS) -> None:
+        self.tile_shape = tile
         arguments = {column: f"a{column}" for column in range(table.columns)}
         given = ", ".join(arguments.values())
         lines = [
             *chunk_lines(),
             f"row = pointers + r * {table.columns}",
             *(f"{name} = tl.load(row + {column})" for column, name in arguments.items()),
-            *line_lines(tile),
+            *element_lines(tile),
             f"element(i, b, {given}, lanes, aligned)",
         ]
         body = "\n".join(f"    {line}" for line in lines)
         text = f"@triton.jit\ndef run(chunks, pointers, aligned: tl.constexpr):\n{body}\n"
         functions = [element_source("element", table.trace, dict(arguments))]
-        self.source = module_source(functions, text, table.trace.size())
+        self.source = module_source(functions, text, table.trace.count_instructions())
 
     @functools.cached_property
     def run(self) -> Any:
@@ -380,15 +382,15 @@ class TableKernel:
             pointers: int64 array of shape (rows, columns); 0 for arrays that are not read.
             device: where the arrays lie.
         """
-        rows = (pointers % VECTOR == 0).all(1)
-        whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR == 0).all(1)
+        rows = (pointers % VECTOR_BYTES == 0).all(1)
+        whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR_BYTES == 0).all(1)
         table = to_device(pointers, device)
         for aligned in (True, False):
             some = chunks[whole == aligned]
             if len(some):
-                grid = len(some), -(-int(some[:, 2].max()) // self.tile)
+                grid = len(some), -(-int(some[:, 2].max()) // self.tile_shape)
                 with np.errstate(all="ignore"), on_device(device):  # Triton's interpreter runs by NumPy, which warns
-                    self.run[grid](to_device(some, device), table, aligned, **OPTIONS)
+                    self.run[grid](to_device(some, device), table, aligned, **COMPILE_OPTIONS)
 
 
 def chunk_lines() -> list[str]:
@@ -400,13 +402,13 @@ def chunk_lines() -> list[str]:
         "length = tl.load(chunks + 4 * c + 2)",
         "start = tl.load(chunks + 4 * c + 3)",
         "if aligned:",
-        f"    begin = tl.multiple_of(begin, {VECTOR})",
-        f"    length = tl.multiple_of(length, {VECTOR})",
+        f"    begin = tl.multiple_of(begin, {VECTOR_BYTES})",
+        f"    length = tl.multiple_of(length, {VECTOR_BYTES})",
         "r = tl.load(chunks + 4 * c)",
     ]
 
 
-def line_lines(tile: int = TILE) -> list[str]:
+def element_lines(tile: int = TILE_ELEMENTS) -> list[str]:
     """Return the lines of a kernel that number the elements of a tile in a line."""
     return [
         f"offsets = (part * {tile} + tl.arange(0, {tile})).to(tl.int64)",

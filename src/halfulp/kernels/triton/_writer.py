@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._trace import Piece, Trace
+from .._trace import RecordedFunction, Trace
 from . import _operations as operations
 
 # No fused multiply-add: it rounds once where the reference rounds twice.
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-LONG = 1000  # instructions, with those of calls, of a trace that takes too long to compile like others
-_INFIX = {
+COMPILE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+LONG_TRACE = 1000  # instructions, with those of calls, of a trace that takes too long to compile like others
+_INFIX_OPERATORS = {
     **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "==", "ne": "!="},
     **{"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"},
 }
 # What an operation is as an expression of its operands x, y and z, where reals of 64 bits have the same one.
-_FORMS = {
+_EXPRESSIONS = {
     "abs": "absolute({x})",
     "neg": "negative({x})",
     "not": "{x} == 0",
@@ -46,15 +46,15 @@ _FORMS = {
     "block_largest": "block_largest({x})",
 }
 # Triton's sqrt_rn takes float32 alone; its plain root rounds float64 correctly.
-_WIDE_FORMS = _FORMS | {
+_FLOAT64_EXPRESSIONS = _EXPRESSIONS | {
     "abs": "absolute64({x})",
     "neg": "negative64({x})",
     "div": "divide64({x}, {y})",
     "sqrt": "tl.sqrt({x})",
     "to_word": "{x}.to(tl.int32).to(tl.uint32, bitcast=True).to(tl.uint64)",
 }
-_REALS = ("product_error", "rint", "power_below", "exponent", "power")  # named by their width
-_TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
+_REAL_OPERATIONS = ("product_error", "rint", "power_below", "exponent", "power")  # named by their width
+_TRITON_TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
 
 
 def module_source(functions: Iterable[str], kernel: str, size: int = 0) -> str:
@@ -67,7 +67,7 @@ def module_source(functions: Iterable[str], kernel: str, size: int = 0) -> str:
     """
     known = {name: f for name, f in vars(operations).items() if inspect.isfunction(f)}
     texts = {name: f"@triton.jit\n{inspect.getsource(function).rstrip()}" for name, function in known.items()}
-    if size > LONG:
+    if size > LONG_TRACE:
         texts |= {name: texts[f"{name}_apart"].replace("_apart", "") for name in ("read", "write")}
     written = "\n\n\n".join([*functions, kernel])
     for name, text in reversed(texts.items()):  # each stands behind those that it calls
@@ -84,14 +84,14 @@ def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str
         trace: the instructions.
         arguments: names of the addresses by their columns, and of the inputs that are used.
     """
-    lines = _lines(trace, arguments, needed_lines(trace))
+    lines = _write_lines(trace, arguments, find_live_lines(trace))
     for (address, bits, per_block), number in trace.stores.items():
         place = arguments[trace.lines[address][2]]
         lines.append(f"store{bits}({place}, {'b[:, None]' if per_block else 'i'}, v{number}, lanes, aligned)")
     for address, number, word, _ in trace.deposits:
         lines.append(f"deposit64({arguments[trace.lines[address][2]]}, v{number}, v{word}, lanes)")
     lines += [f"return {', '.join(f'v{number}' for _, number in trace.sums)}"] if trace.sums else []
-    return _function(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
+    return _function_text(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
 
 
 def function_sources(name: str, trace: Trace, results: Sequence[int]) -> list[str]:
@@ -100,16 +100,16 @@ def function_sources(name: str, trace: Trace, results: Sequence[int]) -> list[st
     Each takes `tables` behind its inputs, the address of the values of `tables_of(trace)`, and returns its results.
     """
     found: dict[str, str] = {}
-    _collect_functions(name, trace, results, _offsets(trace), found)
+    _collect_functions(name, trace, results, _find_table_offsets(trace), found)
     return list(found.values())
 
 
-def tables_of(trace: Trace) -> tuple[float, ...]:
+def join_tables(trace: Trace) -> tuple[float, ...]:
     """Return the constants that a trace and those that it calls look up, one table behind the other."""
-    return tuple(value for table in _offsets(trace) for value in table)
+    return tuple(value for table in _find_table_offsets(trace) for value in table)
 
 
-def stored_as(name: str, dtype: torch.dtype) -> str:
+def cast_source(name: str, dtype: torch.dtype) -> str:
     """Return a real in a dtype in memory, to nearest; a float64 of 16 bits goes through float32, which is exact."""
     if dtype == torch.bfloat16:
         return f"to_bfloat16({name}.to(tl.float32))"
@@ -118,7 +118,7 @@ def stored_as(name: str, dtype: torch.dtype) -> str:
     return f"{name}.to({'tl.float64' if dtype == torch.float64 else 'tl.float32'})"
 
 
-def piece_source(name: str, piece: Piece) -> str:
+def word_function_source(name: str, piece: RecordedFunction) -> str:
     """Return the source of a device function of words.
 
     >>> from halfulp.kernels._device_function import record_words
@@ -133,13 +133,13 @@ def piece_source(name: str, piece: Piece) -> str:
     count = sum(line[0] == "input" for line in piece.trace.lines)
     names = {k: f"x{k}" for k in range(count)}
     results = ", ".join(f"v{k}" for k in piece.results)
-    lines = [*_lines(piece.trace, names, needed_lines(piece.trace, piece.results)), f"return {results}"]
-    return _function(name, list(names.values()), lines)
+    lines = [*_write_lines(piece.trace, names, find_live_lines(piece.trace, piece.results)), f"return {results}"]
+    return _function_text(name, list(names.values()), lines)
 
 
-def needed_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
+def find_live_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
     """Return the numbers of the instructions on which results, and what a trace stores and sums up, depend."""
-    needed = {*results, *trace.needed()}
+    needed = {*results, *trace.find_live_outs()}
     for number in reversed(range(len(trace.lines))):
         if number in needed:
             needed.update(trace.lines[number][1])
@@ -160,19 +160,19 @@ def load_module(source: str) -> dict[str, object]:
     return namespace
 
 
-def _offsets(trace: Trace) -> dict[tuple[float, ...], int]:
+def _find_table_offsets(trace: Trace) -> dict[tuple[float, ...], int]:
     """Return where each table begins."""
     found: dict[tuple[float, ...], int] = {}
-    for one in _traces(trace):
+    for one in _walk_called_traces(trace):
         for table in one.tables:
             found.setdefault(table, sum(map(len, found)))
     return found
 
 
-def _traces(trace: Trace) -> Iterator[Trace]:
+def _walk_called_traces(trace: Trace) -> Iterator[Trace]:
     yield trace
     for piece in trace.functions:
-        yield from _traces(piece.trace)
+        yield from _walk_called_traces(piece.trace)
 
 
 def _collect_functions(
@@ -188,15 +188,18 @@ def _collect_functions(
     names |= {("call", k): one for k, one in enumerate(called)}
     names |= {("table", k): str(offsets[table]) for k, table in enumerate(trace.tables)}
     inputs = [names[k] for k in names if isinstance(k, int)]
-    lines = [*_lines(trace, names, needed_lines(trace, results)), f"return {', '.join(f'v{k}' for k in results)}"]
-    found[name] = _function(name, [*inputs, "tables"], lines)
+    lines = [
+        *_write_lines(trace, names, find_live_lines(trace, results)),
+        f"return {', '.join(f'v{k}' for k in results)}",
+    ]
+    found[name] = _function_text(name, [*inputs, "tables"], lines)
 
 
-def _function(name: str, arguments: Iterable[str], lines: Iterable[str]) -> str:
+def _function_text(name: str, arguments: Iterable[str], lines: Iterable[str]) -> str:
     return "\n".join(["@triton.jit", f"def {name}({', '.join(arguments)}):", *(f"    {line}" for line in lines)])
 
 
-def _lines(trace: Trace, names: Mapping[Any, str], needed: set[int]) -> list[str]:
+def _write_lines(trace: Trace, names: Mapping[Any, str], needed: set[int]) -> list[str]:
     found = []
     for number, ((operation, operands, extra), kind) in enumerate(zip(trace.lines, trace.kinds)):
         if number not in needed or operation in ("address", "index", "block"):
@@ -206,11 +209,13 @@ def _lines(trace: Trace, names: Mapping[Any, str], needed: set[int]) -> list[str
             given = ", ".join([*(f"v{k}" for k in operands), "tables"])
             found.append(f"{made} = {names['call', extra]}({given})")
             continue
-        found.append(f"v{number} = {_expression(trace, operation, operands, extra, kind, names)}")
+        found.append(f"v{number} = {_write_expression(trace, operation, operands, extra, kind, names)}")
     return found
 
 
-def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind: str, names: Mapping[Any, str]) -> str:
+def _write_expression(
+    trace: Trace, operation: str, operands: tuple, extra: Any, kind: str, names: Mapping[Any, str]
+) -> str:
     values = [f"v{k}" for k in operands]
     name = operation.removeprefix("word_").removeprefix("mask_")
     if operation == "input":
@@ -219,9 +224,9 @@ def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind:
         array = names[trace.lines[operands[0]][2]]
         return f"load{extra[0]}_of_block({array}, b)" if extra[1] else f"load{extra[0]}({array}, i, lanes, aligned)"
     if operation == "constant":
-        return _number(float.fromhex(extra if isinstance(extra, str) else extra[0]), kind)
+        return _write_constant(float.fromhex(extra if isinstance(extra, str) else extra[0]), kind)
     if operation == "word":
-        return f"tl.full([], {extra[0]}, {_TYPES[kind]})"
+        return f"tl.full([], {extra[0]}, {_TRITON_TYPES[kind]})"
     if operation == "bits":
         return f"{'real' if kind[0] == 'f' else 'word'}{'64' if kind[1:] == '64' else ''}({values[0]})"
     if operation == "part":
@@ -229,19 +234,19 @@ def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind:
     if operation == "gather":
         last = len(trace.tables[extra]) - 1
         return f"gather(tables + {names['table', extra]}, {values[0]}, {last})"
-    if name in _INFIX:
-        return f"{values[0]} {_INFIX[name]} {values[1]}"
-    if operation in _REALS:
+    if name in _INFIX_OPERATORS:
+        return f"{values[0]} {_INFIX_OPERATORS[name]} {values[1]}"
+    if operation in _REAL_OPERATIONS:
         return f"{operation}{kind[1:]}({', '.join(values)})"
-    if operation not in _FORMS:
+    if operation not in _EXPRESSIONS:
         raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
-    return (_WIDE_FORMS if kind[1:] == "64" else _FORMS)[operation].format(**dict(zip("xyz", values)))
+    return (_FLOAT64_EXPRESSIONS if kind[1:] == "64" else _EXPRESSIONS)[operation].format(**dict(zip("xyz", values)))
 
 
-def _number(value: float, kind: str) -> str:
+def _write_constant(value: float, kind: str) -> str:
     """Return a constant as a typed scalar; a zero's sign and a NaN by their bits."""
     if not math.isfinite(value) or (value == 0 and math.copysign(1.0, value) < 0):
         if kind == "f32":
             return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"
         return f"real64(tl.full([], {int(np.float64(value).view(np.uint64))}, tl.uint64))"
-    return f"tl.full([], {value!r}, {_TYPES[kind]})"
+    return f"tl.full([], {value!r}, {_TRITON_TYPES[kind]})"

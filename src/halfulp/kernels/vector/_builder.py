@@ -1,8 +1,5 @@
 """The builder of LLVM loops: vector lanes, types, memory of every dtype, float16, choices by class of number.
 
-Without instructions for them LLVM calls functions of a runtime library that is not there when code is compiled in
-memory, and the process dies. The first argument of both functions is a `VectorBuilder`.
-
 VFIXUPIMM replaces a number by a constant where another one is of some classes. It takes the place of a difference, a
 comparison and a masked move in x where w - w == 0, else 0, which device functions write for finite numbers.
 """
@@ -10,102 +7,59 @@ comparison and a masked move in x where w - w == 0, else 0, which device functio
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .._trace import Trace
-from ._processor import has_features, has_half_conversions
-
-_INFINITY, _QUIET = 0x7F800000, 0x400000
-# Between the exponent fields of float32 and float16.
-_BIAS = 112
-
-
-def _words_like(vectors, value):
-    """Return the builder, the type of as many 32-bit words as a value has lanes, and what makes constants of it."""
-    words = vectors.like(value, vectors.i32)
-    return vectors.b, words, functools.partial(vectors.constant, words)
+from ._processor import has_features
 
 
 def half_to_float(vectors, raw):
     """16-bit words that hold float16 as float32, exactly; a NaN becomes a quiet one."""
-    real, (b, words, word) = vectors.like(raw, vectors.f32), _words_like(vectors, raw)
-    if has_half_conversions():
-        return b.fpext(b.bitcast(raw, vectors.like(raw, vectors.f16)), real)
-
-    bits = b.zext(raw, words)
-    magnitude = b.and_(bits, word(0x7FFF))
-    normal = b.add(b.shl(magnitude, word(13)), word(_BIAS << 23))
-    below = b.bitcast(b.fmul(b.sitofp(magnitude, real), vectors.constant(real, 2.0**-24)), words)
-    beyond = b.or_(b.shl(magnitude, word(13)), word(_INFINITY))
-    quiet = b.or_(beyond, word(_QUIET))
-    beyond = b.select(b.icmp_unsigned(">", magnitude, word(0x7C00)), quiet, beyond)
-    found = b.select(b.icmp_unsigned("<", magnitude, word(0x400)), below, normal)
-    found = b.select(b.icmp_unsigned("<", magnitude, word(0x7C00)), found, beyond)
-    sign = b.shl(b.and_(bits, word(0x8000)), word(16))
-    return b.bitcast(b.or_(found, sign), real)
+    return vectors.b.fpext(
+        vectors.b.bitcast(raw, vectors.type_like(raw, vectors.f16)), vectors.type_like(raw, vectors.f32)
+    )
 
 
 def float_to_half(vectors, value):
-    """float32 rounded to nearest, ties to even, as 16-bit words that hold float16.
-
-    The arithmetic does not depend on how the processor treats subnormals.
-    """
-    short, (b, words, word) = vectors.like(value, vectors.i16), _words_like(vectors, value)
-    if has_half_conversions():
-        return b.bitcast(b.fptrunc(value, vectors.like(value, vectors.f16)), short)
-
-    bits = b.bitcast(value, words)
-    magnitude = b.and_(bits, word(0x7FFFFFFF))
-    last = b.and_(b.lshr(magnitude, word(13)), word(1))
-    rounded = b.add(magnitude, b.add(last, word(0xFFF)))
-    normal = b.sub(b.lshr(rounded, word(13)), word(_BIAS << 10))
-    # Neighbours of a float32 beside 1/2 are as far apart as subnormals of float16.
-    below = b.fadd(b.bitcast(magnitude, value.type), vectors.constant(value.type, 0.5))
-    below = b.sub(b.bitcast(below, words), word(0x3F000000))
-    found = b.select(b.icmp_unsigned("<", magnitude, word((_BIAS + 1) << 23)), below, normal)
-    # From 65520 on, half a step above the largest float16, all is infinite.
-    found = b.select(b.icmp_unsigned("<", magnitude, word(0x477FF000)), found, word(0x7C00))
-    payload = b.and_(b.lshr(magnitude, word(13)), word(0x3FF))
-    found = b.select(b.icmp_unsigned(">", magnitude, word(_INFINITY)), b.or_(payload, word(0x7E00)), found)
-    sign = b.and_(b.lshr(bits, word(16)), word(0x8000))
-    return b.trunc(b.or_(found, sign), short)
+    """float32 rounded to nearest, ties to even, as 16-bit words that hold float16."""
+    half = vectors.b.fptrunc(value, vectors.type_like(value, vectors.f16))
+    return vectors.b.bitcast(half, vectors.type_like(value, vectors.i16))
 
 
 # Four bits per class, from the lowest: quiet NaN, signaling NaN, zero, 1, -infinity, infinity, negative, positive.
 # 0 keeps the number, 1 takes the one that is classified; 7 and 8 are -0 and 0.
-_NOT_FINITE, _ZERO, _TAKE_FINITE = 0x00110011, 0x00000100, 0x11001100
-_RESPONSES = {(0.0).hex(): 8, (-0.0).hex(): 7}
+_FIXUP_NOT_FINITE, _FIXUP_ZERO, _FIXUP_TAKE_FINITE = 0x00110011, 0x00000100, 0x11001100
+_FIXUP_RESPONSES = {(0.0).hex(): 8, (-0.0).hex(): 7}
 
 
-def choice(trace: Trace, number: int) -> tuple[int, int, int] | None:
+def find_fixup(trace: Trace, number: int) -> tuple[int, int, int] | None:
     """Return, for a select that chooses by class, the kept and the classified instruction and the table, else None."""
     condition, x, y = trace.lines[number][1]
-    found = _condition(trace, condition)
+    found = _find_classes(trace, condition)
     if found is None:
         return None
     of, classes = found
-    kept, other = (x, y) if classes == _NOT_FINITE else (y, x)
-    response = _response(trace, other)
+    kept, other = (x, y) if classes == _FIXUP_NOT_FINITE else (y, x)
+    response = _find_response(trace, other)
     if response is None:
-        return (y, of, _TAKE_FINITE) if classes == _NOT_FINITE and x == of else None
+        return (y, of, _FIXUP_TAKE_FINITE) if classes == _FIXUP_NOT_FINITE and x == of else None
     return kept, of, classes * response
 
 
-def fits(lanes: int) -> bool:
+def has_fixup_instruction(lanes: int) -> bool:
     """Return whether the processor has the instruction for so many float32."""
     return (lanes == 16 and has_features("avx512f")) or (lanes == 8 and has_features("avx512f", "avx512vl"))
 
 
-def write_choice(b: Any, kept: Any, of: Any, table: int) -> Any:
+def write_fixup(b: Any, kept: Any, of: Any, table: int) -> Any:
     """Write the instruction; `kept` are reals or words."""
     ir = b.ir
     lanes, i32, reals = kept.type.count, b.i32, of.type
     mask = ir.IntType(lanes)
-    given = [reals, reals, b.shape(i32, lanes), i32, mask, *([i32] if lanes == 16 else [])]
+    given = [reals, reals, b.vector_type(i32, lanes), i32, mask, *([i32] if lanes == 16 else [])]
     name = f"llvm.x86.avx512.mask.fixupimm.ps.{32 * lanes}"
     function = b.b.module.globals.get(name) or ir.Function(b.b.module, ir.FunctionType(reals, given), name)
     values = [b.b.bitcast(kept, reals), of, b.constant(given[2], table), ir.Constant(i32, 0)]
@@ -114,33 +68,33 @@ def write_choice(b: Any, kept: Any, of: Any, table: int) -> Any:
     return b.b.bitcast(b.b.call(function, values + current_rounding), kept.type)
 
 
-def _condition(trace: Trace, number: int) -> tuple[int, int] | None:
+def _find_classes(trace: Trace, number: int) -> tuple[int, int] | None:
     """Return of what a mask holds where it is finite, or where it is zero; None for other masks."""
     operation, operands, _ = trace.lines[number]
     if operation == "and":
-        left = [k for k in operands if not _holds(trace, k)]
-        return _condition(trace, left[0]) if len(left) == 1 else None
+        left = [k for k in operands if not _is_always_true(trace, k)]
+        return _find_classes(trace, left[0]) if len(left) == 1 else None
     if operation != "eq" or trace.kinds[operands[0]] != "f32":
         return None
     first, second = operands
     name, terms, _ = trace.lines[first]
-    if name == "sub" and terms[0] == terms[1] and (first == second or _response(trace, second)):
-        return terms[0], _NOT_FINITE
-    return (first, _ZERO) if _response(trace, second) else None
+    if name == "sub" and terms[0] == terms[1] and (first == second or _find_response(trace, second)):
+        return terms[0], _FIXUP_NOT_FINITE
+    return (first, _FIXUP_ZERO) if _find_response(trace, second) else None
 
 
-def _holds(trace: Trace, number: int) -> bool:
+def _is_always_true(trace: Trace, number: int) -> bool:
     """Return whether a mask is true because it compares a word with itself."""
     operation, operands, _ = trace.lines[number]
     return operation == "word_eq" and operands[0] == operands[1]
 
 
-def _response(trace: Trace, number: int) -> int | None:
+def _find_response(trace: Trace, number: int) -> int | None:
     """Return the response that gives a constant; None where there is none."""
     operation, _, extra = trace.lines[number]
     if operation == "word" and extra == (0, 32):
         return 8
-    return _RESPONSES.get(extra) if operation == "constant" and isinstance(extra, str) else None
+    return _FIXUP_RESPONSES.get(extra) if operation == "constant" and isinstance(extra, str) else None
 
 
 class VectorBuilder:
@@ -162,13 +116,13 @@ class VectorBuilder:
         self.i16, self.i32, self.i64 = (ir.IntType(bits) for bits in (16, 32, 64))
         self.f16, self.f32, self.f64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
-    def shape(self, scalar, lanes: int):
+    def vector_type(self, scalar, lanes: int):
         """Return the type of so many lanes of a scalar type; of one lane it is the scalar type."""
         return scalar if lanes == 1 else self.ir.VectorType(scalar, lanes)
 
-    def like(self, value, scalar):
+    def type_like(self, value, scalar):
         """Return the type of a value's lanes with another scalar type."""
-        return self.shape(scalar, lanes_of(value.type))
+        return self.vector_type(scalar, count_lanes(value.type))
 
     def constant(self, kind, value):
         """Return a constant in all lanes of a type."""
@@ -178,38 +132,38 @@ class VectorBuilder:
         """Return a constant of 64 bits."""
         return self.ir.Constant(self.i64, value)
 
-    def undefined(self, kind):
+    def undefined_vector(self, kind):
         """Return an undefined vector, to be filled lane by lane."""
         return self.ir.Constant(kind, self.ir.Undefined)
 
-    def indices(self, numbers: list[int]):
+    def lane_numbers(self, numbers: list[int]):
         """Return a constant vector of lane numbers, for a shuffle."""
         return self.ir.Constant(self.ir.VectorType(self.i32, len(numbers)), numbers)
 
-    def spread(self, value, lanes: int):
+    def splat(self, value, lanes: int):
         """Return a vector with a scalar in all lanes."""
         if lanes == 1:
             return value
-        nothing = self.undefined(self.shape(value.type, lanes))
+        nothing = self.undefined_vector(self.vector_type(value.type, lanes))
         one = self.b.insert_element(nothing, value, self.ir.Constant(self.i32, 0))
-        return self.b.shuffle_vector(one, nothing, self.indices([0] * lanes))
+        return self.b.shuffle_vector(one, nothing, self.lane_numbers([0] * lanes))
 
-    def part(self, vector, first: int, lanes: int):
+    def extract_lanes(self, vector, first: int, lanes: int):
         """Extract some lanes of a vector, as a vector."""
-        return self.b.shuffle_vector(vector, vector, self.indices(list(range(first, first + lanes))))
+        return self.b.shuffle_vector(vector, vector, self.lane_numbers(list(range(first, first + lanes))))
 
-    def lane(self, vector, k: int):
+    def extract_lane(self, vector, k: int):
         """Extract one lane of a vector, as a scalar."""
         return self.b.extract_element(vector, self.ir.Constant(self.i32, k))
 
-    def lesser(self, x, y):
+    def select_lesser(self, x, y):
         """Return the lesser of two signed integers."""
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
-    def intrinsic(self, name: str, *values):
+    def call_intrinsic(self, name: str, *values):
         """Return a function of reals that LLVM has an instruction for, such as "fma"."""
         kind = values[0].type
-        lanes, suffix = lanes_of(kind), "f64" if scalar_of(kind) == self.f64 else "f32"
+        lanes, suffix = count_lanes(kind), "f64" if lane_type(kind) == self.f64 else "f32"
         name = f"llvm.{name}.{suffix if lanes == 1 else f'v{lanes}{suffix}'}"
         declared = self.b.module.declare_intrinsic(name, fnty=self.ir.FunctionType(kind, [kind] * len(values)))
         return self.b.call(declared, values)
@@ -239,12 +193,12 @@ class VectorBuilder:
         b.position_at_end(done)
         values[:] = phis
 
-    def allocate(self, kind, count: int):
+    def allocate_stack(self, kind, count: int):
         """Allocate stack memory in the function's entry block for the whole call."""
         with self.b.goto_entry_block():
             return self.b.alloca(kind, size=self.word(count))
 
-    def prefetch(self, address, locality: int = 3) -> None:
+    def prefetch_line(self, address, locality: int = 3) -> None:
         """Ask for the cache line at an address, which need not be one that can be read."""
         ir, module, name = self.ir, self.b.module, "llvm.prefetch.p0"
         byte = ir.IntType(8).as_pointer()
@@ -255,11 +209,11 @@ class VectorBuilder:
 
     def memory_type(self, dtype: torch.dtype):
         """Return the integer type of an element's size."""
-        return self.ir.IntType(8 * size_of(dtype))
+        return self.ir.IntType(8 * element_size(dtype))
 
     def pointer(self, address, i, kind):
         """Return a pointer to element i of an array at an address, of a scalar or a vector type."""
-        at = self.b.gep(self.b.inttoptr(address, scalar_of(kind).as_pointer()), [i])
+        at = self.b.gep(self.b.inttoptr(address, lane_type(kind).as_pointer()), [i])
         return self.b.bitcast(at, kind.as_pointer())
 
     def load_word(self, address, k: int):
@@ -268,74 +222,74 @@ class VectorBuilder:
 
     def load_bits(self, address, i, dtype: torch.dtype, lanes: int):
         """Load elements from index i of an array, as integers of their size."""
-        kind = self.shape(self.memory_type(dtype), lanes)
-        return self.b.load(self.pointer(address, i, kind), align=size_of(dtype))
+        kind = self.vector_type(self.memory_type(dtype), lanes)
+        return self.b.load(self.pointer(address, i, kind), align=element_size(dtype))
 
-    def load(self, address, i, dtype: torch.dtype, kind):
+    def load_reals(self, address, i, dtype: torch.dtype, kind):
         """Load elements from index i of an array as a type of float32 or float64, which tells how many."""
-        return self.reals(self.load_bits(address, i, dtype, lanes_of(kind)), dtype, scalar_of(kind))
+        return self.convert_to_reals(self.load_bits(address, i, dtype, count_lanes(kind)), dtype, lane_type(kind))
 
-    def reals(self, bits, dtype: torch.dtype, scalar):
+    def convert_to_reals(self, bits, dtype: torch.dtype, scalar):
         """Convert integers of a dtype's size to the float32 or float64 values that they encode."""
         b, own = self.b, self.f64 if dtype == torch.float64 else self.f32
         if dtype == torch.bfloat16:
-            words = self.like(bits, self.i32)
+            words = self.type_like(bits, self.i32)
             bits = b.shl(b.zext(bits, words), self.constant(words, 16))
-        value = half_to_float(self, bits) if dtype == torch.float16 else b.bitcast(bits, self.like(bits, own))
+        value = half_to_float(self, bits) if dtype == torch.float16 else b.bitcast(bits, self.type_like(bits, own))
         if own == scalar:
             return value
-        return (b.fptrunc if own == self.f64 else b.fpext)(value, self.like(bits, scalar))
+        return (b.fptrunc if own == self.f64 else b.fpext)(value, self.type_like(bits, scalar))
 
-    def store(self, address, i, dtype: torch.dtype, value, exact: bool = False) -> None:
+    def store_reals(self, address, i, dtype: torch.dtype, value, exact: bool = False) -> None:
         """Write reals from place i of an array on, rounded to nearest; `exact` ones are numbers of the dtype."""
-        wide = scalar_of(value.type) == self.f64
+        wide = lane_type(value.type) == self.f64
         if dtype != torch.float64 and wide:
             value = self._to_float32(value, to_odd=dtype != torch.float32 and not exact)
         elif dtype == torch.float64 and not wide:
-            value = self.b.fpext(value, self.like(value, self.f64))
+            value = self.b.fpext(value, self.type_like(value, self.f64))
         if dtype == torch.bfloat16:
             value = self._to_bfloat16(value, exact)
         elif dtype == torch.float16:
             value = float_to_half(self, value)
-        self.b.store(value, self.pointer(address, i, value.type), align=size_of(dtype))
+        self.b.store(value, self.pointer(address, i, value.type), align=element_size(dtype))
 
     def _to_float32(self, value, to_odd: bool):
         """Convert float64 to float32, to nearest, or to odd if another rounding follows."""
         b = self.b
-        near = b.fptrunc(value, self.like(value, self.f32))
+        near = b.fptrunc(value, self.type_like(value, self.f32))
         if not to_odd:
             return near
-        words = self.like(value, self.i32)
+        words = self.type_like(value, self.i32)
         back, bits = b.fpext(near, value.type), b.bitcast(near, words)
-        beyond = b.fcmp_ordered(">", self.intrinsic("fabs", back), self.intrinsic("fabs", value))
+        beyond = b.fcmp_ordered(">", self.call_intrinsic("fabs", back), self.call_intrinsic("fabs", value))
         below = b.sub(bits, b.zext(beyond, words))
         odd = b.or_(below, b.zext(b.fcmp_ordered("!=", back, value), words))
         return b.bitcast(odd, near.type)
 
     def _to_bfloat16(self, value, exact: bool):
-        b, words = self.b, self.like(value, self.i32)
+        b, words = self.b, self.type_like(value, self.i32)
         bits = b.bitcast(value, words)
         shown = b.lshr(bits, self.constant(words, 16))
         if exact:
-            return b.trunc(shown, self.like(value, self.i16))
+            return b.trunc(shown, self.type_like(value, self.i16))
         half = b.add(b.and_(shown, self.constant(words, 1)), self.constant(words, 0x7FFF))
         high = b.lshr(b.add(bits, half), self.constant(words, 16))
         # A NaN whose payload lies in the lower half would become an infinity, and one of ones a zero.
         quiet = b.or_(shown, self.constant(words, 64))
         high = b.select(b.fcmp_unordered("uno", value, value), quiet, high)
-        return b.trunc(high, self.like(value, self.i16))
+        return b.trunc(high, self.type_like(value, self.i16))
 
 
-def lanes_of(kind) -> int:
+def count_lanes(kind) -> int:
     """Return the number of lanes of a type."""
     return getattr(kind, "count", 1)
 
 
-def scalar_of(kind):
+def lane_type(kind):
     """Return the type of a lane."""
     return getattr(kind, "element", kind)
 
 
-def size_of(dtype: torch.dtype) -> int:
+def element_size(dtype: torch.dtype) -> int:
     """Return the bytes of an element in memory."""
     return {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}.get(dtype, 8)

@@ -8,45 +8,47 @@ from typing import Any
 
 import torch
 
-from .._trace import Piece, Trace
-from ._builder import VectorBuilder, choice, fits, scalar_of, write_choice
+from .._trace import RecordedFunction, Trace
+from ._builder import VectorBuilder, find_fixup, has_fixup_instruction, lane_type, write_fixup
 from ._processor import has_fused_vectors, vector_bits
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
-_INSTRUCTIONS = {
+_LLVM_INSTRUCTIONS = {
     **{"word_add": "add", "word_sub": "sub", "word_mul": "mul", "word_shl": "shl", "word_shr": "lshr"},
     **{"word_sar": "ashr", "word_and": "and_", "word_or": "or_", "word_xor": "xor"},
-    **{"div": "fdiv", "and": "and_", "or": "or_"},
+    **{"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "and": "and_", "or": "or_"},
 }
-_CONVERSIONS = {
+_LLVM_CASTS = {
     **{"bits": "bitcast", "to_real": "sitofp", "to_float64": "fpext", "to_float32": "fptrunc"},
     **{"low_word": "trunc", "widen": "zext"},
 }
-_PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
-_UNSIGNED = {"mask_eq": "==", "word_ne": "!=", **{f"word_{name}": sign for name, sign in _PREDICATES.items()}}
-_FUNCTIONS = {"abs": "fabs", "sqrt": "sqrt", "rint": "rint", "floor": "floor"}
-_PLACES = ("address", "index", "block")  # of elements, which loads and stores know themselves
+_FLOAT_PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
+_UNSIGNED_PREDICATES = {
+    "mask_eq": "==",
+    "word_ne": "!=",
+    **{f"word_{name}": sign for name, sign in _FLOAT_PREDICATES.items()},
+}
+_LLVM_INTRINSICS = {"abs": "fabs", "sqrt": "sqrt", "rint": "rint", "floor": "floor"}
+_PLACE_OPERATIONS = ("address", "index", "block")  # of elements, which loads and stores know themselves
 
 
-class Instructions(VectorBuilder):
+class InstructionWriter(VectorBuilder):
     """Writes the operations of a trace as LLVM instructions, on scalars or vectors.
 
     Args:
         builder: writes the instructions.
         trace: the operations.
         lanes: elements of a vector; 1 for scalars.
-        one: a vector of ones that LLVM cannot fold, where sums may be written as products (`sum_of`).
         calls: whether pieces become functions, instead of being written out at each use.
     """
 
-    def __init__(self, builder, trace: Trace, lanes: int, one=None, calls: bool = False) -> None:
+    def __init__(self, builder, trace: Trace, lanes: int, calls: bool = False) -> None:
         super().__init__(builder)
         self.trace, self.lanes, self.calls = trace, lanes, calls
         self.wide = trace.dtype == torch.float64
-        self.one, self.sums, self.products = one, 0, 0
         self.mantissa, self.bias = (52, 1023) if self.wide else (23, 127)
-        self.real = self.shape(self.f64 if self.wide else self.f32, lanes)
-        self.bits = self.shape(self.i64 if self.wide else self.i32, lanes)
+        self.real = self.vector_type(self.f64 if self.wide else self.f32, lanes)
+        self.bits = self.vector_type(self.i64 if self.wide else self.i32, lanes)
 
     def run(self, inputs: Any, known: dict[int, Any] | None = None, only: Collection[int] | None = None) -> list:
         """Return the value of every instruction.
@@ -57,11 +59,11 @@ class Instructions(VectorBuilder):
             only: which instructions to write; all by default.
         """
         values: list = [None] * len(self.trace.lines)
-        for _ in self.steps(values, inputs, known, only, range(len(values))):
+        for _ in self.write_in_order(values, inputs, known, only, range(len(values))):
             pass
         return values
 
-    def steps(self, values: list, inputs: Any, known: Any, only: Any, order: Iterable[int]) -> Iterator[None]:
+    def write_in_order(self, values: list, inputs: Any, known: Any, only: Any, order: Iterable[int]) -> Iterator[None]:
         """Write one instruction after the other, in an order, and yield behind each; `values` is filled."""
         self.values = values
         for number in order:
@@ -76,33 +78,33 @@ class Instructions(VectorBuilder):
             elif operation == "part":
                 values[number] = values[operands[0]][extra]
             else:
-                values[number] = self.write(operation, extra, *(values[k] for k in operands))
+                values[number] = self.write_operation(operation, extra, *(values[k] for k in operands))
             yield
 
-    def write(self, operation: str, extra: Any, *values: Any) -> Any:
+    def write_operation(self, operation: str, extra: Any, *values: Any) -> Any:
         """Write one operation, and return its value."""
-        if operation in _INSTRUCTIONS:
-            return getattr(self.b, _INSTRUCTIONS[operation])(*values)
-        if operation in _CONVERSIONS:
-            return getattr(self.b, _CONVERSIONS[operation])(*values, self.of_kind(self.kind))
-        if operation in _PREDICATES:
-            return self.b.fcmp_ordered(_PREDICATES[operation], *values)
-        if operation in _UNSIGNED:
-            return self.b.icmp_unsigned(_UNSIGNED[operation], *values)
-        if operation in _FUNCTIONS:
-            return self.intrinsic(_FUNCTIONS[operation], *values)
-        return None if operation in _PLACES else getattr(self, f"do_{operation}")(extra, *values)
+        if operation in _LLVM_INSTRUCTIONS:
+            return getattr(self.b, _LLVM_INSTRUCTIONS[operation])(*values)
+        if operation in _LLVM_CASTS:
+            return getattr(self.b, _LLVM_CASTS[operation])(*values, self.type_of_kind(self.kind))
+        if operation in _FLOAT_PREDICATES:
+            return self.b.fcmp_ordered(_FLOAT_PREDICATES[operation], *values)
+        if operation in _UNSIGNED_PREDICATES:
+            return self.b.icmp_unsigned(_UNSIGNED_PREDICATES[operation], *values)
+        if operation in _LLVM_INTRINSICS:
+            return self.call_intrinsic(_LLVM_INTRINSICS[operation], *values)
+        return None if operation in _PLACE_OPERATIONS else getattr(self, f"do_{operation}")(extra, *values)
 
     def do_call(self, number, *values):
         """Return the results of a device function: called where it is compiled apart, else inlined."""
         piece = self.trace.functions[number]
         if not self.calls:
-            computed = Instructions(self.b, piece.trace, self.lanes, self.one).run(list(values))
+            computed = InstructionWriter(self.b, piece.trace, self.lanes).run(list(values))
             return [computed[k] for k in piece.results]
-        returned = self.b.call(self.function(piece), values)
+        returned = self.b.call(self.declare_function(piece), values)
         return [self.b.extract_value(returned, k) for k in range(len(piece.results))]
 
-    def function(self, piece: Piece):
+    def declare_function(self, piece: RecordedFunction):
         """Return a device function as an LLVM function of vectors in registers; one per module."""
         ir, module = self.ir, self.b.module
         inputs = sum(line[0] == "input" for line in piece.trace.lines)
@@ -116,53 +118,31 @@ class Instructions(VectorBuilder):
         function.linkage, function.calling_convention = "internal", "fastcc"
         function.attributes.add("noinline")
         builder = ir.IRBuilder(function.append_basic_block("entry"))
-        one = None if self.one is None else hidden_one(builder, self.real)
-        computed = Instructions(builder, piece.trace, self.lanes, one, self.calls).run(list(function.args))
-        together = self.undefined(kind.return_type)
+        computed = InstructionWriter(builder, piece.trace, self.lanes, self.calls).run(list(function.args))
+        together = self.undefined_vector(kind.return_type)
         for k, number in enumerate(piece.results):
             together = builder.insert_value(together, computed[number], k)
         builder.ret(together)
         return function
 
-    def of_kind(self, kind: str):
+    def type_of_kind(self, kind: str):
         """Return the type of a kind of values."""
         scalars = {"f32": self.f32, "f64": self.f64, "w32": self.i32, "w64": self.i64, "mask": self.ir.IntType(1)}
-        return self.shape(scalars[kind], self.lanes)
+        return self.vector_type(scalars[kind], self.lanes)
 
     def do_constant(self, extra, *_):
         number = extra if isinstance(extra, str) else extra[0]
-        return self.constant(self.of_kind(self.kind), float.fromhex(number))
+        return self.constant(self.type_of_kind(self.kind), float.fromhex(number))
 
     def do_word(self, extra, *_):
-        return self.constant(self.of_kind(self.kind), extra[0])
+        return self.constant(self.type_of_kind(self.kind), extra[0])
 
     def do_to_word(self, _, x):
-        whole = self.b.fptosi(x, self.like(x, self.i32))
-        return whole if self.kind == "w32" else self.b.zext(whole, self.of_kind(self.kind))
+        whole = self.b.fptosi(x, self.type_like(x, self.i32))
+        return whole if self.kind == "w32" else self.b.zext(whole, self.type_of_kind(self.kind))
 
     def do_high_word(self, _, x):
-        return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.of_kind("w32"))
-
-    def do_add(self, _, x, y):
-        return self.sum_of(x, y, negative=False)
-
-    def do_sub(self, _, x, y):
-        return self.sum_of(x, y, negative=True)
-
-    def sum_of(self, x, y, negative: bool):
-        """x + y or x - y, every other time as y * 1 + x: some processors add and multiply in different units.
-
-        The result is the same in every bit, and the unit that would be idle shares the work.
-        """
-        if self.one is None or self.products >= self.sums:
-            self.sums += 1
-            return self.b.fsub(x, y) if negative else self.b.fadd(x, y)
-        self.products += 1
-        return self.intrinsic("fma", self.b.fneg(y) if negative else y, self.one, x)
-
-    def do_mul(self, _, x, y):
-        self.products += 1
-        return self.b.fmul(x, y)
+        return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.type_of_kind("w32"))
 
     def do_neg(self, _, x):
         name, operands, _ = self.trace.lines[self.trace.lines[self.number][1][0]]
@@ -174,19 +154,18 @@ class Instructions(VectorBuilder):
 
     def do_multiply_add(self, _, a, b, c):
         if has_fused_vectors(vector_bits()):
-            return self.intrinsic("fma", a, b, c)
+            return self.call_intrinsic("fma", a, b, c)
         return self.b.fadd(self.b.fmul(a, b), c)
 
     def do_word_mulh16(self, _, a, b):
-        halves = self.shape(self.i16, 2 * self.lanes)
-        wide = self.shape(self.i32, 2 * self.lanes)
+        halves = self.vector_type(self.i16, 2 * self.lanes)
+        wide = self.vector_type(self.i32, 2 * self.lanes)
         x, y = (self.b.zext(self.b.bitcast(value, halves), wide) for value in (a, b))
         high = self.b.lshr(self.b.mul(x, y), self.constant(wide, 16))
         return self.b.bitcast(self.b.trunc(high, halves), a.type)
 
     def do_product_error(self, _, a, b, p):
-        self.products += 1
-        return self.intrinsic("fma", a, b, self.b.fneg(p))
+        return self.call_intrinsic("fma", a, b, self.b.fneg(p))
 
     def do_ne(self, _, x, y):
         return self.b.fcmp_unordered("!=", x, y)
@@ -195,11 +174,15 @@ class Instructions(VectorBuilder):
         return self.b.xor(x, self.constant(x.type, 1))
 
     def do_select(self, _, condition, x, y):
-        found = choice(self.trace, self.number) if self.kind in ("f32", "w32") and fits(self.lanes) else None
+        found = (
+            find_fixup(self.trace, self.number)
+            if self.kind in ("f32", "w32") and has_fixup_instruction(self.lanes)
+            else None
+        )
         if found is not None:
             kept, of = (self.values[k] for k in found[:2])
             if kept is not None and of is not None:
-                return write_choice(self, kept, of, found[2])
+                return write_fixup(self, kept, of, found[2])
         return self.b.select(condition, x, y)
 
     def do_power_below(self, _, x):
@@ -212,16 +195,16 @@ class Instructions(VectorBuilder):
         return self.b.sitofp(self.b.sub(biased, self.constant(self.bits, self.bias)), self.real)
 
     def do_power(self, _, k):
-        whole = self.b.add(self.integer(k), self.constant(self.bits, self.bias))
+        whole = self.b.add(self.convert_to_word(k), self.constant(self.bits, self.bias))
         return self.b.bitcast(self.b.shl(whole, self.constant(self.bits, self.mantissa)), self.real)
 
-    def integer(self, k):
+    def convert_to_word(self, k):
         """Return a real integer as a word; NaN, which no integer stands for, as 0."""
         known = self.b.select(self.b.fcmp_ordered("ord", k, k), k, self.constant(self.real, 0.0))
         return self.b.fptosi(known, self.bits)
 
     def do_round_to_float32(self, _, x):
-        return self.b.fpext(self.b.fptrunc(x, self.like(x, self.f32)), self.real)
+        return self.b.fpext(self.b.fptrunc(x, self.type_like(x, self.f32)), self.real)
 
     def do_gather(self, number, index):
         ir, b = self.ir, self.b
@@ -229,7 +212,7 @@ class Instructions(VectorBuilder):
         name = f"halfulp_table_{hashlib.sha256(repr((self.wide, values)).encode()).hexdigest()[:16]}"
         table = b.module.globals.get(name)
         if table is None:
-            kind = ir.ArrayType(scalar_of(self.real), len(values))
+            kind = ir.ArrayType(lane_type(self.real), len(values))
             table = ir.GlobalVariable(b.module, kind, name)
             table.initializer, table.global_constant, table.linkage = ir.Constant(kind, list(values)), True, "internal"
         last = self.constant(self.real, float(len(values) - 1))
@@ -240,16 +223,8 @@ class Instructions(VectorBuilder):
         first = ir.Constant(self.i32, 0)
         if self.lanes == 1:
             return b.load(b.gep(table, [first, whole]))
-        made = self.undefined(self.real)
+        made = self.undefined_vector(self.real)
         for k in range(self.lanes):
             lane = ir.Constant(self.i32, k)
             made = b.insert_element(made, b.load(b.gep(table, [first, b.extract_element(whole, lane)])), lane)
         return made
-
-
-def hidden_one(builder, kind):
-    """Return a vector of ones that the optimizer cannot see; see `Instructions.sum_of`."""
-    from llvmlite import ir
-
-    one = ir.Constant(kind, [1.0] * kind.count)
-    return builder.asm(ir.FunctionType(kind, [kind]), "", "=v,0", [one], side_effect=True)

@@ -9,19 +9,27 @@ from typing import Any
 
 import torch
 
-from .._device_function import STREAM
+from .._device_function import STREAM_INPUTS
 from .._trace import Trace
-from ._builder import VectorBuilder, float_to_half, scalar_of, size_of
-from ._instructions import Instructions, hidden_one
+from ._builder import VectorBuilder, element_size, float_to_half, lane_type
+from ._instructions import InstructionWriter
 from ._machine_function import Kernel, machine_function
-from ._processor import has_fused_vectors, vector_bits
+from ._processor import vector_bits
 
 # Cycles after which a result is there, where they are more than one.
-_LATENCY = {"sqrt": 20, "div": 13, "add": 3, "sub": 3, "mul": 3, "word_mul": 3, "select": 2, "to_real": 3, "to_word": 3}
+_LATENCY_CYCLES = {
+    "sqrt": 20,
+    "div": 13,
+    "add": 3,
+    "sub": 3,
+    "mul": 3,
+    "word_mul": 3,
+    "select": 2,
+    "to_real": 3,
+    "to_word": 3,
+}
 # Operations that are computed again behind a block's largest words, rather than kept: their operands are no larger.
-_AGAIN = ("bits", "to_float64")
-# Operations so slow that what needs them is computed one turn of the loop later.
-_SLOW = ("sqrt",)
+_RECOMPUTED_OPERATIONS = ("bits", "to_float64")
 
 
 @dataclass(frozen=True)
@@ -29,31 +37,31 @@ class Phases:
     """The instructions of a trace by what they need of a block's largest words.
 
     Attributes:
-        largest: those that find one.
-        before: those that need none, and read elements, or are of constants and counters alone.
-        uniform: those of largest words and constants, and what they are computed from.
-        waiting: those of them that need a largest word, and those that find one.
-        behind: all others.
-        behind_and_free: those, and what constants and counters alone give, which is computed again.
-        crossing: values from before that are needed behind.
+        largest_lines: those that find one.
+        early_lines: those that need none, and read elements, or are of constants and counters alone.
+        uniform_lines: those of largest words and constants, and what they are computed from.
+        waiting_lines: those of them that need a largest word, and those that find one.
+        late_lines: all others.
+        late_and_free_lines: those, and what constants and counters alone give, which is computed again.
+        carried_lines: values from before that are needed behind.
     """
 
-    largest: list[int]
-    before: set[int]
-    uniform: set[int]
-    waiting: list[int]
-    behind: set[int]
-    behind_and_free: set[int]
-    crossing: list[int]
+    largest_lines: list[int]
+    early_lines: set[int]
+    uniform_lines: set[int]
+    waiting_lines: list[int]
+    late_lines: set[int]
+    late_and_free_lines: set[int]
+    carried_lines: list[int]
 
-    def of_blocks(self, trace: Trace) -> list[int]:
+    def find_block_results(self, trace: Trace) -> list[int]:
         """Return which instructions have one result per block that is kept: largest words, and what is used of them."""
-        used = {operand for k in self.behind for operand in trace.lines[k][1]}
+        used = {operand for k in self.late_lines for operand in trace.lines[k][1]}
         used |= {line for array, line in trace.stores.items() if array[2]} | {number for _, number in trace.sums}
-        return [k for k in self.waiting if k in self.largest or k in used]
+        return [k for k in self.waiting_lines if k in self.largest_lines or k in used]
 
     @classmethod
-    def of(cls, trace: Trace) -> Phases:
+    def split_trace(cls, trace: Trace) -> Phases:
         """Return the phases of a trace."""
         reads: set[int] = set()
         waits: set[int] = set()  # for the block's largest
@@ -67,7 +75,7 @@ class Phases:
                 waits.add(k)
             elif name == "load" or reads & set(operands):
                 reads.add(k)
-            if name == "load" or (name == "input" and extra == STREAM[0]) or varies & set(operands):
+            if name == "load" or (name == "input" and extra == STREAM_INPUTS[0]) or varies & set(operands):
                 varies.add(k)
         everything = set(range(len(trace.lines)))
         largest = [k for k in sorted(waits) if trace.lines[k][0] == "block_largest"]
@@ -76,92 +84,43 @@ class Phases:
         needed, crossing = [operand for k in sorted(behind) for operand in trace.lines[k][1]], set()
         while needed:
             k = needed.pop()
-            if k in reads and (trace.kinds[k] == "mask" or trace.lines[k][0] in _AGAIN):
+            if k in reads and (trace.kinds[k] == "mask" or trace.lines[k][0] in _RECOMPUTED_OPERATIONS):
                 behind.add(k)
                 needed += trace.lines[k][1]
             elif k in reads:
                 crossing.add(k)
         free = everything - waits - reads
-        both = {k for k in free & varies if trace.kinds[k] != "mask"} & with_operands(trace, behind)
-        both &= with_operands(trace, [*crossing, *used_before(trace, waits)])
+        both = {k for k in free & varies if trace.kinds[k] != "mask"} & find_operands(trace, behind)
+        both &= find_operands(trace, [*crossing, *find_early_uses(trace, waits)])
         # What is computed in both loops, such as a hash of the counter, is kept instead, but for what it is made from.
         crossing |= {k for k in both if k not in {n for other in both for n in trace.lines[other][1]}}
         return cls(
-            largest=largest,
-            before=everything - waits,
-            uniform=with_operands(trace, uniform) - set(largest),
-            waiting=sorted(uniform | set(largest)),
-            behind=behind,
-            behind_and_free=behind | free,
-            crossing=sorted(crossing),
+            largest_lines=largest,
+            early_lines=everything - waits,
+            uniform_lines=find_operands(trace, uniform) - set(largest),
+            waiting_lines=sorted(uniform | set(largest)),
+            late_lines=behind,
+            late_and_free_lines=behind | free,
+            carried_lines=sorted(crossing),
         )
 
 
-@dataclass(frozen=True)
-class Stages:
-    """The instructions of a trace in stages: a turn of a loop computes each for other elements.
-
-    A processor looks ahead by some hundred instructions: if all that waits for a root or a quotient follows it at once,
-    there is little else to do meanwhile.
-
-    Attributes:
-        of: the stages' instructions; those of constants alone are in all.
-        crossing: per stage but the last, which values of it or of earlier ones later ones need.
-    """
-
-    of: list[set[int]]
-    crossing: list[list[int]]
-
-    @classmethod
-    def of_trace(cls, trace: Trace, several: bool) -> Stages:
-        """Return the stages of a trace; each instruction is in the last in which it still comes in time.
-
-        Args:
-            trace: what is computed.
-            several: whether there may be more than one stage.
-        """
-        lines = trace.lines
-        varies: set[int] = set()
-        for k, (name, operands, extra) in enumerate(lines):
-            if name == "load" or (name == "input" and extra == STREAM[0]) or varies & set(operands):
-                varies.add(k)
-        before = [0] * len(lines)  # stages that are left behind an instruction
-        until = [0] * len(lines)
-        for k in reversed(range(len(lines))):
-            if k not in varies:
-                continue
-            before[k] += several and lines[k][0] in _SLOW
-            for operand in lines[k][1]:
-                before[operand] = max(before[operand], before[k])
-        count = 1 + max((before[k] for k in varies), default=0)
-        stage = [count - 1 - left for left in before]
-        for k in varies:
-            for operand in lines[k][1]:
-                until[operand] = max(until[operand], stage[k])
-        for line in trace.stores.values():
-            until[line] = count - 1
-        free = set(range(len(lines))) - varies
-        of = [{k for k in varies if stage[k] == number} | free for number in range(count)]
-        crossing = [[k for k in sorted(varies) if stage[k] <= number < until[k]] for number in range(count - 1)]
-        return cls(of, crossing)
-
-
-def used_before(trace: Trace, waits: set[int]) -> list[int]:
+def find_early_uses(trace: Trace, waits: set[int]) -> list[int]:
     """Return the instructions stored, summed, or searched for the largest word before that word is known."""
     wanted = [*trace.stores.values(), *(number for _, number in trace.sums)]
     found = [k for k in wanted if k not in waits]
     return found + [k for name, operands, _ in trace.lines if name == "block_largest" for k in operands]
 
 
-def in_turns(trace: Trace) -> list[int]:
+def schedule_lines(trace: Trace) -> list[int]:
     """Return the instructions in the order in which their operands can be there."""
     ready: list[int] = []
     for name, operands, _ in trace.lines:
-        ready.append(max((ready[k] for k in operands), default=0) + _LATENCY.get(name, 1))
-    return sorted(range(len(ready)), key=lambda k: (ready[k] - _LATENCY.get(trace.lines[k][0], 1), k))
+        ready.append(max((ready[k] for k in operands), default=0) + _LATENCY_CYCLES.get(name, 1))
+    return sorted(range(len(ready)), key=lambda k: (ready[k] - _LATENCY_CYCLES.get(trace.lines[k][0], 1), k))
 
 
-def with_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
+def find_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
     """Return instructions and all that they are computed from, up to a block's largest words."""
     found, left = set(), list(lines)
     while left:
@@ -172,14 +131,14 @@ def with_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
     return found
 
 
-LANES = 32  # neighbours that a broadcast operand repeats: the widest step of any kernel
-_HEADER = 2  # words of the table before the operands: elements per row, elements in all
-_WORDS = 3  # words per operand: address, elements from row to row, elements from neighbour to neighbour
-_LONG = 3000  # instructions from which calls cost less than the compiler's time for writing all out
+BROADCAST_LANES = 32  # neighbours that a broadcast operand repeats: the widest step of any kernel
+_HEADER_WORDS = 2  # words of the table before the operands: elements per row, elements in all
+_OPERAND_WORDS = 3  # words per operand: address, elements from row to row, elements from neighbour to neighbour
+_INSTRUCTIONS_TO_CALL = 3000  # instructions from which calls cost less than the compiler's time for writing all out
 
 
 @dataclass(frozen=True)
-class Quick:
+class QuickTrace:
     """A short trace for arrays of bfloat16 or float16, which has the same results except where it doubts them.
 
     Attributes:
@@ -199,7 +158,7 @@ def compile_trace(
     results: Sequence[int],
     stored: Sequence[torch.dtype],
     written: Sequence[torch.dtype],
-    quick: Quick | None = None,
+    quick: QuickTrace | None = None,
     exact: bool = False,
 ) -> Kernel:
     """Return a function (first row, last row, table address) that runs a trace on rows of elements.
@@ -220,7 +179,7 @@ def compile_trace(
     told = trace.digest(), tuple(results), tuple(stored), tuple(written), exact, *([short] if short else [])
     key = hashlib.sha256(repr(told).encode()).hexdigest()
     given = trace, tuple(results), tuple(stored), tuple(written), quick, exact
-    return compile_rows(name, key, lambda builder, *values: _Loop(builder, *given).build(*values))
+    return compile_rows(name, key, lambda builder, *values: _RowLoop(builder, *given).build(*values))
 
 
 def compile_rows(name: str, key: str, emit: Callable) -> Kernel:
@@ -233,98 +192,97 @@ def native_lanes(dtype: torch.dtype) -> int:
     return vector_bits() // (64 if dtype == torch.float64 else 32)
 
 
-class _Loop(VectorBuilder):
+class _RowLoop(VectorBuilder):
     """The loop over rows, vectors of neighbours, and remaining elements."""
 
-    def __init__(
-        self, builder, trace: Trace, results: tuple, stored: tuple, written: tuple, quick: Quick | None, exact: bool
-    ) -> None:
+    def __init__(self, builder, trace: Trace, results, stored, written, quick, exact: bool) -> None:
         super().__init__(builder)
         self.quick, self.exact = quick, exact
         self.trace, self.results, self.stored, self.written = trace, results, stored, written
         self.lanes = native_lanes(trace.dtype)
-        self.real = self.shape(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
-        self.calls = trace.size() > _LONG
+        self.real = self.vector_type(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
+        self.calls = trace.count_instructions() > _INSTRUCTIONS_TO_CALL
 
     def build(self, first, last, table) -> None:
         b, lanes = self.b, self.word(self.lanes)
-        self.one = hidden_one(b, self.real) if has_fused_vectors(vector_bits()) else None
         per_row, total = self.load_word(table, 0), self.load_word(table, 1)
         operands = []
         for k in range(len(self.stored) + len(self.written)):
-            operands.append(tuple(self.load_word(table, _HEADER + _WORDS * k + j) for j in range(_WORDS)))
+            first_word = _HEADER_WORDS + _OPERAND_WORDS * k
+            operands.append(tuple(self.load_word(table, first_word + j) for j in range(_OPERAND_WORDS)))
         with self.loop(first, last, 1) as row:
             start = b.mul(row, per_row)
-            count = self.lesser(b.sub(total, start), per_row)
+            count = self.select_lesser(b.sub(total, start), per_row)
             bases = [
-                b.add(address, b.mul(b.mul(row, step), self.word(size_of(dtype))))
+                b.add(address, b.mul(b.mul(row, step), self.word(element_size(dtype))))
                 for (address, step, _), dtype in zip(operands, self.stored + self.written)
             ]
             whole, nears = b.mul(b.sdiv(count, lanes), lanes), [near for _, _, near in operands]
             if self.quick is None:
-                self.elements(bases, nears, self.word(0), whole)
+                self.write_whole_vectors(bases, nears, self.word(0), whole)
             else:
-                done = self.quick_elements(self.quick, bases, nears, count)
-                self.elements(bases, nears, done, whole)
+                done = self.write_quick_vectors(self.quick, bases, nears, count)
+                self.write_whole_vectors(bases, nears, done, whole)
             with b.if_then(b.icmp_signed("<", whole, count)):
-                self.rest(bases, nears, whole, count)
+                self.write_last_elements(bases, nears, whole, count)
 
-    def elements(self, bases: list, nears: list, low, high) -> None:
+    def write_whole_vectors(self, bases: list, nears: list, low, high) -> None:
         """Write the loop over whole vectors of elements [low, high)."""
         with self.loop(low, high, self.lanes) as i:
-            self.element([(base, self.b.mul(i, near)) for base, near in zip(bases, nears)])
+            self.write_vector([(base, self.b.mul(i, near)) for base, near in zip(bases, nears)])
 
-    def quick_elements(self, quick: Quick, bases: list, nears: list, count) -> Any:
+    def write_quick_vectors(self, quick: QuickTrace, bases: list, nears: list, count) -> Any:
         """Write the loop over pairs of vectors, whose neighbours are words of two, and return where it ends.
 
         Vectors with an element in doubt are computed by the other trace, before anything is stored, as outputs may be
         inputs too.
         """
         b, lanes = self.b, native_lanes(quick.trace.dtype)
-        words, width = self.shape(self.i32, lanes), self.word(2 * lanes)
+        words, width = self.vector_type(self.i32, lanes), self.word(2 * lanes)
         done = b.mul(b.sdiv(count, width), width)
-        real = self.shape(self.f64 if quick.trace.dtype == torch.float64 else self.f32, lanes)
-        one = hidden_one(b, real) if has_fused_vectors(vector_bits()) else None
+        real = self.vector_type(self.f64 if quick.trace.dtype == torch.float64 else self.f32, lanes)
         with self.loop(self.word(0), done, 2 * lanes) as i:
-            kind = self.shape(self.i16, 2 * lanes)
+            kind = self.vector_type(self.i16, 2 * lanes)
             places = [
                 b.bitcast(self.pointer(base, b.mul(i, near), kind), words.as_pointer())
                 for base, near in zip(bases, nears)
             ]
-            pairs = [self.both(b.load(at, align=2), dtype, real) for at, dtype in zip(places, self.stored)]
-            halves = [Instructions(b, quick.trace, lanes, one).run(list(half)) for half in zip(*pairs)]
+            pairs = [self.split_neighbours(b.load(at, align=2), dtype, real) for at, dtype in zip(places, self.stored)]
+            halves = [InstructionWriter(b, quick.trace, lanes).run(list(half)) for half in zip(*pairs)]
             doubt = b.bitcast(b.or_(*(half[quick.doubt] for half in halves)), self.ir.IntType(lanes))
             with b.if_else(b.icmp_unsigned("!=", doubt, self.ir.Constant(doubt.type, 0)), likely=False) as (slow, fast):
                 with slow:
-                    self.elements(bases, nears, i, b.add(i, width))
+                    self.write_whole_vectors(bases, nears, i, b.add(i, width))
                 with fast:
                     for number, at, dtype in zip(quick.results, places[len(self.stored) :], self.written):
-                        b.store(self.pair_of([half[number] for half in halves], dtype), at, align=2)
+                        b.store(self.join_neighbours([half[number] for half in halves], dtype), at, align=2)
         return done
 
-    def both(self, pair, dtype: torch.dtype, real) -> list:
+    def split_neighbours(self, pair, dtype: torch.dtype, real) -> list:
         """Return the two neighbours in words as reals: a shift gives an even bfloat16 as float32, a mask an odd one."""
-        b, shift, short = self.b, self.constant(pair.type, 16), self.like(pair, self.i16)
+        b, shift, short = self.b, self.constant(pair.type, 16), self.type_like(pair, self.i16)
         if dtype == torch.float16:
-            return [self.reals(b.trunc(x, short), dtype, scalar_of(real)) for x in (pair, b.lshr(pair, shift))]
+            return [
+                self.convert_to_reals(b.trunc(x, short), dtype, lane_type(real)) for x in (pair, b.lshr(pair, shift))
+            ]
         even, odd = b.shl(pair, shift), b.and_(pair, self.constant(pair.type, 0xFFFF0000))
-        return [self.reals(x, torch.float32, scalar_of(real)) for x in (even, odd)]
+        return [self.convert_to_reals(x, torch.float32, lane_type(real)) for x in (even, odd)]
 
-    def pair_of(self, values: list, dtype: torch.dtype):
+    def join_neighbours(self, values: list, dtype: torch.dtype):
         """Return two neighbours, which are numbers of a dtype, as words."""
-        b, single = self.b, self.like(values[0], self.f32)
-        words, shift = self.like(values[0], self.i32), self.constant(self.like(values[0], self.i32), 16)
+        b, single = self.b, self.type_like(values[0], self.f32)
+        words, shift = self.type_like(values[0], self.i32), self.constant(self.type_like(values[0], self.i32), 16)
         even, odd = values if values[0].type == single else [b.fptrunc(value, single) for value in values]
         if dtype == torch.float16:
             even, odd = (b.zext(float_to_half(self, value), words) for value in (even, odd))
             return b.or_(even, b.shl(odd, shift))
         return b.or_(b.lshr(b.bitcast(even, words), shift), b.bitcast(odd, words))
 
-    def rest(self, bases: list, nears: list, whole, count) -> None:
+    def write_last_elements(self, bases: list, nears: list, whole, count) -> None:
         """Process a row's last elements, fewer than a vector, in a padded copy."""
         b, last, lanes = self.b, self.b.sub(count, self.word(1)), self.lanes
         kinds = [self.memory_type(dtype) for dtype in self.stored + self.written]
-        copies = [self.allocate(kind, lanes) for kind in kinds]
+        copies = [self.allocate_stack(kind, lanes) for kind in kinds]
         inputs = list(zip(kinds, copies, bases, nears))[: len(self.stored)]
         outputs = list(zip(kinds, copies, bases))[len(self.stored) :]
         with self.loop(self.word(0), self.word(lanes), 1) as j:
@@ -332,14 +290,14 @@ class _Loop(VectorBuilder):
             i = b.select(b.icmp_signed("<", i, count), i, last)
             for kind, copy, base, near in inputs:
                 b.store(b.load(self.pointer(base, b.mul(i, near), kind)), b.gep(copy, [j]))
-        self.element([(b.ptrtoint(copy, self.i64), self.word(0)) for copy in copies])
+        self.write_vector([(b.ptrtoint(copy, self.i64), self.word(0)) for copy in copies])
         with self.loop(whole, count, 1) as i:
             for kind, copy, base in outputs:
                 b.store(b.load(b.gep(copy, [b.sub(i, whole)])), self.pointer(base, i, kind))
 
-    def element(self, places: list[tuple[Any, Any]]) -> None:
+    def write_vector(self, places: list[tuple[Any, Any]]) -> None:
         """Write all instructions for a vector of neighbours."""
-        inputs = [self.load(*place, dtype, self.real) for place, dtype in zip(places, self.stored)]
-        values = Instructions(self.b, self.trace, self.lanes, self.one, self.calls).run(inputs)
+        inputs = [self.load_reals(*place, dtype, self.real) for place, dtype in zip(places, self.stored)]
+        values = InstructionWriter(self.b, self.trace, self.lanes, self.calls).run(inputs)
         for number, place, dtype in zip(self.results, places[len(self.stored) :], self.written):
-            self.store(*place, dtype, values[number], self.exact)
+            self.store_reals(*place, dtype, values[number], self.exact)

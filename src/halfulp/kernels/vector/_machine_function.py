@@ -14,20 +14,20 @@ import numpy as np
 from .._cache import CacheEntry
 from ._processor import processor
 
-_SYMBOL = "halfulp_kernel"
-_TAG = b"halfulp-object-1"
-_lock = threading.Lock()
+_FUNCTION_SYMBOL = "halfulp_kernel"
+_OBJECT_TAG = b"halfulp-object-1"
+_compile_lock = threading.Lock()
 # What holds functions in memory, for as long as the process: they may run at any time.
-_engines: list[Any] = []
+_live_engines: list[Any] = []
 
 
-def _forget_lock() -> None:
-    global _lock
-    _lock = threading.Lock()
+def _renew_compile_lock() -> None:
+    global _compile_lock
+    _compile_lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):  # a child of a process that was compiling would wait for ever
-    os.register_at_fork(after_in_child=_forget_lock)
+    os.register_at_fork(after_in_child=_renew_compile_lock)
 
 
 def machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> Kernel:
@@ -50,17 +50,14 @@ def machine_function(name: str, key: str, arguments: int, write: Callable[..., N
     """
     import llvmlite
 
-    with _lock:
+    with _compile_lock:
         entry = CacheEntry(name, key, ("llvmlite", llvmlite.__version__))
-        try:
-            address = entry.read(_link_object)
-            if address is None:
-                code = _compile_object(arguments, write)
-                entry.write(code)
-                address = _link_object(code)
-        finally:
-            entry.end_turn()
-    return Kernel(_FUNCTION(address), struct.Struct(f"{arguments}q").pack)
+        address = entry.read(_link_object)
+        if address is None:
+            code = _compile_object(arguments, write)
+            entry.write(code)
+            address = _link_object(code)
+    return Kernel(_FUNCTION_TYPE(address), struct.Struct(f"{arguments}q").pack)
 
 
 class Kernel:
@@ -89,7 +86,7 @@ class Kernel:
         return self
 
 
-_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+_FUNCTION_TYPE = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 
 
 def address_of(array: np.ndarray) -> int:
@@ -106,16 +103,16 @@ def _link_object(code: bytes) -> int:
     """
     from llvmlite import binding
 
-    if not code.startswith(_TAG):
+    if not code.startswith(_OBJECT_TAG):
         raise ValueError("no object file")
     # An engine for each: all objects call their function by one name.
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), _target_machine())
-    engine.add_object_file(binding.ObjectFileRef.from_data(code[len(_TAG) :]))
+    engine.add_object_file(binding.ObjectFileRef.from_data(code[len(_OBJECT_TAG) :]))
     engine.finalize_object()
-    address: int = engine.get_function_address(_SYMBOL)
+    address: int = engine.get_function_address(_FUNCTION_SYMBOL)
     if not address:
-        raise ValueError(f"an object file without {_SYMBOL}")
-    _engines.append(engine)
+        raise ValueError(f"an object file without {_FUNCTION_SYMBOL}")
+    _live_engines.append(engine)
     return address
 
 
@@ -126,37 +123,21 @@ def _compile_object(arguments: int, write: Callable[..., None]) -> bytes:
     from ._builder import VectorBuilder
 
     machine = _target_machine()
-    module = ir.Module(_SYMBOL)
+    module = ir.Module(_FUNCTION_SYMBOL)
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)]), _SYMBOL)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)]), _FUNCTION_SYMBOL)
     function.attributes.add("nounwind")
     vectors = VectorBuilder(ir.IRBuilder(function.append_basic_block("entry")))
     vectors.arguments = function.args[0]
     write(vectors, *(vectors.load_word(vectors.arguments, k) for k in range(arguments)))
     vectors.b.ret_void()
     parsed = binding.parse_assembly(str(module))
-    _free_pass_managers()
     options = binding.create_pipeline_tuning_options(speed_level=2)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = binding.create_pass_builder(machine, options)
     passes.getModulePassManager().run(parsed, passes)
     code: bytes = machine.emit_object(parsed)
-    return _TAG + code
-
-
-def _free_pass_managers() -> None:
-    """Let llvmlite's pass managers free themselves, which would keep .02 to .3 MB each.
-
-    They have a method for it, NewPassManager._dispose; the empty one of ObjectRef, their first base, hides it (0.44 to
-    0.50). Where a version has mended that, or has no such classes, nothing is done.
-    """
-    from llvmlite import binding
-    from llvmlite.binding import ffi
-
-    kind = getattr(getattr(binding, "newpassmanagers", None), "ModulePassManager", None)
-    if kind is not None and kind._dispose is ffi.ObjectRef._dispose:
-        hidden = [base.__dict__["_dispose"] for base in kind.__mro__[1:] if "_dispose" in base.__dict__]
-        kind._dispose = next((method for method in hidden if method is not ffi.ObjectRef._dispose), kind._dispose)
+    return _OBJECT_TAG + code
 
 
 def _target_machine() -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import tempfile
 
 from ..._messages import ENVIRONMENT
 
@@ -13,13 +12,14 @@ from ..._messages import ENVIRONMENT
 def processor() -> tuple[str, str, str]:
     """Return its LLVM triple, name and features (``"+avx2,-avx512f"``); part of every cache key.
 
-    Named "generic", it is any 64-bit processor of this kind, and has no features but those that are given.
+    Named "generic", it is any 64-bit processor of this kind that kernels run on, and has no further features but those
+    that are given.
     """
-    return _processor(os.environ.get("HALFULP_CPU_NAME"), os.environ.get("HALFULP_CPU_FEATURES"))
+    return _describe_processor(os.environ.get("HALFULP_CPU_NAME"), os.environ.get("HALFULP_CPU_FEATURES"))
 
 
 @functools.cache
-def _processor(name: str | None, features: str | None) -> tuple[str, str, str]:
+def _describe_processor(name: str | None, features: str | None) -> tuple[str, str, str]:
     from llvmlite import binding
 
     # Versions that need it no longer raise an error.
@@ -28,11 +28,11 @@ def _processor(name: str | None, features: str | None) -> tuple[str, str, str]:
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     if features is None:
-        features = "" if name == "generic" else _own_features()
+        features = _find_host_features() if name != "generic" else "+f16c" if _is_x86() else ""
     return binding.get_process_triple(), name or binding.get_host_cpu_name(), features
 
 
-def _own_features() -> str:
+def _find_host_features() -> str:
     from llvmlite import binding
 
     try:
@@ -43,7 +43,7 @@ def _own_features() -> str:
 
 
 @functools.cache
-def why_unknown() -> str:
+def explain_unsupported() -> str:
     """Return why llvmlite, which is installed, cannot compile for this machine; "" where it can."""
     try:
         from llvmlite import binding
@@ -52,15 +52,18 @@ def why_unknown() -> str:
     except Exception as error:  # its library does not load, or was built without this processor
         lines = str(error).splitlines() or [""]
         return f"llvmlite cannot compile for this machine ({type(error).__name__}: {lines[0]})"
-    return ""
+    if has_half_conversions():
+        return ""
+    given = "HALFULP_CPU_FEATURES lacks +f16c" if "HALFULP_CPU_FEATURES" in os.environ else "the processor lacks F16C"
+    return f"{given}, the instructions for float16"
 
 
 @functools.cache
 def check_features() -> None:
-    """Check HALFULP_CPU_NAME and HALFULP_CPU_FEATURES: over a feature without a sign LLVM ends the process.
+    """Check HALFULP_CPU_FEATURES: over a feature without a sign LLVM ends the process.
 
     Raises:
-        ValueError: there is one, or a name that LLVM does not know.
+        ValueError: there is one.
     """
     for feature in filter(None, os.environ.get("HALFULP_CPU_FEATURES", "").split(",")):
         if feature[0] not in "+-":
@@ -68,29 +71,6 @@ def check_features() -> None:
                 f"HALFULP_CPU_FEATURES names {feature!r}: features are +name or -name, separated by commas; "
                 f"{ENVIRONMENT}"
             )
-    given = {name for name in ("HALFULP_CPU_NAME", "HALFULP_CPU_FEATURES") if os.environ.get(name)}
-    if given and (complaint := _complaints().partition("\n")[0]):
-        raise ValueError(
-            f"LLVM says of {' and '.join(sorted(given))}: {complaint}; leave them out for this processor, or give a "
-            f"name that LLVM knows, such as x86-64-v3 or generic; {ENVIRONMENT}"
-        )
-
-
-def _complaints() -> str:
-    """Return what LLVM writes on standard error of a processor or feature that it does not know, at every kernel."""
-    from llvmlite import binding
-
-    triple, name, features = processor()
-    with tempfile.TemporaryFile() as said:
-        kept = os.dup(2)
-        try:
-            os.dup2(said.fileno(), 2)
-            binding.Target.from_triple(triple).create_target_machine(cpu=name, features=features)
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-        said.seek(0)
-        return said.read().decode(errors="replace")
 
 
 def has_features(*features: str) -> bool:
@@ -111,5 +91,15 @@ def has_fused_vectors(bits: int) -> bool:
 
 
 def has_half_conversions() -> bool:
-    """Return whether instructions convert float16: on some x86, and on every other processor that LLVM knows here."""
-    return not processor()[0].startswith("x86") or has_features("f16c")
+    """Return whether instructions convert float16: on x86 since 2012, and on every other processor that LLVM knows.
+
+    Without them LLVM calls functions of a runtime library that is not there when code is compiled in memory.
+    """
+    return not _is_x86() or has_features("f16c")
+
+
+def _is_x86() -> bool:
+    from llvmlite import binding
+
+    triple: str = binding.get_process_triple()
+    return triple.startswith("x86")

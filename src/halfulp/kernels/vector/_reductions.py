@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .._trace import Trace, Traced, record
-from ._builder import VectorBuilder, lanes_of, size_of
-from ._instructions import Instructions
+from .._trace import Trace, Traced, record_function
+from ._builder import VectorBuilder, count_lanes, element_size
+from ._instructions import InstructionWriter
 from ._loop import compile_rows, native_lanes
 
-ACROSS = 32  # lanes that the rows of a matrix with fewer columns are dealt to, whatever the processor's vectors
+NARROW_LANES = 32  # lanes that the rows of a matrix with fewer columns are dealt to, whatever the processor's vectors
 BLOCK = 16  # rows that a step takes up one after another before they are joined to what came before
 
 
@@ -37,12 +37,12 @@ class ReductionSteps:
     width: int
     start: float
 
-    def recorded(self, inputs: int) -> tuple[tuple[Trace, list[int]], ...]:
+    def record_steps(self, inputs: int) -> tuple[tuple[Trace, list[int]], ...]:
         """Return the instructions of step, join, merge and close on rows of some components, and their results."""
         width = self.width
         pieces = (self.step, width + inputs), (self.join, 2 * width), (self.merge, 2 * width), (self.close, width + 1)
-        found = (record(piece, torch.float64, count) for piece, count in pieces)
-        return tuple((trace, [_number(trace, value) for value in values]) for trace, values in found)
+        found = (record_function(piece, torch.float64, count) for piece, count in pieces)
+        return tuple((trace, [_find_number(trace, value) for value in values]) for trace, values in found)
 
 
 def compile_reduction(
@@ -62,19 +62,19 @@ def compile_reduction(
     number for `close`; then the addresses of the matrices' components, which lie one after another without gaps, and of
     the results', one row for each segment.
     """
-    pieces = steps.recorded(len(stored))
+    pieces = steps.record_steps(len(stored))
     told = [(trace.digest(), numbers) for trace, numbers in pieces]
     key = hashlib.sha256(repr((told, steps.start, tuple(stored), tuple(written), shape)).encode()).hexdigest()
-    loop = {"line": _Line, "narrow": _Narrow, "wide": _Wide}[shape]
+    loop = {"line": _ColumnLoop, "narrow": _NarrowMatrixLoop, "wide": _WideMatrixLoop}[shape]
     given = pieces, steps.start, tuple(stored), tuple(written)
     return compile_rows(name, key, lambda builder, *values: loop(builder, *given).build(*values))
 
 
-def _number(trace: Trace, value: Traced | float) -> int:
+def _find_number(trace: Trace, value: Traced | float) -> int:
     return value.number if isinstance(value, Traced) else trace.emit("add", (value, 0.0)).number
 
 
-class _Reduction(VectorBuilder):
+class _ReductionLoop(VectorBuilder):
     """The base of the reduction loops."""
 
     def __init__(self, builder, pieces: tuple, start: float, stored: tuple, written: tuple) -> None:
@@ -89,169 +89,176 @@ class _Reduction(VectorBuilder):
         self.rows, self.columns, per_segment, segments, self.several, self.total, number, *addresses = words
         self.number = b.sitofp(number, self.f64)
         self.sources, self.targets = addresses[: len(self.stored)], addresses[len(self.stored) :]
-        self.prepare()
+        self.prepare_values()
         with self.loop(first, last, 1) as segment:
             matrix = b.sdiv(segment, segments)
             top = b.mul(b.sub(segment, b.mul(matrix, segments)), per_segment)
             start = b.mul(b.add(b.mul(matrix, self.rows), top), self.columns)
-            self.segment(start, self.lesser(b.sub(self.rows, top), per_segment), b.mul(segment, self.columns))
+            self.reduce_segment(
+                start, self.select_lesser(b.sub(self.rows, top), per_segment), b.mul(segment, self.columns)
+            )
 
-    def prepare(self) -> None:
+    def prepare_values(self) -> None:
         """Set up values that are used by all segments."""
 
-    def segment(self, start, rows, out) -> None:
+    def reduce_segment(self, start, rows, out) -> None:
         """The rows from element `start` on into the row of results at element `out`."""
         raise NotImplementedError
 
-    def run(self, piece: tuple, values: list) -> list:
+    def call_function(self, piece: tuple, values: list) -> list:
         """Return the results of a device function."""
-        computed = Instructions(self.b, piece[0], lanes_of(values[0].type)).run(values)
+        computed = InstructionWriter(self.b, piece[0], count_lanes(values[0].type)).run(values)
         return [computed[number] for number in piece[1]]
 
-    def reduce(self, lanes: int, turns, load: Callable) -> list:
+    def reduce_vectors(self, lanes: int, turns, load: Callable) -> list:
         """Reduce the vectors load(0) ... load(turns - 1)."""
-        begin = [self.constant(self.shape(self.f64, lanes), value) for value in self.begin]
+        begin = [self.constant(self.vector_type(self.f64, lanes), value) for value in self.begin]
         held = list(begin)
         with self.loop(self.word(0), turns, BLOCK, held) as first:
             state = list(begin)
-            last = self.lesser(self.b.add(first, self.word(BLOCK)), turns)
+            last = self.select_lesser(self.b.add(first, self.word(BLOCK)), turns)
             with self.loop(first, last, 1, state) as turn:
-                state[:] = self.run(self.step, [*state, *load(turn)])
-            held[:] = self.run(self.join, [*held, *state])
+                state[:] = self.call_function(self.step, [*state, *load(turn)])
+            held[:] = self.call_function(self.join, [*held, *state])
         return held
 
-    def finish(self, held: list, at) -> None:
+    def store_results(self, held: list, at) -> None:
         """Close and store from element `at` on."""
-        values = self.run(self.close, [*held, self.spread(self.number, lanes_of(held[0].type))])
+        values = self.call_function(self.close, [*held, self.splat(self.number, count_lanes(held[0].type))])
         for target, dtype, value in zip(self.targets, self.written, values):
-            self.store(target, at, dtype, value)
+            self.store_reals(target, at, dtype, value)
 
 
-class _Wide(_Reduction):
+class _WideMatrixLoop(_ReductionLoop):
     """The loop for wide matrices: vectors of columns, the last of which overlap the ones before."""
 
-    def segment(self, start, rows, out) -> None:
+    def reduce_segment(self, start, rows, out) -> None:
         b = self.b
         # Four native vectors at once hide the latency of the chain of sums.
         lanes = 4 * native_lanes(torch.float64)
-        kind = self.shape(self.f64, lanes)
+        kind = self.vector_type(self.f64, lanes)
         with self.loop(self.word(0), self.columns, lanes) as i:
-            i = self.lesser(i, b.sub(self.columns, self.word(lanes)))
+            i = self.select_lesser(i, b.sub(self.columns, self.word(lanes)))
             top = b.add(start, i)
 
             def load(row) -> list:
                 at = b.add(top, b.mul(row, self.columns))
-                return [self.load(source, at, dtype, kind) for source, dtype in zip(self.sources, self.stored)]
+                return [self.load_reals(source, at, dtype, kind) for source, dtype in zip(self.sources, self.stored)]
 
-            self.finish(self.reduce(lanes, rows, load), b.add(out, i))
+            self.store_results(self.reduce_vectors(lanes, rows, load), b.add(out, i))
 
 
-class _Narrow(_Reduction):
+class _NarrowMatrixLoop(_ReductionLoop):
     """The loop for narrow matrices: several rows in a vector; at the end a column's lanes are merged by halves."""
 
-    def prepare(self) -> None:
+    def prepare_values(self) -> None:
         b = self.b
         self.width = b.mul(self.several, self.columns)
-        self.vector_type = self.shape(self.f64, ACROSS)
-        self.copies = [self.allocate(neutral.type, ACROSS) for neutral in self.neutral()]
+        self.row_type = self.vector_type(self.f64, NARROW_LANES)
+        self.copies = [self.allocate_stack(neutral.type, NARROW_LANES) for neutral in self.neutral_elements()]
         # Twice as many, since a vector is read from any lane on.
-        self.scratch = [self.allocate(self.f64, 2 * ACROSS) for _ in self.begin]
+        self.scratch = [self.allocate_stack(self.f64, 2 * NARROW_LANES) for _ in self.begin]
         leading = b.ctlz(b.sub(self.several, self.word(1)), self.ir.Constant(self.ir.IntType(1), 0))
         self.levels = b.sub(self.word(64), leading)
 
-    def segment(self, start, rows, out) -> None:
+    def reduce_segment(self, start, rows, out) -> None:
         b = self.b
         count = b.mul(rows, self.columns)
         turns = b.sdiv(b.add(count, b.sub(self.width, self.word(1))), self.width)
-        self.conclude(self.reduce(ACROSS, turns, lambda turn: self.vector(start, count, b.mul(turn, self.width))), out)
+        self.merge_lanes_and_store(
+            self.reduce_vectors(
+                NARROW_LANES, turns, lambda turn: self.load_vector(start, count, b.mul(turn, self.width))
+            ),
+            out,
+        )
 
-    def conclude(self, held: list, out) -> None:
+    def merge_lanes_and_store(self, held: list, out) -> None:
         """Merge the lanes of each column, and write the results."""
         b = self.b
-        self.keep(self.merged(held))
+        self.keep_lanes(self.merge_lanes(held))
         with self.loop(self.word(0), self.columns, 1) as column:
-            self.finish([b.load(b.gep(part, [column])) for part in self.scratch], b.add(out, column))
+            self.store_results([b.load(b.gep(part, [column])) for part in self.scratch], b.add(out, column))
 
-    def vector(self, start, count, offset) -> list:
+    def load_vector(self, start, count, offset) -> list:
         """Load the components of `width` elements from an offset, by a copy where memory or segment ends before."""
         b = self.b
         at, left = b.add(start, offset), b.sub(count, offset)
         whole = b.icmp_signed("<=", self.width, left)
-        readable = b.icmp_signed("<=", b.add(at, self.word(ACROSS)), self.total)
+        readable = b.icmp_signed("<=", b.add(at, self.word(NARROW_LANES)), self.total)
         direct = b.and_(whole, readable)
         with b.if_then(b.not_(direct), likely=False), b.if_else(readable) as (near, far):
             with near:
-                self.copy_vector(at, self.lesser(self.width, left))
+                self.copy_vector(at, self.select_lesser(self.width, left))
             with far:
-                self.copy(at, self.lesser(self.width, left))
+                self.copy_elements(at, self.select_lesser(self.width, left))
         found = []
         for source, copy, dtype in zip(self.sources, self.copies, self.stored):
-            base = b.add(source, b.mul(at, self.word(size_of(dtype))))
+            base = b.add(source, b.mul(at, self.word(element_size(dtype))))
             base = b.select(direct, base, b.ptrtoint(copy, self.i64))
-            found.append(self.load(base, self.word(0), dtype, self.vector_type))
+            found.append(self.load_reals(base, self.word(0), dtype, self.row_type))
         return found
 
     def copy_vector(self, at, count) -> None:
         """Copy `count` elements of a vector; the other lanes get the neutral element."""
-        b, wanted = self.b, self.lanes_below(count)
-        for source, copy, neutral, dtype in zip(self.sources, self.copies, self.neutral(), self.stored):
-            base = b.add(source, b.mul(at, self.word(size_of(dtype))))
-            elements = self.load_bits(base, self.word(0), dtype, ACROSS)
+        b, wanted = self.b, self.mask_lanes_below(count)
+        for source, copy, neutral, dtype in zip(self.sources, self.copies, self.neutral_elements(), self.stored):
+            base = b.add(source, b.mul(at, self.word(element_size(dtype))))
+            elements = self.load_bits(base, self.word(0), dtype, NARROW_LANES)
             value = b.select(wanted, elements, self.constant(elements.type, neutral.constant))
-            b.store(value, b.bitcast(copy, value.type.as_pointer()), align=size_of(dtype))
+            b.store(value, b.bitcast(copy, value.type.as_pointer()), align=element_size(dtype))
 
-    def copy(self, at, count) -> None:
+    def copy_elements(self, at, count) -> None:
         """Copy elements one by one where a vector would end beyond memory."""
         b = self.b
-        for source, copy, neutral in zip(self.sources, self.copies, self.neutral()):
+        for source, copy, neutral in zip(self.sources, self.copies, self.neutral_elements()):
             elements = self.pointer(source, at, neutral.type)
-            with self.loop(self.word(0), self.word(ACROSS), 1) as k:
+            with self.loop(self.word(0), self.word(NARROW_LANES), 1) as k:
                 b.store(neutral, b.gep(copy, [k]))
             with self.loop(self.word(0), count, 1) as k:
                 b.store(b.load(b.gep(elements, [k])), b.gep(copy, [k]))
 
-    def neutral(self) -> list:
+    def neutral_elements(self) -> list:
         """Return the neutral element's components, as words in memory."""
         found = []
         for k, dtype in enumerate(self.stored):
             value = torch.tensor(0.0 if k else self.begin[0], dtype=dtype, device="cpu")
-            bits = value.view(getattr(torch, f"int{8 * size_of(dtype)}")).item()
+            bits = value.view(getattr(torch, f"int{8 * element_size(dtype)}")).item()
             found.append(self.ir.Constant(self.memory_type(dtype), bits))
         return found
 
-    def lanes_below(self, count):
+    def mask_lanes_below(self, count):
         """Return a mask of the lanes below a number."""
-        lanes = self.ir.Constant(self.ir.VectorType(self.i64, ACROSS), list(range(ACROSS)))
-        return self.b.icmp_signed("<", lanes, self.spread(count, ACROSS))
+        lanes = self.ir.Constant(self.ir.VectorType(self.i64, NARROW_LANES), list(range(NARROW_LANES)))
+        return self.b.icmp_signed("<", lanes, self.splat(count, NARROW_LANES))
 
-    def merged(self, held: list) -> list:
+    def merge_lanes(self, held: list) -> list:
         """Merge the rows in the lanes into one row: the second half into the first, and so on."""
         b, values = self.b, [self.several, *held]
         with self.loop(self.word(0), self.levels, 1, values):
             rows, *held = values
             half = b.lshr(b.add(rows, self.word(1)), self.word(1))
-            self.keep(held)
+            self.keep_lanes(held)
             base = [b.ptrtoint(b.gep(part, [b.mul(half, self.columns)]), self.i64) for part in self.scratch]
-            other = [self.load(address, self.word(0), torch.float64, self.vector_type) for address in base]
-            mask = self.lanes_below(b.mul(b.sub(rows, half), self.columns))
-            pairs = self.run(self.merge, [*held, *other])
+            other = [self.load_reals(address, self.word(0), torch.float64, self.row_type) for address in base]
+            mask = self.mask_lanes_below(b.mul(b.sub(rows, half), self.columns))
+            pairs = self.call_function(self.merge, [*held, *other])
             values[:] = [half, *(b.select(mask, new, old) for new, old in zip(pairs, held))]
         return values[1:]
 
-    def keep(self, held: list) -> None:
+    def keep_lanes(self, held: list) -> None:
         """Write lanes to memory."""
         for part, value in zip(self.scratch, held):
-            self.store(self.b.ptrtoint(part, self.i64), self.word(0), torch.float64, value)
+            self.store_reals(self.b.ptrtoint(part, self.i64), self.word(0), torch.float64, value)
 
 
-class _Line(_Narrow):
+class _ColumnLoop(_NarrowMatrixLoop):
     """The loop for one column: the halves are merged in registers."""
 
-    def conclude(self, held: list, out) -> None:
-        half = ACROSS
+    def merge_lanes_and_store(self, held: list, out) -> None:
+        half = NARROW_LANES
         while half > 1:
             half //= 2
-            part = self.part if half > 1 else lambda value, first, _: self.lane(value, first)
+            part = self.extract_lanes if half > 1 else lambda value, first, _: self.extract_lane(value, first)
             low, high = ([part(value, first, half) for value in held] for first in (0, half))
-            held = self.run(self.merge, [*low, *high])
-        self.finish(held, out)
+            held = self.call_function(self.merge, [*low, *high])
+        self.store_results(held, out)

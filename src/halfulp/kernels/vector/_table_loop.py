@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._device_function import ALIGNMENT, CHUNK, STREAM, Digest, Table
-from .._trace import COPIES, Piece
-from ._builder import VectorBuilder, scalar_of
-from ._instructions import Instructions
-from ._loop import Phases, Stages, in_turns, with_operands
+from .._device_function import CHUNK_COLUMNS, STREAM_ALIGNMENT, STREAM_INPUTS, Digest, Table
+from .._trace import COUNTER_COPIES, RecordedFunction
+from ._builder import VectorBuilder, lane_type
+from ._instructions import InstructionWriter
+from ._loop import Phases, find_operands, schedule_lines
 from ._machine_function import Kernel, machine_function
 from ._processor import vector_bits
 
-_ARGUMENTS = 9
-_AT_ONCE = 512  # elements, in small blocks
+_ARGUMENT_COUNT = 9
+_ELEMENTS_AT_ONCE = 512  # elements, in small blocks
 # Bytes by which cache lines are asked for ahead, where arrays are not few.
-_AHEAD, _FAR, _LINE, _FEW_ARRAYS = 1024, 8192, 64, 3
-Array = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
+_BYTES_AHEAD, _BYTES_FAR_AHEAD, _CACHE_LINE, _FEW_ARRAYS = 1024, 8192, 64, 3
+ArrayKey = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
 
 
 def compile_table(name: str, table: Table) -> Kernel:
@@ -31,7 +31,9 @@ def compile_table(name: str, table: Table) -> Kernel:
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
     (rows of constants, constants), uint64 (rows,): keys, float64 (chunks, `table.sums`) and uint64 (chunks,).
     """
-    return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: TableLoop(b.b, table).build(*values))
+    return machine_function(
+        name, table.make_key(), _ARGUMENT_COUNT, lambda b, *values: TableLoop(b.b, table).build(*values)
+    )
 
 
 def compile_row(name: str, table: Table) -> Kernel:
@@ -45,7 +47,7 @@ def compile_row(name: str, table: Table) -> Kernel:
         nothing = b.word(0)
         TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, nothing, nothing)
 
-    return machine_function(name, f"row {table.key()}", 6 + table.columns, write)
+    return machine_function(name, f"row {table.make_key()}", 6 + table.columns, write)
 
 
 class TableLoop(VectorBuilder):
@@ -67,21 +69,20 @@ class TableLoop(VectorBuilder):
         self.width = 2 * self.lanes
         self.padded = -(-(table.block or 0) // self.width) * self.width
         self.copied = table.partial or self.padded != table.block
-        self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _AT_ONCE // self.padded))
-        self.phases = Phases.of(self.trace)
-        self.stages = Stages.of_trace(self.trace, not (table.block or self.trace.sums or self.trace.deposits))
+        self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _ELEMENTS_AT_ONCE // self.padded))
+        self.phases = Phases.split_trace(self.trace)
         lines = self.trace.lines
-        self.kinds = Instructions(builder, self.trace, 1)
-        self.given = [
+        self.kinds = InstructionWriter(builder, self.trace, 1)
+        self.constant_inputs = [
             (x[2], kind) for x, kind in zip(lines, self.trace.kinds) if x[0] == "input" and x[2][0] == "constant"
         ]
         self.column = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
-        self.loads: list[Array] = [(operands[0], *extra) for name, operands, extra in lines if name == "load"]
+        self.loads: list[ArrayKey] = [(operands[0], *extra) for name, operands, extra in lines if name == "load"]
         self.stores = self.trace.stores
         self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
         assert not self.copied or all(bits > 4 for _, bits, _ in self.arrays), "half bytes are read in whole blocks"
         self.in_pairs = any(bits < 32 for _, bits, per_block in self.arrays if not per_block)
-        self.order = in_turns(self.trace)
+        self.order = schedule_lines(self.trace)
         self.scalars: dict[Any, Any] = {}
         self.inputs: dict[Any, Any] = {}
         self.address: dict[int, Any] = {}
@@ -92,79 +93,79 @@ class TableLoop(VectorBuilder):
         table = self.table
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
-        self.copies = {array: self.allocate(self.ir.IntType(array[1]), room) for array in copied}
-        for copy in self.copies.values() if table.streams else ():
-            copy.align = ALIGNMENT
-        crossing = self.phases.crossing if table.block else []
-        self.buffers = [self.allocate(scalar_of(self.type_of(line)), room) for line in crossing]
-        self.of_blocks = {
-            line: self.allocate(scalar_of(self.kept_type(line)), self.together)
-            for line in self.phases.of_blocks(self.trace)
+        self.copies = {array: self.allocate_stack(self.ir.IntType(array[1]), room) for array in copied}
+        for copy in self.copies.values() if table.is_streaming else ():
+            copy.align = STREAM_ALIGNMENT
+        crossing = self.phases.carried_lines if table.block else []
+        self.buffers = [self.allocate_stack(lane_type(self.vector_type_of(line)), room) for line in crossing]
+        self.block_results = {
+            line: self.allocate_stack(lane_type(self.memory_type_of(line)), self.together)
+            for line in self.phases.find_block_results(self.trace)
         }
         # A row per block, where as many blocks are computed at once as a vector has lanes.
-        in_rows = self.phases.largest if table.block and self.together == self.lanes else []
-        self.rows = {line: self.allocate(self.i32, self.together * self.lanes) for line in in_rows}
+        in_rows = self.phases.largest_lines if table.block and self.together == self.lanes else []
+        self.rows = {line: self.allocate_stack(self.i32, self.together * self.lanes) for line in in_rows}
 
     def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
         """Write the loop over chunks."""
         b, table = self.b, self.table
         with self.loop(first, last, 1) as c:
-            at = b.mul(c, self.word(CHUNK))
-            row, begin, count, index = (self.word_at(chunks, at, k) for k in range(CHUNK))
+            at = b.mul(c, self.word(CHUNK_COLUMNS))
+            row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_COLUMNS))
             pointer = b.mul(row, self.word(table.columns))
-            self.address = {column: self.word_at(pointers, pointer, column) for column in self.used()}
+            self.address = {column: self.load_word_at(pointers, pointer, column) for column in self.find_used_columns()}
             if table.constants:
-                size = int(self.given[0][1][1:]) // 8 if self.given else 0
-                own = b.mul(self.word_at(rows, row, 0), self.word(table.constants * size))
+                size = int(self.constant_inputs[0][1][1:]) // 8 if self.constant_inputs else 0
+                own = b.mul(self.load_word_at(rows, row, 0), self.word(table.constants * size))
                 self.load_constants(b.add(constants, own))
-            if table.start:
-                self.begin_stream(table.start, self.word_at(keys, row, 0), index)
-            for k, total in enumerate(self.chunk(begin, count)):
+            if table.stream_start:
+                self.begin_stream(table.stream_start, self.load_word_at(keys, row, 0), index)
+            for k, total in enumerate(self.write_chunk(begin, count)):
                 place = self.pointer(sums, b.add(b.mul(c, self.word(table.sums)), self.word(k)), self.f64)
                 b.store(total, place, align=8)
             if table.digest:
-                b.store(self.digest(table.digest, begin, count), self.pointer(digests, c, self.i64), align=8)
-        if table.streams:
+                b.store(self.compute_digest(table.digest, begin, count), self.pointer(digests, c, self.i64), align=8)
+        if table.is_streaming:
             b.fence("seq_cst")  # such stores are in no order with others
 
-    def chunk(self, begin, count) -> list:
+    def write_chunk(self, begin, count) -> list:
         """Write what happens to the elements [begin, begin + count) of the arrays, and return what is summed up."""
         totals = [self.ir.Constant(kind, None) for kind in self.sum_types() for _ in range(2)]
         if self.table.block:
-            self.blocks(begin, count, totals, self.copies, self.buffers)
+            self.write_blocks(begin, count, totals, self.copies, self.buffers)
         else:
-            self.vectors(begin, count, totals, self.copies)
-        return [self.total(how, totals[2 * k : 2 * k + 2]) for k, (how, _) in enumerate(self.trace.sums)]
+            self.write_vectors(begin, count, totals, self.copies)
+        return [self.reduce_total(how, totals[2 * k : 2 * k + 2]) for k, (how, _) in enumerate(self.trace.sums)]
 
     def load_constants(self, address) -> None:
         """Load a row's constants from an address on."""
-        for name, kind in self.given:
-            place = self.pointer(address, self.word(name[1]), self.kinds.of_kind(kind))
-            self.give_constant(name, self.b.load(place, align=int(kind[1:]) // 8))
+        for name, kind in self.constant_inputs:
+            place = self.pointer(address, self.word(name[1]), self.kinds.type_of_kind(kind))
+            self.set_constant(name, self.b.load(place, align=int(kind[1:]) // 8))
 
-    def give_constant(self, name: tuple, value) -> None:
+    def set_constant(self, name: tuple, value) -> None:
         """Take a scalar for a constant."""
-        self.scalars[name], self.inputs[name] = value, self.spread(value, self.lanes)
+        self.scalars[name], self.inputs[name] = value, self.splat(value, self.lanes)
 
-    def used(self) -> list[int]:
+    def find_used_columns(self) -> list[int]:
         """Return the columns that are read or written."""
         columns = {self.column[address] for address, *_ in [*self.arrays, *self.trace.deposits]}
         return sorted(columns | ({self.table.digest.column} if self.table.digest else set()))
 
-    def word_at(self, table, first, k: int):
+    def load_word_at(self, table, first, k: int):
         """Load word k behind the first of a table of 64-bit integers."""
         return self.b.load(self.pointer(table, self.b.add(first, self.word(k)), self.i64), align=8)
 
-    def begin_stream(self, piece: Piece, key, index) -> None:
+    def begin_stream(self, piece: RecordedFunction, key, index) -> None:
         """Compute the counter of the chunk's first element and the stream's own word, from a row's key."""
         b = self.b
         halves = b.trunc(key, self.i32), b.trunc(b.lshr(key, self.word(32)), self.i32)
-        values = Instructions(b, piece.trace, 1).run([*halves, index])
+        values = InstructionWriter(b, piece.trace, 1).run([*halves, index])
         self.first_counter, *own = (values[number] for number in piece.results)
-        for name, value in zip(STREAM[1:], own):
-            self.scalars[name], self.inputs[name] = value, self.spread(value, self.lanes)
+        for name, value in zip(STREAM_INPUTS[1:], own):
+            self.scalars[name], self.inputs[name] = value, self.splat(value, self.lanes)
 
-    def places(self) -> list[list[int]]:
+    def lane_places(self) -> list[list[int]]:
         """Return which neighbours the lanes of the two vectors are."""
         lanes = range(self.lanes)
         if self.in_pairs:
@@ -173,7 +174,7 @@ class TableLoop(VectorBuilder):
 
     # whole vectors, and what remains ---------------------------------------------------------------------------
 
-    def vectors(self, begin, count, totals: list, copies: dict) -> None:
+    def write_vectors(self, begin, count, totals: list, copies: dict) -> None:
         """Write the loop over a chunk's whole vectors, then once more over a padded copy of what remains."""
         b, width = self.b, self.word(self.width)
         whole = b.mul(b.sdiv(count, width), width)
@@ -187,107 +188,66 @@ class TableLoop(VectorBuilder):
         if self.trace.sums or self.trace.deposits:
             # Only of what remains it is asked which lanes are elements.
             with self.loop(zero, whole, self.width, totals) as i:
-                self.turn(bases, i, i, totals, None)
+                self.write_turn(bases, i, i, totals, None)
             with self.loop(zero, rest, self.width, totals) as i:
-                self.copy_in(b.add(begin, whole), rest, copies)
-                self.turn(held, i, whole, totals, rest)
-                self.copy_out(b.add(begin, whole), rest, copies)
+                self.copy_rest_in(b.add(begin, whole), rest, copies)
+                self.write_turn(held, i, whole, totals, rest)
+                self.copy_rest_out(b.add(begin, whole), rest, copies)
             return
         first = b.select(b.icmp_signed(">", whole, zero), zero, one)
         last = b.select(b.icmp_signed(">", rest, zero), self.word(2), one)
         with self.loop(first, last, 1) as phase:
             is_rest = b.icmp_signed("==", phase, one)
             with b.if_then(is_rest):
-                self.copy_in(b.add(begin, whole), rest, copies)
+                self.copy_rest_in(b.add(begin, whole), rest, copies)
             used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
-            if self.stages.crossing:
-                self.in_stages(limit, before, used)
-            else:
-                with self.loop(zero, limit, self.width) as i:
-                    self.turn(used, i, b.add(before, i), [], None)
+            with self.loop(zero, limit, self.width) as i:
+                self.write_turn(used, i, b.add(before, i), [], None)
             with b.if_then(is_rest):
-                self.copy_out(b.add(begin, whole), rest, copies)
+                self.copy_rest_out(b.add(begin, whole), rest, copies)
 
-    def turn(self, bases: dict, i, place, totals: list, limit) -> None:
+    def write_turn(self, bases: dict, i, place, totals: list, limit) -> None:
         """Write what happens to two vectors from i on, whose place in the chunk is another; all lanes are elements.
 
         With a limit only those below it are.
         """
         loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
-        self.ask_ahead(bases, i)
-        [values] = self.computed([(loaded, place, None)])
-        self.finish(values, self.stores, bases, i)
-        self.deposit(values, limit)
-        self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
+        self.prefetch_arrays(bases, i)
+        [values] = self.compute_in_turns([(loaded, place, None)])
+        self.store_results(values, self.stores, bases, i)
+        self.add_deposits(values, limit)
+        self.add_to_totals(values, i, totals, limit, range(len(self.trace.lines)))
 
-    def in_stages(self, limit, before, bases: dict) -> None:
-        """Write the loop over whole vectors in stages, the last of which stores.
-
-        In the first turns only earlier stages have elements; in the last turns those compute again what is there.
-        """
-        b, stages, zero = self.b, self.stages, self.word(0)
-        late = len(stages.crossing) * self.width
-        last = b.sub(limit, self.word(self.width))
-        last = b.select(b.icmp_signed(">", last, zero), last, zero)
-        carried = [
-            self.ir.Constant(self.type_of(k), None) for lines in stages.crossing for k in lines for _ in range(2)
-        ]
-        with self.loop(zero, b.add(limit, self.word(late)), self.width, carried) as i:
-            held, given = [], iter(carried)
-            for lines in stages.crossing:
-                held.append([dict(pair) for pair in zip(*[[(k, next(given)) for _ in range(2)] for k in lines])])
-            with b.if_then(b.icmp_signed(">=", i, self.word(late))):
-                at = b.sub(i, self.word(late))
-                self.finish(self.stage(-1, at, before, bases, held[-1]), self.stores, bases, at)
-            carried.clear()
-            self.ask_ahead(bases, i)
-            for number in range(len(stages.crossing)):
-                at = b.sub(i, self.word(number * self.width))
-                at = self.lesser(b.select(b.icmp_signed(">", at, zero), at, zero), last)
-                known = held[number - 1] if number else None
-                values = self.stage(number, at, before, bases, known)
-                for k in stages.crossing[number]:
-                    carried += [values[half][k] for half in range(2)]
-
-    def ask_ahead(self, bases: dict, i) -> None:
+    def prefetch_arrays(self, bases: dict, i) -> None:
         """Ask for the cache lines that are needed some turns later; they need not be ones that can be read.
 
         Processors do that by themselves for a few arrays, and only within a page, which is 2,048 elements of 16 bits.
         """
         arrays = [array for array in dict.fromkeys(self.loads) if not array[2]]
-        far = self.table.is_far
+        far = self.table.is_far_memory
         if len(arrays) < _FEW_ARRAYS and not far:
             return
         for array in arrays:
             size = array[1] // 8
             first = self.b.add(bases[array], self.b.mul(i, self.word(size)))
-            for line in range(0, self.width * size, _LINE):
+            for line in range(0, self.width * size, _CACHE_LINE):
                 # Far ones come into the second level, whose queue of pending lines is longer.
-                self.prefetch(self.b.add(first, self.word((_FAR if far else _AHEAD) + line)), 2 if far else 3)
+                self.prefetch_line(
+                    self.b.add(first, self.word((_BYTES_FAR_AHEAD if far else _BYTES_AHEAD) + line)), 2 if far else 3
+                )
 
-    def stage(self, number: int, i, before, bases: dict, known: list[dict] | None) -> list[list]:
-        """Return the values of two vectors in one stage, those known from earlier ones too."""
-        lines, loaded = self.stages.of[number], {}
-        for k in lines:
-            name, operands, extra = self.trace.lines[k]
-            if name == "load":
-                array = (operands[0], *extra)
-                loaded[array] = self.load_both(bases[array], i, array[1])
-        [values] = self.computed([(loaded, self.b.add(before, i), known)], lines | set(known[0] if known else ()))
-        return values
-
-    def copy_in(self, start, rest, copies: dict) -> None:
+    def copy_rest_in(self, start, rest, copies: dict) -> None:
         """Copy the last elements, and the last of them again up to a whole vector."""
         b = self.b
         with self.loop(self.word(0), self.word(self.width), 1) as j:
-            place = b.add(start, self.lesser(j, b.sub(rest, self.word(1))))
+            place = b.add(start, self.select_lesser(j, b.sub(rest, self.word(1))))
             for array in dict.fromkeys(self.loads):
                 kind = self.ir.IntType(array[1])
                 value = b.load(self.pointer(self.address[self.column[array[0]]], place, kind), align=array[1] // 8)
                 b.store(value, b.gep(copies[array], [j]), align=array[1] // 8)
 
-    def copy_out(self, start, rest, copies: dict) -> None:
+    def copy_rest_out(self, start, rest, copies: dict) -> None:
         """Write the last elements where they belong."""
         b = self.b
         with self.loop(self.word(0), rest, 1) as j:
@@ -299,7 +259,7 @@ class TableLoop(VectorBuilder):
 
     # blocks ----------------------------------------------------------------------------------------------------
 
-    def blocks(self, begin, count, totals: list, copies: dict, buffers: list) -> None:
+    def write_blocks(self, begin, count, totals: list, copies: dict, buffers: list) -> None:
         """Write the loop over blocks: all up to their largest words, then the rest, of values kept in buffers.
 
         Several small blocks take turns at each half, so that one need not wait for the other's result. Where blocks are
@@ -310,27 +270,27 @@ class TableLoop(VectorBuilder):
         with self.loop(self.word(0), whole, self.together, totals) as number:
             if self.copied:
                 start = b.mul(number, block)
-                size = self.lesser(block, b.sub(count, start))
-                self.block_in_copy(self.block_at(begin, number), start, size, totals, copies, buffers)
+                size = self.select_lesser(block, b.sub(count, start))
+                self.write_block_in_copy(self.locate_block(begin, number), start, size, totals, copies, buffers)
             else:
-                several = self.lesser(self.word(self.together), b.sub(whole, number))
+                several = self.select_lesser(self.word(self.together), b.sub(whole, number))
 
                 def at(k, number=number):
-                    return self.block_at(begin, b.add(number, k))
+                    return self.locate_block(begin, b.add(number, k))
 
-                self.some_blocks(at, number, several, block, totals, buffers)
+                self.write_some_blocks(at, number, several, block, totals, buffers)
 
-    def block_at(self, begin, number) -> dict:
+    def locate_block(self, begin, number) -> dict:
         """Return where a block's elements lie in each array."""
         b, block = self.b, self.word(self.table.block or 0)
         bases = {}
         for array in self.arrays:
             address, bits, per_block = array
             place = b.add(b.sdiv(begin, block), number) if per_block else b.add(begin, b.mul(number, block))
-            bases[array] = b.add(self.address[self.column[address]], self.bytes_of(place, bits))
+            bases[array] = b.add(self.address[self.column[address]], self.count_bytes(place, bits))
         return bases
 
-    def block_in_copy(self, bases: dict, start, size, totals: list, copies: dict, buffers: list) -> None:
+    def write_block_in_copy(self, bases: dict, start, size, totals: list, copies: dict, buffers: list) -> None:
         """Write one block's loops, over a copy where it is no whole vectors."""
         b = self.b
         in_copy = b.icmp_signed("<", size, self.word(self.padded))
@@ -339,7 +299,7 @@ class TableLoop(VectorBuilder):
         held = {array: b.ptrtoint(copies[array], self.i64) for array in self.arrays}
         used = {array: b.select(in_copy, held[array], bases[array]) for array in self.arrays}
         first = b.sdiv(start, self.word(self.table.block or 0))
-        self.some_blocks(lambda _: used, first, self.word(1), size, totals, buffers)
+        self.write_some_blocks(lambda _: used, first, self.word(1), size, totals, buffers)
         with b.if_then(in_copy), self.loop(self.word(0), size, 1) as j:
             for array in self.stores:
                 kind = self.ir.IntType(array[1])
@@ -351,59 +311,64 @@ class TableLoop(VectorBuilder):
         b = self.b
         for array in dict.fromkeys(self.loads):
             kind, align = self.ir.IntType(array[1]), array[1] // 8
-            vectors, vector = b.sub(self.up_to_vector(size), self.word(self.width)), self.shape(kind, self.width)
+            vectors, vector = (
+                b.sub(self.round_up_to_vectors(size), self.word(self.width)),
+                self.vector_type(kind, self.width),
+            )
             with self.loop(self.word(0), vectors, self.width) as j:
                 value = b.load(self.pointer(bases[array], j, vector), align=align)
                 b.store(value, b.bitcast(b.gep(copies[array], [j]), vector.as_pointer()), align=align)
                 # The next block may lie behind this one.
-                ahead = b.add(bases[array], self.bytes_of(b.add(size, j), array[1]))
-                for line in range(0, self.width * align, _LINE):
-                    self.prefetch(b.add(ahead, self.word(line)))
+                ahead = b.add(bases[array], self.count_bytes(b.add(size, j), array[1]))
+                for line in range(0, self.width * align, _CACHE_LINE):
+                    self.prefetch_line(b.add(ahead, self.word(line)))
             last = b.bitcast(b.gep(copies[array], [vectors]), vector.as_pointer())
             b.store(self.ir.Constant(vector, None), last, align=align)
             with self.loop(vectors, size, 1) as j:
                 value = b.load(self.pointer(bases[array], j, kind), align=align)
                 b.store(value, b.gep(copies[array], [j]), align=align)
 
-    def up_to_vector(self, size):
+    def round_up_to_vectors(self, size):
         """Return how far the loops over a block go: over whole vectors."""
         if not self.copied:
             return self.word(self.padded)
         width = self.word(self.width)
         return self.b.mul(self.b.udiv(self.b.add(size, self.word(self.width - 1)), width), width)
 
-    def some_blocks(self, at: Callable, first, several, size, totals: list, buffers: list) -> None:
+    def write_some_blocks(self, at: Callable, first, several, size, totals: list, buffers: list) -> None:
         """Write the loops over some blocks, `several` from the chunk's block `first` on; `at` says where one lies."""
         b, phases = self.b, self.phases
         with self.loop(self.word(0), several, 1, totals) as k:
-            largest = self.up_to_largest(at(k), first, k, size, totals, buffers)
-            for line, words in zip(phases.largest, largest):
+            largest = self.write_up_to_largest(at(k), first, k, size, totals, buffers)
+            for line, words in zip(phases.largest_lines, largest):
                 if self.rows:
                     row = b.gep(self.rows[line], [b.mul(k, self.word(self.lanes))])
                     b.store(words, b.bitcast(row, words.type.as_pointer()), align=4)
                 else:
-                    b.store(self.most(words), b.gep(self.of_blocks[line], [k]), align=4)
-        self.of_largest()
-        late = {*phases.behind, *phases.waiting}
+                    b.store(self.find_largest_lane(words), b.gep(self.block_results[line], [k]), align=4)
+        self.reduce_largest()
+        late = {*phases.late_lines, *phases.waiting_lines}
         at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
         with self.loop(self.word(0), several, at_once, totals) as k:
             # Of an odd number the last block is written twice.
-            some = [self.lesser(b.add(k, self.word(n)), b.sub(several, self.word(1))) for n in range(at_once)]
+            some = [self.select_lesser(b.add(k, self.word(n)), b.sub(several, self.word(1))) for n in range(at_once)]
             bases = [at(number) for number in some]
-            known = [self.known_of_block(number, base) for number, base in zip(some, bases)]
-            with self.loop(self.word(0), self.up_to_vector(size), self.width, totals) as i:
+            known = [self.load_block_results(number, base) for number, base in zip(some, bases)]
+            with self.loop(self.word(0), self.round_up_to_vectors(size), self.width, totals) as i:
                 turns: list[tuple] = []
-                self.prefetch_next(bases, i)
+                self.prefetch_next_block(bases, i)
                 for number, of_block in zip(some, known):
-                    held = self.held(b.add(b.mul(number, self.word(self.padded)), i), buffers)
-                    turns.append(({}, b.add(self.start_of(first, number), i), [of_block | half for half in held]))
-                values = self.computed(turns, phases.behind_and_free)
-                behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.behind}
+                    held = self.load_crossing_values(b.add(b.mul(number, self.word(self.padded)), i), buffers)
+                    turns.append(
+                        ({}, b.add(self.find_block_start(first, number), i), [of_block | half for half in held])
+                    )
+                values = self.compute_in_turns(turns, phases.late_and_free_lines)
+                behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.late_lines}
                 for base, pair in zip(bases, values):
-                    self.finish(pair, behind, base, i)
-                self.sum_up(values[0], i, totals, size, late)
+                    self.store_results(pair, behind, base, i)
+                self.add_to_totals(values[0], i, totals, size, late)
 
-    def prefetch_next(self, bases: list[dict], i) -> None:
+    def prefetch_next_block(self, bases: list[dict], i) -> None:
         """Ask for the next block's elements: meanwhile the memory would be idle."""
         b = self.b
         if self.together > 1 or self.copied:
@@ -412,51 +377,55 @@ class TableLoop(VectorBuilder):
             size = bits // 8
             for line in range(0, self.width * size, 64):
                 ahead = b.mul(b.add(i, self.word(self.padded)), self.word(size))
-                self.prefetch(b.add(bases[-1][address, bits, False], b.add(ahead, self.word(line))))
+                self.prefetch_line(b.add(bases[-1][address, bits, False], b.add(ahead, self.word(line))))
 
-    def up_to_largest(self, bases: dict, first, k, size, totals: list, buffers: list) -> list:
+    def write_up_to_largest(self, bases: dict, first, k, size, totals: list, buffers: list) -> list:
         """Write the loop over a block, number k behind the block `first`, up to its largest words; return those."""
         b, phases = self.b, self.phases
-        start, room, shared = self.start_of(first, k), b.mul(k, self.word(self.padded)), self.of_block(bases)
+        start, room, shared = (
+            self.find_block_start(first, k),
+            b.mul(k, self.word(self.padded)),
+            self.load_entries(bases),
+        )
         own = [array for array in dict.fromkeys(self.loads) if not array[2]]
-        stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.behind}
+        stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.late_lines}
         kept = len(totals)
-        carried = totals + [self.ir.Constant(self.type_of(line), None) for line in phases.largest]
-        with self.loop(self.word(0), self.up_to_vector(size), self.width, carried) as i:
+        carried = totals + [self.ir.Constant(self.vector_type_of(line), None) for line in phases.largest_lines]
+        with self.loop(self.word(0), self.round_up_to_vectors(size), self.width, carried) as i:
             loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
             turn = loaded, b.add(start, i)
             if not self.copied:
-                self.ask_ahead(bases, i)
+                self.prefetch_arrays(bases, i)
 
             def rest(known) -> list:
-                [values] = self.computed([(*turn, known)], phases.before)
-                self.finish(values, stores, bases, i)
+                [values] = self.compute_in_turns([(*turn, known)], phases.early_lines)
+                self.store_results(values, stores, bases, i)
                 sums = carried[:kept]
-                self.sum_up(values, i, sums, size, phases.before)
-                for line, buffer in zip(phases.crossing, buffers):
+                self.add_to_totals(values, i, sums, size, phases.early_lines)
+                for line, buffer in zip(phases.carried_lines, buffers):
                     for half in range(2):
-                        self.keep(buffer, b.add(room, i), half, values[half][line])
+                        self.store_in_buffer(buffer, b.add(room, i), half, values[half][line])
                 largest = list(carried[kept:])
-                for n, line in enumerate(phases.largest):
+                for n, line in enumerate(phases.largest_lines):
                     for half in range(2):
                         word = values[half][self.trace.lines[line][1][0]]
-                        largest[n] = self.taken("max", largest[n], word)
+                        largest[n] = self.add_value("max", largest[n], word)
                 return sums + largest
 
-            carried[:] = self.without_rare(turn, rest)
+            carried[:] = self.write_rare_apart(turn, rest)
         totals[:] = carried[:kept]
         return carried[kept:]
 
-    def without_rare(self, turn: tuple, rest: Callable) -> list:
+    def write_rare_apart(self, turn: tuple, rest: Callable) -> list:
         """Write the rest of two vectors' instructions twice: as they are, and for vectors where rare masks are false.
 
         `rest` writes them, given what is known of each vector, and returns the values that the loop carries on.
         """
-        b, rare = self.b, sorted(self.trace.rare & self.phases.before)
+        b, rare = self.b, sorted(self.trace.rare_masks & self.phases.early_lines)
         if not rare:
             return rest(None)
-        needed = with_operands(self.trace, rare)
-        [values] = self.computed([(*turn, None)], needed)
+        needed = find_operands(self.trace, rare)
+        [values] = self.compute_in_turns([(*turn, None)], needed)
         bits = self.ir.IntType(self.lanes)
         masks = [b.bitcast(half[k], bits) for half in values for k in rare]
         found = masks[0]
@@ -477,26 +446,28 @@ class TableLoop(VectorBuilder):
             merged.append(phi)
         return merged
 
-    def of_largest(self) -> None:
+    def reduce_largest(self) -> None:
         """Compute what needs largest words and constants alone, for all blocks at once."""
-        b, phases, computing = self.b, self.phases, Instructions(self.b, self.trace, self.together)
+        b, phases, computing = self.b, self.phases, InstructionWriter(self.b, self.trace, self.together)
         for line in self.rows:
-            b.store(self.most_of_rows(self.rows[line]), self.all_lanes(line), align=4)
-        known = {line: b.load(self.all_lanes(line), align=4) for line in phases.largest}
-        given = {name: self.spread(scalar, self.together) for name, scalar in self.scalars.items()}
-        computed = computing.run(given, known, phases.uniform)
-        for line in set(self.of_blocks) - set(phases.largest):
+            b.store(self.find_largest_of_rows(self.rows[line]), self.block_result_pointer(line), align=4)
+        known = {line: b.load(self.block_result_pointer(line), align=4) for line in phases.largest_lines}
+        given = {name: self.splat(scalar, self.together) for name, scalar in self.scalars.items()}
+        computed = computing.run(given, known, phases.uniform_lines)
+        for line in set(self.block_results) - set(phases.largest_lines):
             is_mask = self.trace.kinds[line] == "mask"
             b.store(
-                b.zext(computed[line], computing.bits) if is_mask else computed[line], self.all_lanes(line), align=4
+                b.zext(computed[line], computing.bits) if is_mask else computed[line],
+                self.block_result_pointer(line),
+                align=4,
             )
 
-    def most_of_rows(self, buffer):
+    def find_largest_of_rows(self, buffer):
         """Return the largest words of as many rows as a row has words.
 
         Two rows become one of twice as many parts, each the lane by lane larger of a part's halves.
         """
-        b, lanes, kind = self.b, self.lanes, self.shape(self.i32, self.lanes).as_pointer()
+        b, lanes, kind = self.b, self.lanes, self.vector_type(self.i32, self.lanes).as_pointer()
         rows = [b.load(b.bitcast(b.gep(buffer, [self.word(k * lanes)]), kind), align=4) for k in range(0, lanes)]
         part = lanes
         while part > 1:
@@ -504,15 +475,16 @@ class TableLoop(VectorBuilder):
                 [n + k for n in range(0, 2 * lanes, part) for k in range(at, at + part // 2)] for at in (0, part // 2)
             ]
             joined = [
-                [b.shuffle_vector(*pair, self.indices(half)) for half in halves] for pair in zip(rows[::2], rows[1::2])
+                [b.shuffle_vector(*pair, self.lane_numbers(half)) for half in halves]
+                for pair in zip(rows[::2], rows[1::2])
             ]
-            rows, part = [self.taken("max", *both) for both in joined], part // 2
+            rows, part = [self.add_value("max", *both) for both in joined], part // 2
         return rows[0]
 
-    def known_of_block(self, k, bases: dict) -> dict:
+    def load_block_results(self, k, bases: dict) -> dict:
         """Load what was computed from a block's largest words, spread over all lanes; store its outputs."""
         b = self.b
-        results = {line: b.load(b.gep(buffer, [k]), align=4) for line, buffer in self.of_blocks.items()}
+        results = {line: b.load(b.gep(buffer, [k]), align=4) for line, buffer in self.block_results.items()}
         for array, line in self.stores.items():
             if array[2]:
                 word, kind = results[line], self.ir.IntType(array[1])
@@ -521,53 +493,53 @@ class TableLoop(VectorBuilder):
         masks = {
             line: b.trunc(results[line], self.ir.IntType(1)) for line in results if self.trace.kinds[line] == "mask"
         }
-        return {line: self.spread(result, self.lanes) for line, result in (results | masks).items()}
+        return {line: self.splat(result, self.lanes) for line, result in (results | masks).items()}
 
-    def held(self, i, buffers: list) -> list[dict]:
+    def load_crossing_values(self, i, buffers: list) -> list[dict]:
         """Load what the first loop kept of the elements of two vectors."""
-        lines = list(zip(self.phases.crossing, buffers))
-        return [{line: self.kept(buffer, i, half, line) for line, buffer in lines} for half in range(2)]
+        lines = list(zip(self.phases.carried_lines, buffers))
+        return [{line: self.load_from_buffer(buffer, i, half, line) for line, buffer in lines} for half in range(2)]
 
-    def start_of(self, first, k):
+    def find_block_start(self, first, k):
         """Return the place in the chunk of the first element of the block k behind the block `first`."""
         return self.b.mul(self.b.add(first, k), self.word(self.table.block or 0))
 
-    def of_block(self, bases: dict) -> dict:
+    def load_entries(self, bases: dict) -> dict:
         """Load a block's entries of arrays with one element per block, spread over all lanes."""
         b, shared = self.b, {}
         for array in self.loads:
             if array[2]:
                 word = b.load(self.pointer(bases[array], self.word(0), self.ir.IntType(array[1])), align=array[1] // 8)
                 word = word if array[1] == 32 else b.zext(word, self.i32)
-                shared[array] = [self.spread(word, self.lanes)] * 2
+                shared[array] = [self.splat(word, self.lanes)] * 2
         return shared
 
-    def all_lanes(self, line: int):
+    def block_result_pointer(self, line: int):
         """Return a pointer to an instruction's results for all blocks that are computed together."""
-        kind = self.shape(scalar_of(self.kept_type(line)), self.together)
-        return self.b.bitcast(self.of_blocks[line], kind.as_pointer())
+        kind = self.vector_type(lane_type(self.memory_type_of(line)), self.together)
+        return self.b.bitcast(self.block_results[line], kind.as_pointer())
 
-    def kept_type(self, line: int):
+    def memory_type_of(self, line: int):
         """Return the type of an instruction's vectors in memory: of masks words."""
-        return self.shape(self.i32, self.lanes) if self.trace.kinds[line] == "mask" else self.type_of(line)
+        return self.vector_type(self.i32, self.lanes) if self.trace.kinds[line] == "mask" else self.vector_type_of(line)
 
-    def type_of(self, line: int):
+    def vector_type_of(self, line: int):
         """Return the type of an instruction's vectors."""
-        return Instructions(self.b, self.trace, self.lanes).of_kind(self.trace.kinds[line])
+        return InstructionWriter(self.b, self.trace, self.lanes).type_of_kind(self.trace.kinds[line])
 
-    def keep(self, buffer, i, half: int, value) -> None:
+    def store_in_buffer(self, buffer, i, half: int, value) -> None:
         """Store a vector in a buffer."""
         at = self.b.gep(buffer, [self.b.add(i, self.word(half * self.lanes))])
         self.b.store(value, self.b.bitcast(at, value.type.as_pointer()), align=4)
 
-    def kept(self, buffer, i, half: int, line: int):
+    def load_from_buffer(self, buffer, i, half: int, line: int):
         """Load a vector of a buffer."""
         at = self.b.gep(buffer, [self.b.add(i, self.word(half * self.lanes))])
-        return self.b.load(self.b.bitcast(at, self.type_of(line).as_pointer()), align=4)
+        return self.b.load(self.b.bitcast(at, self.vector_type_of(line).as_pointer()), align=4)
 
     # vectors of elements ---------------------------------------------------------------------------------------
 
-    def computed(self, turns: Sequence[tuple], only: Collection[int] | None = None) -> list[list[list]]:
+    def compute_in_turns(self, turns: Sequence[tuple], only: Collection[int] | None = None) -> list[list[list]]:
         """Return the values of pairs of vectors, of which instructions are written in turns.
 
         The processor then has several chains of operations to work on, of each of which every step waits for the last.
@@ -581,37 +553,37 @@ class TableLoop(VectorBuilder):
             found.append([[None] * len(self.trace.lines) for _ in range(2)])
             for half, values in enumerate(found[-1]):
                 given = self.inputs | {((array[0], array[1:])): pair[half] for array, pair in loaded.items()}
-                if self.table.start:
-                    given[STREAM[0]] = self.counters(half, position)
-                writer = Instructions(self.b, self.trace, self.lanes)
-                running.append(writer.steps(values, given, known and known[half], only, self.order))
+                if self.table.stream_start:
+                    given[STREAM_INPUTS[0]] = self.stream_counters(half, position)
+                writer = InstructionWriter(self.b, self.trace, self.lanes)
+                running.append(writer.write_in_order(values, given, known and known[half], only, self.order))
         for _ in zip(*running, strict=True):
             pass
         return found
 
-    def counters(self, half: int, position):
+    def stream_counters(self, half: int, position):
         """Return the counters of one of two vectors from a place in the chunk on."""
-        moved = self.b.mul(self.b.trunc(position, self.i32), self.ir.Constant(self.i32, self.table.step))
-        first = self.spread(self.b.add(self.first_counter, moved), self.lanes)
-        steps = [self.table.step * place & 0xFFFFFFFF for place in self.places()[half]]
+        moved = self.b.mul(self.b.trunc(position, self.i32), self.ir.Constant(self.i32, self.table.counter_step))
+        first = self.splat(self.b.add(self.first_counter, moved), self.lanes)
+        steps = [self.table.counter_step * place & 0xFFFFFFFF for place in self.lane_places()[half]]
         return self.b.add(first, self.ir.Constant(first.type, steps))
 
-    def finish(self, values: list, stores: dict, bases: dict, i) -> None:
+    def store_results(self, values: list, stores: dict, bases: dict, i) -> None:
         """Write what two vectors store."""
         for array, number in stores.items():
             self.store_both(bases[array], i, array[1], [computed[number] for computed in values])
 
-    def sum_up(self, values: list, i, totals: list, limit, among: Collection[int]) -> None:
+    def add_to_totals(self, values: list, i, totals: list, limit, among: Collection[int]) -> None:
         """Add the lanes of two vectors to the totals, for sums of the instructions in `among`."""
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
                 # Counts are exact in any order: those of both vectors take one register.
                 value, at = values[half][number], 2 * place + (half if how != "count" else 0)
                 if limit is not None and (self.copied or not self.table.block):
-                    value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
-                totals[at] = self.taken(how, totals[at], value)
+                    value = self.b.select(self.mask_lanes(i, limit, half), value, self.ir.Constant(value.type, None))
+                totals[at] = self.add_value(how, totals[at], value)
 
-    def deposit(self, values: list, limit) -> None:
+    def add_deposits(self, values: list, limit) -> None:
         """Add the words of two vectors to counters in memory, one after the other: several may have one place.
 
         They go through memory, from where lanes are loaded faster than they are taken out of wide vectors.
@@ -621,7 +593,8 @@ class TableLoop(VectorBuilder):
             to = self.b.inttoptr(self.address[self.column[address]], self.i64.as_pointer())
             constant = self.trace.lines[word][2][0] if self.trace.lines[word][0] == "word" else None
             held = [
-                self.hold([half[k] for half in values]) for k in ((place,) if constant is not None else (place, word))
+                self.store_side_by_side([half[k] for half in values])
+                for k in ((place,) if constant is not None else (place, word))
             ]
 
             def add(at, copy: int, to=to, held=held, constant=constant, apart=apart) -> None:
@@ -633,7 +606,7 @@ class TableLoop(VectorBuilder):
 
             if limit is None:
                 for k in range(self.width):
-                    add(self.word(k), k % COPIES)
+                    add(self.word(k), k % COUNTER_COPIES)
             else:
                 with self.loop(self.word(0), limit, 1) as k:
                     at = k
@@ -642,10 +615,10 @@ class TableLoop(VectorBuilder):
                         at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
                     add(at, 0)
 
-    def hold(self, vectors: list):
+    def store_side_by_side(self, vectors: list):
         """Store two vectors in memory of their own, side by side."""
-        kind = scalar_of(vectors[0].type)
-        memory = self.allocate(kind, self.width)
+        kind = lane_type(vectors[0].type)
+        memory = self.allocate_stack(kind, self.width)
         for half, vector in enumerate(vectors):
             at = self.b.gep(memory, [self.word(half * self.lanes)])
             self.b.store(vector, self.b.bitcast(at, vector.type.as_pointer()), align=kind.width // 8)
@@ -654,15 +627,20 @@ class TableLoop(VectorBuilder):
     def load_both(self, base, i, bits: int) -> list:
         """Load elements of two vectors as words of 32 bits, or of 64 where they have so many."""
         b, lanes = self.b, self.lanes
-        words = self.shape(self.i32, lanes)
+        words = self.vector_type(self.i32, lanes)
         if not self.in_pairs:
-            kind = self.shape(self.ir.IntType(bits), lanes)
-            return [b.load(self.place(base, i, bits, half * lanes, kind), align=bits // 8) for half in range(2)]
+            kind = self.vector_type(self.ir.IntType(bits), lanes)
+            return [
+                b.load(self.vector_pointer(base, i, bits, half * lanes, kind), align=bits // 8) for half in range(2)
+            ]
         if bits >= 32:
-            both = b.load(self.place(base, i, bits, 0, self.shape(self.ir.IntType(bits), self.width)), align=bits // 8)
-            return [b.shuffle_vector(both, both, self.indices(half)) for half in self.places()]
-        pairs = self.shape(self.ir.IntType(2 * bits), lanes)
-        both = b.load(self.place(base, i, bits, 0, pairs), align=max(1, bits // 8))
+            both = b.load(
+                self.vector_pointer(base, i, bits, 0, self.vector_type(self.ir.IntType(bits), self.width)),
+                align=bits // 8,
+            )
+            return [b.shuffle_vector(both, both, self.lane_numbers(half)) for half in self.lane_places()]
+        pairs = self.vector_type(self.ir.IntType(2 * bits), lanes)
+        both = b.load(self.vector_pointer(base, i, bits, 0, pairs), align=max(1, bits // 8))
         both = both if bits == 16 else b.zext(both, words)
         shift = self.constant(words, bits)
         return [b.and_(both, self.constant(words, (1 << bits) - 1)), b.lshr(both, shift)]
@@ -672,32 +650,32 @@ class TableLoop(VectorBuilder):
         b, lanes = self.b, self.lanes
         if not self.in_pairs:
             for half, value in enumerate(values):
-                self.write(value, self.place(base, i, bits, half * lanes, value.type), bits)
+                self.store_vector(value, self.vector_pointer(base, i, bits, half * lanes, value.type), bits)
             return
         even, odd = values
         if bits >= 32:
             order = [k // 2 + lanes * (k % 2) for k in range(self.width)]
-            both = b.shuffle_vector(even, odd, self.indices(order))
+            both = b.shuffle_vector(even, odd, self.lane_numbers(order))
         else:
             mask, shift = self.constant(even.type, (1 << bits) - 1), self.constant(even.type, bits)
             both = b.or_(b.and_(even, mask), b.shl(odd, shift))
-            both = both if bits == 16 else b.trunc(both, self.shape(self.ir.IntType(2 * bits), lanes))
-        self.write(both, self.place(base, i, bits, 0, both.type), bits)
+            both = both if bits == 16 else b.trunc(both, self.vector_type(self.ir.IntType(2 * bits), lanes))
+        self.store_vector(both, self.vector_pointer(base, i, bits, 0, both.type), bits)
 
-    def write(self, value, place, bits: int) -> None:
+    def store_vector(self, value, place, bits: int) -> None:
         """Store a vector of elements of so many bits, past the caches if the table streams."""
-        if not self.table.streams:
+        if not self.table.is_streaming:
             self.b.store(value, place, align=max(1, bits // 8))
             return
         stored = self.b.store(value, place, align=vector_bits() // 8)
         stored.set_metadata("nontemporal", self.b.module.add_metadata([self.ir.Constant(self.i32, 1)]))
 
-    def place(self, base, i, bits: int, further: int, kind):
+    def vector_pointer(self, base, i, bits: int, further: int, kind):
         """Return a pointer to the element `further` behind index i, of a type."""
-        address = self.b.add(base, self.bytes_of(self.b.add(i, self.word(further)), bits))
+        address = self.b.add(base, self.count_bytes(self.b.add(i, self.word(further)), bits))
         return self.b.inttoptr(address, kind.as_pointer())
 
-    def bytes_of(self, count, bits: int):
+    def count_bytes(self, count, bits: int):
         """Return the bytes of so many elements; of half bytes an even number."""
         return self.b.lshr(count, self.word(1)) if bits == 4 else self.b.mul(count, self.word(bits // 8))
 
@@ -707,70 +685,72 @@ class TableLoop(VectorBuilder):
         """Return the types of the vectors in which sums, and largest words, gather."""
         kinds = self.trace.kinds
         wide = [how == "sum" or (how == "max" and kinds[number] == "f64") for how, number in self.trace.sums]
-        return [self.shape(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
+        return [self.vector_type(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
 
-    def exists(self, i, limit, half: int):
+    def mask_lanes(self, i, limit, half: int):
         """Return which lanes of a vector are elements, not padding."""
         left = self.b.trunc(self.b.sub(limit, i), self.i32)
-        places = self.ir.Constant(self.shape(self.i32, self.lanes), self.places()[half])
-        return self.b.icmp_signed("<", places, self.spread(left, self.lanes))
+        places = self.ir.Constant(self.vector_type(self.i32, self.lanes), self.lane_places()[half])
+        return self.b.icmp_signed("<", places, self.splat(left, self.lanes))
 
-    def taken(self, how: str, total, value):
+    def add_value(self, how: str, total, value):
         """Combine a sum, count or maximum with one more value."""
         if how == "sum":
             return self.b.fadd(total, value)
         if how == "count":
             return self.b.sub(total, self.b.sext(value, total.type))
-        if scalar_of(total.type) == self.f64:
+        if lane_type(total.type) == self.f64:
             return self.b.select(self.b.fcmp_ordered(">", value, total), value, total)
         return self.b.select(self.b.icmp_unsigned(">", value, total), value, total)
 
-    def most(self, words):
+    def find_largest_lane(self, words):
         """Return the largest lane of a vector of words."""
-        return self.reduced("umax", words)
+        return self.reduce_lanes("umax", words)
 
-    def reduced(self, how: str, words):
+    def reduce_lanes(self, how: str, words):
         """Reduce the lanes of a vector of words by an LLVM reduction."""
         name = f"llvm.vector.reduce.{how}.v{self.lanes}i{words.type.element.width}"
         kind = self.ir.FunctionType(words.type.element, [words.type])
         return self.b.call(self.b.module.declare_intrinsic(name, fnty=kind), [words])
 
-    def total(self, how: str, vectors: list):
+    def reduce_total(self, how: str, vectors: list):
         """Reduce the lanes of two vectors to one float64; words of a maximum are the bits of float32."""
         if how == "count":
-            return self.b.uitofp(self.reduced("add", self.b.add(*vectors)), self.f64)
-        is_word = scalar_of(vectors[0].type) == self.i32
+            return self.b.uitofp(self.reduce_lanes("add", self.b.add(*vectors)), self.f64)
+        is_word = lane_type(vectors[0].type) == self.i32
         if how == "max" and is_word:
-            return self.b.fpext(self.b.bitcast(self.most(self.taken("max", *vectors)), self.f32), self.f64)
-        lanes = [self.lane(vector, k) for vector in vectors for k in range(self.lanes)]
+            return self.b.fpext(
+                self.b.bitcast(self.find_largest_lane(self.add_value("max", *vectors)), self.f32), self.f64
+            )
+        lanes = [self.extract_lane(vector, k) for vector in vectors for k in range(self.lanes)]
         found = lanes[0]
         for value in lanes[1:]:
-            found = self.taken(how, found, value)
+            found = self.add_value(how, found, value)
         return found
 
-    def digest(self, given: Digest, begin, count):
+    def compute_digest(self, given: Digest, begin, count):
         """Return the digest of the chunk's bytes."""
-        b, term, eight = self.b, given.term, self.word(8)
+        b, term, eight = self.b, given.term_function, self.word(8)
         lanes, everything = vector_bits() // 64, (1 << 64) - 1
-        size = self.word(given.size)
+        size = self.word(given.element_size)
         start, length = b.add(self.address[given.column], b.mul(begin, size)), b.mul(count, size)
         words = b.sdiv(length, eight)
         whole = b.mul(b.sdiv(words, self.word(lanes)), self.word(lanes))
-        vector = self.shape(self.i64, lanes)
-        keys = self.ir.Constant(vector, [given.step * (k + 1) & everything for k in range(lanes)])
+        vector = self.vector_type(self.i64, lanes)
+        keys = self.ir.Constant(vector, [given.key_step * (k + 1) & everything for k in range(lanes)])
         carried = [self.constant(vector, 0), keys]
         with self.loop(self.word(0), whole, lanes, carried) as i:
             total, key = carried
             value = b.load(self.pointer(start, i, vector), align=1)
-            found = Instructions(b, term.trace, lanes).run([value, key])[term.results[0]]
-            carried[:] = b.add(total, found), b.add(key, self.constant(vector, given.step * lanes & everything))
-        single = Instructions(b, term.trace, 1)
-        left = [self.lane(carried[0], 0)]
+            found = InstructionWriter(b, term.trace, lanes).run([value, key])[term.results[0]]
+            carried[:] = b.add(total, found), b.add(key, self.constant(vector, given.key_step * lanes & everything))
+        single = InstructionWriter(b, term.trace, 1)
+        left = [self.extract_lane(carried[0], 0)]
         for k in range(1, lanes):
-            left[0] = b.add(left[0], self.lane(carried[0], k))
+            left[0] = b.add(left[0], self.extract_lane(carried[0], k))
 
         def added(value, place):
-            key = b.mul(b.add(place, self.word(1)), self.word(given.step))
+            key = b.mul(b.add(place, self.word(1)), self.word(given.key_step))
             return b.add(left[0], single.run([value, key])[term.results[0]])
 
         with self.loop(whole, words, 1, left) as i:

@@ -17,11 +17,11 @@ from torch import Tensor
 from ... import formats
 from ..._messages import listed
 from ...kernels import (
-    CHUNK,
+    CHUNK_ELEMENTS,
     IndexMap,
     address,
     address_of,
-    chunks,
+    cut_into_chunks,
     plain,
     run_chunks,
     run_on_tensors,
@@ -30,8 +30,8 @@ from ...kernels import (
 )
 from ...kernels import _operations as o
 from ...kernels._device_function import Recording, Table
-from ...kernels._tensor_writer import as_signed
-from ...kernels._trace import COPIES
+from ...kernels._tensor_writer import to_signed_integer
+from ...kernels._trace import COUNTER_COPIES
 from .._text import holds_signed_floats
 from ..checkpoints._files import Checkpoint, StoredTensor, split_tensors
 from ..checkpoints._names import RUNNING_STATISTICS
@@ -247,9 +247,9 @@ def _encode_number(dtype: torch.dtype, value: float) -> int:
 
 def _measure_by_kernel(table: Table, parts: list[Tensor], constants: list[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the sums of each chunk, and the changes by size; each thread counts those in a table of its own."""
-    cut = chunks(IndexMap.whole((parts[0].numel(),)), 0)
+    cut = cut_into_chunks(IndexMap.whole((parts[0].numel(),)), 0)
     groups = torch.get_num_threads()
-    counters = np.zeros((groups, COPIES, HISTOGRAM_SLOTS), np.int64)
+    counters = np.zeros((groups, COUNTER_COPIES, HISTOGRAM_SLOTS), np.int64)
     edges = np.linspace(0, len(cut), groups + 1).astype(np.int64)
     lengths = np.diff(edges)
     cut[:, 0] = np.repeat(np.arange(groups), lengths)
@@ -259,7 +259,7 @@ def _measure_by_kernel(table: Table, parts: list[Tensor], constants: list[int]) 
     given = cut, pointers, np.zeros(groups, np.int64), words, np.zeros(0, np.int64), sums
     run_chunks(
         lambda first, last, *places: kernel(int(edges[first]), int(edges[last]), *places),
-        lengths * CHUNK,
+        lengths * CHUNK_ELEMENTS,
         *map(address_of, given),
         0,
     )
@@ -268,7 +268,7 @@ def _measure_by_kernel(table: Table, parts: list[Tensor], constants: list[int]) 
 
 def _measure_by_reference(table: Table, parts: list[Tensor], constants: list[int]) -> tuple[np.ndarray, np.ndarray]:
     slots = torch.zeros(1, HISTOGRAM_SLOTS, dtype=torch.int64, device="cpu")
-    inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(constants)}
+    inputs = {("constant", k): to_signed_integer(word, 64) for k, word in enumerate(constants)}
     return np.array([run_on_tensors(table.trace, [*parts, slots], inputs)[1]]), slots[0].numpy()
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ..._messages import a_kind
 from ...kernels import address, address_of, run_chunks, select_engine
-from ...kernels._device_function import CHUNK
+from ...kernels._device_function import CHUNK_COLUMNS
 from ...optim import Optimizer
 from ...optim._float32 import read_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
@@ -215,7 +215,7 @@ def _count_changes_by_kernel(
     values: Sequence[Sequence[torch.Tensor]], ends: Sequence[int], decreases: Sequence[bool]
 ) -> list[list[list[float]]]:
     """Return the sums of `make_changes_table` of each tensor of each comparison."""
-    rows, shape = np.arange(len(values)), (len(values), len(ends) - 1, CHUNK)
+    rows, shape = np.arange(len(values)), (len(values), len(ends) - 1, CHUNK_COLUMNS)
     chunks, sums = np.zeros(shape, np.int64), np.zeros(shape)
     chunks[:, :, 0], chunks[:, :, 1], chunks[:, :, 2] = rows[:, None], ends[:-1], np.diff(ends)
     pointers = np.array([[address(one) for one in own] for own in values], np.int64)

@@ -10,11 +10,11 @@ import torch
 
 from ...kernels import _operations as o
 from ...kernels import select
-from ...kernels._device_function import Recording, Table, bound
+from ...kernels._device_function import Recording, Table, bind_names
 from ...kernels._trace import block_largest
 from ...rounding import _blocks as b
-from ...rounding._blocks import Kind, bound_names
-from ...rounding._target import COUNT
+from ...rounding._blocks import BlockKind, bind_device_functions
+from ...rounding._target import WORD_COUNT
 
 # The words of infinity in memory, and bits of the fraction.
 INFINITE_WORDS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -53,7 +53,7 @@ def make_extremes_table(dtype: torch.dtype) -> Table:
     element.trace.gather_sum("max", select(a == 0, _ZERO_WORD, o.sub(INFINITE_WORD, a)))
     element.trace.gather_sum("count", a == 0)
     element.trace.gather_sum("max", a)
-    return Table(element.trace, 1, is_far=True)
+    return Table(element.trace, 1, is_far_memory=True)
 
 
 @functools.cache
@@ -83,27 +83,27 @@ def make_counts_table(singles: int) -> Table:
 
 
 @functools.cache
-def make_block_counts_table(kind: Kind) -> Table:
+def make_block_counts_table(kind: BlockKind) -> Table:
     """Return the kernel that counts float32 numbers in a block format.
 
     Columns: the sample, and one that is not read. Constants: the words of the first payloads that become nonzero and
     normal, those of `rounding.blocks`, and two of the float64 that is the largest of all finite blocks. Sums: elements
     of finite blocks, those that become zero, those that become subnormal, and zeros in blocks whose largest stays.
     """
-    element = Recording(2, 2 + 2 * COUNT + len(b.BlockWords._fields) + 2, "w32")
+    element = Recording(2, 2 + 2 * WORD_COUNT + len(b.BlockWords._fields) + 2, "w32")
     (nonzero, normal), words, amax = element.constants[:2], element.constants[2:-2], element.constants[-2:]
-    c, d, of_block = b.words_in(words)
-    if kind.under_amax:
+    c, d, of_block = b.split_words(words)
+    if kind.scales_by_amax:
         low, high = map(o.widen, amax)
         largest = o.real(o.bit_or(low, o.shl(high, 32)))
         of_block = of_block._replace(amax=o.word(element.trace.emit("to_float32", (largest,), None, "f32")))
-        of_block = b.under_tensor_scale(of_block)
-    names: dict[str, Any] = bound_names(kind)
+        of_block = b.add_tensor_scale(of_block)
+    names: dict[str, Any] = bind_device_functions(kind)
     a = o.bit_and(o.load32(element.arrays[0], element.index), c.magnitude)
     top = block_largest(a)
-    scale = bound(names["scale_of"], names)(top, c, d, of_block)
-    inverse = bound(names["inverse_of"], names)(scale, c, of_block)
-    payload, payload_of_top = (bound(names["payload"], names)(x, inverse, c) for x in (a, top))
+    scale = bind_names(names["scale_of"], names)(top, c, d, of_block)
+    inverse = bind_names(names["inverse_of"], names)(scale, c, of_block)
+    payload, payload_of_top = (bind_names(names["payload"], names)(x, inverse, c) for x in (a, top))
     finite = top < c.infinity
     gone = finite & (a != 0) & (payload < nonzero)
     stays = finite & ~(payload_of_top < nonzero)

@@ -26,26 +26,26 @@ from ...kernels import (
     address,
     address_of,
     check_bits,
+    disable_callers_modes,
     keeping_subnormals,
     plain,
     plain_address,
     select_engine,
-    undisturbed,
 )
-from ...kernels._device_function import CHUNK, Table
-from ...kernels._trace import COPIES
+from ...kernels._device_function import CHUNK_COLUMNS, Table
+from ...kernels._trace import COUNTER_COPIES
 from ...kernels.vector._machine_function import Kernel
 from ...kernels.vector._table_loop import compile_table
 from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import local
 from ...rounding import Nearest, mix64, mix64_all, quantize
 from ...rounding._blocks import (
-    Kind,
+    BlockKind,
     amax_table,
-    layout_of,
+    choose_block_layout,
+    compute_block_scales,
+    make_block_constants,
     make_block_target,
-    scales_of_blocks,
-    words_of,
 )
 from ...rounding._target import WORD32
 from ...scaled import ScaledTensor
@@ -253,7 +253,7 @@ class TensorTotals:
         self.sums: np.ndarray = np.zeros(
             d.FIRST_FORMAT_SUM + 3 * len(candidates.single) + SUMS_PER_BLOCK_FORMAT * len(candidates.blocks)
         )
-        self.counters: np.ndarray = np.zeros((COPIES, d.EXPONENT_BINS + 1), np.int64)
+        self.counters: np.ndarray = np.zeros((COUNTER_COPIES, d.EXPONENT_BINS + 1), np.int64)
 
     @property
     def histogram(self) -> np.ndarray:
@@ -372,11 +372,11 @@ class SampleKernels:
     def _make_block_kernels(self, format: BlockFormat) -> Callable[[Sequence[torch.Tensor]], np.ndarray]:
         """Return a function that counts samples in a block format: kernels, or torch where scales have no 32 bits."""
         target = make_block_target(format, Nearest(), None, torch.float32)
-        if layout_of(torch.float32, target) is not WORD32:
+        if choose_block_layout(torch.float32, target) is not WORD32:
             return lambda samples: np.array([count_sample_in_blocks(sample, format) for sample in samples], np.float64)
-        kind = Kind.of(torch.float32, target, WORD32)
-        words = words_of(target, WORD32, 1.0, target.element.max)
-        table = d.make_block_counts_table(kind._replace(under_amax=target.tensor_scale))
+        kind = BlockKind.of(torch.float32, target, WORD32)
+        words = make_block_constants(target, WORD32, 1.0, target.element.max)
+        table = d.make_block_counts_table(kind._replace(scales_by_amax=target.tensor_scale))
         # The last two constants are the largest magnitude of a tensor's finite blocks, a float64.
         blocks = TableKernel(table, self._samples, [*find_format_thresholds(format.element)[:2], *words, 0, 0])
         largest = TableKernel(amax_table(torch.float32, kind), self._samples, words) if target.tensor_scale else None
@@ -428,7 +428,7 @@ class TensorTable:
 
     def __init__(self, columns: int) -> None:
         self.chunks, self.pointers = (
-            np.zeros((TENSORS_PER_CALL, CHUNK), np.int64),
+            np.zeros((TENSORS_PER_CALL, CHUNK_COLUMNS), np.int64),
             np.zeros((TENSORS_PER_CALL, columns), np.int64),
         )
         self.chunks[:, 0] = _ROW_NUMBERS
@@ -461,7 +461,7 @@ class TableKernel:
 
 
 @functools.cache
-@undisturbed()
+@disable_callers_modes()
 def check_kernels(dtype: torch.dtype) -> None:
     """Compare the kernels of a dtype with the reference, before their first use in a process."""
     candidates = CandidateFormats(DEFAULT_FORMATS)
@@ -596,11 +596,11 @@ def count_sample_in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[i
     rounded = quantize(sample, format)
     padding = -len(sample) % format.block
     x, y = (torch.nn.functional.pad(t, (0, padding)).view(-1, format.block) for t in (sample, rounded))
-    work = x.double() if target.powers or x.dtype == torch.float64 else x
+    work = x.double() if target.has_power_scales or x.dtype == torch.float64 else x
     amax = work.abs().amax(-1, keepdim=True)
     good = amax.isfinite()
     known = torch.where(good, amax, 0)
-    scale = scales_of_blocks(known.double() if target.powers else known, target)
+    scale = compute_block_scales(known.double() if target.has_power_scales else known, target)
     gone = good & (x != 0) & (y == 0)
     smallest = (format.element.smallest_normal * scale).to(y.dtype)
     subnormal = good & (y != 0) & (y.abs() < smallest)

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...kernels import IndexMap, Trace, address, chunks, plain, run_chunks, select_engine
-from ...kernels._device_function import Digest, Table, record_words
+from ...kernels import IndexMap, Trace, address, cut_into_chunks, plain, run_chunks, select_engine
+from ...kernels._device_function import Digest, Table, record_word_function
 from ...kernels._operations import add, bit_and, bit_xor, shr
 from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import compile_table
@@ -34,7 +34,7 @@ def compute_digests(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | 
     if payload.device.type != "cpu":
         return None
     payload = plain(payload.detach(), "a parameter").contiguous()
-    table, size = chunks(index_map, 0), payload.element_size()
+    table, size = cut_into_chunks(index_map, 0), payload.element_size()
     if select_engine("cpu") == "llvm":
         found, pointers = np.zeros(len(table), np.uint64), np.array([[address(payload)]], np.int64)
         kernel, table_address = _compile_digest_kernel(size), address_of(table)
@@ -60,7 +60,7 @@ def _compile_digest_kernel(size: int) -> Callable:
 
 def payload_digest(size: int) -> Digest:
     """Return how the payload, column 0 of a table, is digested."""
-    return Digest(0, size, record_words(digest_term, "w64", "w64"), int(KEY_STEP))
+    return Digest(0, size, record_word_function(digest_term, "w64", "w64"), int(KEY_STEP))
 
 
 def digest_term(value, key):

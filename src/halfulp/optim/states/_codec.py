@@ -14,7 +14,7 @@ import torch
 from ...kernels import Trace, float32_root, run_on_tensors
 from ...kernels._device_function import Recording
 from ...kernels._operations import add, bit_and, load16, select, shr, sqrt, store16, sub, to_real, word
-from ...kernels._trace import Piece, block_largest
+from ...kernels._trace import RecordedFunction, block_largest
 from .._storage import (
     ABS,
     EXPONENT,
@@ -85,16 +85,20 @@ class TensorCodec:
 
 
 @functools.cache
-def _record_reader(codec: TensorCodec) -> Piece:
+def _record_reader(codec: TensorCodec) -> RecordedFunction:
     element = Recording(codec.columns)
-    found = codec.load(element.arrays, element.index, element.block(), element.given("scale"))
-    return Piece(element.trace, (found.number,))
+    found = codec.load(element.arrays, element.index, element.block(), element.add_input("scale"))
+    return RecordedFunction(element.trace, (found.number,))
 
 
 @functools.cache
 def _writer(codec: TensorCodec) -> Trace:
     element = Recording(codec.columns)
-    given = make_nan_canonical(element.given("value")), element.given("inverse"), element.given("random", "w32")
+    given = (
+        make_nan_canonical(element.add_input("value")),
+        element.add_input("inverse"),
+        element.add_input("random", "w32"),
+    )
     codec.save(element.arrays, element.index, element.block(), *given)
     return element.trace
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...kernels import chunk_table, has_own_memory, overlaps_itself, plain
-from ...kernels._plain_memory import refuse
+from ...kernels._plain_memory import refuse_tensor
 from ...kernels.vector._machine_function import address_of
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False, slots=True)
-class Table:
+class BatchTable:
     """The parameters of a batch and the tables of its kernel, one row per plan, rebuilt only if one of these changes.
 
     Attributes:
-        places: of the parameters among those of all groups.
-        runs: the number of a group and the rows of its parameters, (group, first, last).
-        chunks: int64 array of shape (chunks, 4); `lengths` is a column of it.
+        parameter_places: of the parameters among those of all groups.
+        group_runs: the number of a group and the rows of its parameters, (group, first, last).
+        chunks: int64 array of shape (chunks, 4); `chunk_lengths` is a column of it.
         pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
         digests: of each payload, as the last step of these plans has written them here, where it computes them.
-        rows: zeros, the row of the constants of each parameter where all have the same.
+        constant_rows: zeros, the row of the constants of each parameter where all have the same.
         identities: uint64 array of shape (parameters, 1).
         seeds: of the random bits: one for all, or a uint64 array of shape (parameters, 1).
         keys: uint64 array of shape (parameters, 1), or (parameters, 0) without draws, written at each step.
-        addresses_of: the addresses of chunks, pointers, rows, keys and digests.
-        entries: of the optimizer's state, by parameter.
-        stored: the name of each tensor there, those of all parameters, and their addresses.
+        array_addresses: the addresses of chunks, pointers, rows, keys and digests.
+        state_entries: of the optimizer's state, by parameter.
+        state_columns: the name of each tensor there, those of all parameters, and their addresses.
         records: of those parameters whose writes are tracked.
-        has_gaps: the rows of the parameters whose memory has some.
+        rows_with_gaps: the rows of the parameters whose memory has some.
         device_chunks: the copy of the chunks on an accelerator.
     """
 
@@ -59,22 +59,22 @@ class Table:
     identities: np.ndarray
     seeds: int | np.ndarray
     keys: np.ndarray
-    lengths: np.ndarray
-    rows: np.ndarray
-    addresses_of: tuple[int, ...]
-    entries: list[dict[str, Any]]
-    stored: list[tuple[str, list[torch.Tensor], list[int]]]
+    chunk_lengths: np.ndarray
+    constant_rows: np.ndarray
+    array_addresses: tuple[int, ...]
+    state_entries: list[dict[str, Any]]
+    state_columns: list[tuple[str, list[torch.Tensor], list[int]]]
     records: list[ParameterRecord]
-    shapes: list[tuple[int, ...]]
-    addresses: list[int]
-    has_gaps: list[int]
+    parameter_shapes: list[tuple[int, ...]]
+    parameter_addresses: list[int]
+    rows_with_gaps: list[int]
     is_plain: bool
-    places: list[int] = field(default_factory=list)
-    runs: list[tuple[int, int, int]] = field(default_factory=list)
+    parameter_places: list[int] = field(default_factory=list)
+    group_runs: list[tuple[int, int, int]] = field(default_factory=list)
     device_chunks: DeviceChunks | None = None
 
     @classmethod
-    def of(cls, plans: list[ParameterPlan]) -> Table:
+    def of_plans(cls, plans: list[ParameterPlan]) -> BatchTable:
         """Return the tables of some plans of one step specification."""
         chunks = chunk_table([plan.index_map for plan in plans])
         pointers = np.array([plan.addresses for plan in plans], np.int64)
@@ -89,26 +89,28 @@ class Table:
             identities=np.array([[plan.identity] for plan in plans], np.uint64),
             seeds=seeds.pop() if len(seeds) == 1 else np.array([[plan.seed] for plan in plans], np.uint64),
             keys=keys,
-            lengths=chunks[:, 2],
-            rows=rows,
-            addresses_of=tuple(map(address_of, (chunks, pointers, rows, keys, digests))),
-            entries=[plan.state for plan in plans],
-            stored=[
+            chunk_lengths=chunks[:, 2],
+            constant_rows=rows,
+            array_addresses=tuple(map(address_of, (chunks, pointers, rows, keys, digests))),
+            state_entries=[plan.state for plan in plans],
+            state_columns=[
                 (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
                 for k, name in enumerate(plans[0].spec.tensors)
             ],
             records=[plan.record for plan in plans if plan.tracks_writes],
-            shapes=[plan.shape for plan in plans],
-            addresses=[plan.address for plan in plans],
-            has_gaps=[row for row, plan in enumerate(plans) if not plan.contiguous],
+            parameter_shapes=[plan.shape for plan in plans],
+            parameter_addresses=[plan.address for plan in plans],
+            rows_with_gaps=[row for row, plan in enumerate(plans) if not plan.contiguous],
             is_plain=all(plan.plain for plan in plans),
         )
 
-    def own(self, values: list[Any]) -> list[Any]:
+    def select_own(self, values: list[Any]) -> list[Any]:
         """Return the values of the batch's parameters, given those of all."""
-        return values if len(self.places) == len(values) else [values[place] for place in self.places]
+        return (
+            values if len(self.parameter_places) == len(values) else [values[place] for place in self.parameter_places]
+        )
 
-    def stands(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
+    def is_valid_for(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor]) -> bool:
         """Return whether all plans are valid for the parameters of a step, and their gradients plain memory.
 
         It is `is_valid` of every plan, column by column, but for what the roster asks once for all. A no says
@@ -123,25 +125,25 @@ class Table:
                 and not any(map(tensor.is_neg, gradients))
                 and {gradient.dtype for gradient in gradients} == {spec.gradient.dtype}
                 and {parameter.dtype for parameter in parameters} == {spec.store.dtype}
-                and [gradient.shape for gradient in gradients] == self.shapes
-                and [parameter.shape for parameter in parameters] == self.shapes
+                and [gradient.shape for gradient in gradients] == self.parameter_shapes
+                and [parameter.shape for parameter in parameters] == self.parameter_shapes
                 and all(map(tensor.is_contiguous, parameters))
-                and [*map(tensor.data_ptr, parameters)] == self.addresses
-                and all(self._holds(*column) for column in self.stored)
+                and [*map(tensor.data_ptr, parameters)] == self.parameter_addresses
+                and all(self._holds_state_tensors(*column) for column in self.state_columns)
             )
         except RuntimeError:  # a tensor without strides
             return False
 
-    def _holds(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
+    def _holds_state_tensors(self, name: str, held: list[torch.Tensor], addresses: list[int]) -> bool:
         """Return whether the optimizer's state has the tensors of a column where they were."""
         try:
-            now = [entry[name] for entry in self.entries]
+            now = [entry[name] for entry in self.state_entries]
         except KeyError:
             return False
         return all(map(is_, now, held)) and [*map(torch.Tensor.data_ptr, held)] == addresses
 
 
-Copies = tuple[torch.Tensor, ...]
+TensorCopies = tuple[torch.Tensor, ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -155,34 +157,34 @@ class Batch:
         gradients: their memory, without gaps.
         gradient_scales: what gradients are multiplied by, 1 or a scaled gradient's scale, wherever that lies.
         constants: the rule's; equal ones of one group are one object.
-        ages: the groups, and the numbers of the step that the rule counts, where it needs them again.
-        prepared: by row, what the rule's `prepare` gives, if it has one.
+        rule_steps: the groups, and the numbers of the step that the rule counts, where it needs them again.
+        prepared_tensors: by row, what the rule's `prepare` gives, if it has one.
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
-            the copies, and `finish` copies the values back.
-        recorded: the payload versions of those whose writes are tracked.
+            the copies, and `record_step` copies the values back.
+        payload_versions: the payload versions of those whose writes are tracked.
         digests: of the payloads as written, if the step computed them.
         scales: of the payloads as written, on their device, if the step chose them there.
     """
 
     spec: StepSpec
-    table: Table
+    table: BatchTable
     parameters: list[torch.Tensor]
     gradients: list[torch.Tensor]
     gradient_scales: list[float | torch.Tensor]
     steps: list[int]
     constants: list[tuple[float, ...]]
-    ages: list[tuple[Mapping[str, Any], int]] = field(default_factory=list)
-    prepared: list[torch.Tensor] = field(default_factory=list)
-    copies: dict[int, Copies] = field(default_factory=dict)
-    recorded: list[PayloadVersion] = field(default_factory=list)
+    rule_steps: list[tuple[Mapping[str, Any], int]] = field(default_factory=list)
+    prepared_tensors: list[torch.Tensor] = field(default_factory=list)
+    copies: dict[int, TensorCopies] = field(default_factory=dict)
+    payload_versions: list[PayloadVersion] = field(default_factory=list)
     engine: str = ""
     digests: list[np.ndarray] | None = None
     scales: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         records = self.table.records
-        self.recorded = [held for record in records if (held := record.payload_version) is not None]
-        for row in self.table.has_gaps:
+        self.payload_versions = [held for record in records if (held := record.payload_version) is not None]
+        for row in self.table.rows_with_gaps:
             parts = own_parts(self.parameters[row])
             self.copies[row] = tuple(plain(part.detach()).contiguous() for part in parts)
 
@@ -203,11 +205,11 @@ class Batch:
 
     def states(self, row: int) -> list[list[torch.Tensor]]:
         """Return the tensors of a parameter's states, and what is prepared for its step behind them."""
-        return [*self.plans[row].states, *([one] for one in self.prepared[row : row + 1])]
+        return [*self.plans[row].states, *([one] for one in self.prepared_tensors[row : row + 1])]
 
-    def drop_stale(self) -> None:
+    def reset_stale_tensors(self) -> None:
         """Reset the auxiliary tensors of parameters that were written from outside."""
-        recorded, parameters = self.recorded, self.parameters
+        recorded, parameters = self.payload_versions, self.parameters
         versions = [held.version for held in recorded]
         if len(versions) == len(parameters) and versions == [parameter._version for parameter in parameters]:
             return
@@ -216,7 +218,7 @@ class Batch:
             if held is not None and held.version != parameter._version:
                 drop_stale(plan)
 
-    def finish(self) -> None:
+    def record_step(self) -> None:
         """Record a step that has been written."""
         stepped = self.parameters
         if not self.table.is_plain and not self.spec.scaled:
@@ -225,19 +227,19 @@ class Batch:
         for row, copies in self.copies.items():
             for part, copy in zip(self.plans[row].payloads, copies, strict=True):
                 part.copy_(copy)
-        for entry, step in zip(self.table.entries, self.steps):
+        for entry, step in zip(self.table.state_entries, self.steps):
             entry["step"] = step
-        if self.recorded:
-            mark_stepped(self.plans, self.recorded, stepped, self.digests, self.scales)
+        if self.payload_versions:
+            mark_stepped(self.plans, self.payload_versions, stepped, self.digests, self.scales)
 
-    def follow_versions(self) -> None:
+    def record_versions_again(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
         for plan in self.plans:
             follow_version(plan)
 
 
 # Of one group: its rule, plan options, report interval and number of parameters.
-Setting = tuple[UpdateRule, Any, int, int]
+GroupSetting = tuple[UpdateRule, Any, int, int]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -247,22 +249,22 @@ class Roster:
     Attributes:
         settings: of the groups.
         plans: of all parameters in the groups' order; None for one that has not stepped.
-        resting: the places of those without a gradient.
+        resting_places: the places of those without a gradient.
         tables: of the batches.
         keys, entries: of the optimizer's state, in its order, the keys by their ids.
     """
 
-    settings: list[Setting]
+    settings: list[GroupSetting]
     plans: list[ParameterPlan | None]
-    resting: list[int]
-    tables: list[Table]
+    resting_places: list[int]
+    tables: list[BatchTable]
     keys: list[int]
     entries: list[Any]
 
     @classmethod
-    def of(
+    def from_places(
         cls,
-        settings: list[Setting],
+        settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
         resting: list[int],
         places: Sequence[list[int]],
@@ -277,19 +279,19 @@ class Roster:
             own = [plan for plan in map(plans.__getitem__, chosen) if plan is not None]
             table = known.get(own[0])
             if table is None or table.plans != own:
-                table = Table.of(own)
+                table = BatchTable.of_plans(own)
             groups = [group_of[place] for place in chosen]
             cuts = [0, *(k for k in range(1, len(groups)) if groups[k] != groups[k - 1]), len(groups)]
-            table.places, table.runs = (
+            table.parameter_places, table.group_runs = (
                 chosen,
                 [(groups[first], first, last) for first, last in itertools.pairwise(cuts)],
             )
             tables.append(table)
         return cls(settings, plans, resting, tables, [*map(id, state)], [*state.values()])
 
-    def stands(
+    def is_valid_for(
         self,
-        settings: list[Setting],
+        settings: list[GroupSetting],
         plans: list[ParameterPlan | None],
         resting: list[int],
         parameters: list[torch.Tensor],
@@ -300,14 +302,16 @@ class Roster:
         if not (
             settings == self.settings
             and plans == self.plans
-            and resting == self.resting
+            and resting == self.resting_places
             and [*map(id, state)] == self.keys
             and all(map(is_, state.values(), self.entries))
         ):
             return False
-        return all(table.stands(table.own(parameters), table.own(gradients)) for table in self.tables)
+        return all(
+            table.is_valid_for(table.select_own(parameters), table.select_own(gradients)) for table in self.tables
+        )
 
-    def batches(
+    def make_batches(
         self,
         groups: list[dict[str, Any]],
         parameters: list[torch.Tensor],
@@ -323,12 +327,12 @@ class Roster:
         for table in self.tables:
             constants: list[tuple[float, ...]] = []
             counted: list[tuple[Mapping[str, Any], int]] = []
-            steps: list[int] = [entry["step"] + 1 for entry in table.entries]
+            steps: list[int] = [entry["step"] + 1 for entry in table.state_entries]
             metered = set()
-            for number, first, last in table.runs:
+            for number, first, last in table.group_runs:
                 rule, _, interval, _ = self.settings[number]
                 own = steps[first:last]
-                entries = table.entries[first:last]
+                entries = table.state_entries[first:last]
                 ages = own
                 if True in [BEGUN in entry for entry in entries]:
                     ages = [step - entry.get(BEGUN, 0) for step, entry in zip(own, entries)]
@@ -344,20 +348,20 @@ class Roster:
                 Batch(
                     spec.metered_twin if metered.pop() else spec,
                     table,
-                    table.own(parameters),
-                    table.own(gradients),
-                    [scales.get(place, 1.0) for place in table.places] if scales else [1.0] * len(steps),
+                    table.select_own(parameters),
+                    table.select_own(gradients),
+                    [scales.get(place, 1.0) for place in table.parameter_places] if scales else [1.0] * len(steps),
                     steps,
                     constants,
                     counted,
                 )
             )
         for batch in found:
-            batch.drop_stale()
+            batch.reset_stale_tensors()
         return found
 
 
-def _stored_choice(state_dtype: Any) -> Any:
+def _comparable_state_dtype(state_dtype: Any) -> Any:
     """Return a comparable copy of a group's `state_dtype`: of a dict the items."""
     return tuple(state_dtype.items()) if isinstance(state_dtype, Mapping) else state_dtype
 
@@ -390,7 +394,7 @@ class PlanCache(TensorMap[ParameterPlan]):
 
     def options_of(self, group: Mapping[str, Any]) -> PlanOptions:
         """Return the options of a group, for `is_valid` and `renew`."""
-        update, states = group["weight_update"], _stored_choice(group["state_dtype"])
+        update, states = group["weight_update"], _comparable_state_dtype(group["state_dtype"])
         return PlanOptions(update, states, group["format"], group["param_dtype"], group["seed"], self._generation)
 
     def renew(
@@ -437,17 +441,17 @@ class PlanCache(TensorMap[ParameterPlan]):
     ) -> StepSpec:
         """Return a parameter's step specification, as `step_spec_of` does; equal ones on one device are one object."""
         if memory(parameter) is not parameter:
-            return self._intern(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            return self._share_spec(step_spec_of(rule, group, parameter, gradient, name), parameter)
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
-        states = _stored_choice(group["state_dtype"])
+        states = _comparable_state_dtype(group["state_dtype"])
         key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
         found = self._specs_by_options.get(key)
         if found is None:
-            spec = self._intern(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            spec = self._share_spec(step_spec_of(rule, group, parameter, gradient, name), parameter)
             found = self._specs_by_options[key] = spec, given
         return found[0]
 
-    def _intern(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
+    def _share_spec(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
         return self._specs.setdefault((spec, local(parameter).device), spec)
 
 
@@ -463,7 +467,7 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
     dense = part.layout is torch.strided and not part.is_quantized and not part.is_nested
     if dense and type(part) in (torch.Tensor, torch.nn.Parameter):
         return
-    refuse(part, f"parameter {name}", "torch.optim's optimizers step what such a class allows")
+    refuse_tensor(part, f"parameter {name}", "torch.optim's optimizers step what such a class allows")
 
 
 def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
@@ -473,7 +477,7 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
     named += [(f"state {key!r} of parameter", tensor) for key, tensor in plan.tensors.items()]
     for what, tensor in named:
         if not has_own_memory(tensor) or (tensor.is_neg() and tensor.is_contiguous()):
-            refuse(tensor, f"{what} {plan.name}")
+            refuse_tensor(tensor, f"{what} {plan.name}")
         if tensor.device != gradient.device:
             raise ValueError(
                 f"{what} {plan.name} is on {tensor.device} and the gradient on {gradient.device}: move them to one "
@@ -489,7 +493,7 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
         )
 
 
-def gradient_memory(
+def as_plain_gradient(
     gradient: torch.Tensor, parameter: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
     """Return a gradient as plain memory, with its scale, which only the step of a scaled parameter uses."""
@@ -505,7 +509,7 @@ def gradient_memory(
     return plain(gradient, f"the gradient of {name}"), 1.0
 
 
-def gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
+def choose_gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
     """Return the store that a gradient's numbers are read by."""
     if gradient.layout is not torch.strided:
         raise ValueError(

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels import IndexMap, Trace, Traced, record, run_on_tensors
-from ...kernels._device_function import STREAM, Recording, Table, bound, record_call
+from ...kernels import IndexMap, Trace, Traced, record_function, run_on_tensors
+from ...kernels._device_function import STREAM_INPUTS, Recording, Table, bind_names, record_call
 from ...kernels._operations import bit_and, select, shr, sqrt
-from ...kernels._trace import Piece
+from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table
-from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start, stream_of
+from ...rounding._random_bits import WEYL_STEP, compute_stream, draw_word, hash_element, record_stream_start
 from .._storage import F32
 from ..parameters._payload_digests import payload_digest
 from ..parameters._step_spec import (
@@ -31,30 +31,30 @@ from ..rules._update_rule import UpdateRule
 from ..states._codec import Scaled, finite_word
 from ..states._int8_blocks import GROW, HUGE, HUGE_SQUARED, SHRINK, Int8Blocks
 
-GRADIENT = 4
+GRADIENT_COLUMN = 4
 ZERO, NEGATIVE_ZERO, ONE = (np.float32(x) for x in (0.0, -0.0, 1.0))
-UNDRAWN = np.uint32(0)
+NO_RANDOM_WORD = np.uint32(0)
 
 
 @functools.cache
-def compiled(spec: StepSpec) -> Callable:
+def compile_step(spec: StepSpec) -> Callable:
     """Return the kernel of a specification.
 
     It is `step(first, last, chunks, pointers, rows, constants, keys, meter, digests)`.
     """
     if spec.in_parameter:
-        return compiled(dataclasses.replace(spec, in_parameter=False))
-    return compile_table(f"step_{spec.name}", table(spec))
+        return compile_step(dataclasses.replace(spec, in_parameter=False))
+    return compile_table(f"step_{spec.name}", make_step_table(spec))
 
 
-def table(spec: StepSpec) -> Table:
+def make_step_table(spec: StepSpec) -> Table:
     """Return the step of a specification as a device function on a table of pointers."""
     return Table(
         record_step(spec),
         pointer_count(spec),
         len(spec.constants),
-        recorded_start() if spec.draws and spec.writes else None,
-        int(WEYL),
+        record_stream_start() if spec.draws and spec.writes else None,
+        int(WEYL_STEP),
         spec.block,
         digest=payload_digest(spec.store.dtype.itemsize) if spec.digests else None,
     )
@@ -65,20 +65,20 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     """Return the instructions of one element.
 
     Inputs are the addresses of the table of pointers, the constants ("constant", k) and the place in the stream of
-    random words (`STREAM`); a metered step sums up updates wanted and cancelled, u^2 and u (realised change), one that
-    finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload` that of the
+    random words (`STREAM_INPUTS`). A metered step sums up updates wanted and cancelled, u^2 and u (realised change);
+    one that finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload` of the
     payload as read.
     """
     element = Recording(pointer_count(spec), len(spec.constants))
-    step = _Step(spec, element)
-    step.run()
+    step = _StepRecorder(spec, element)
+    step.record()
     if with_payload:
         payload = spec.store.real(spec.store.load(element.arrays[0], element.index))
         element.trace.gather_sum("max", finite_word(payload))
     return element.trace
 
 
-class _Step:
+class _StepRecorder:
     """One element's values in the traced step of a specification."""
 
     def __init__(self, spec: StepSpec, element: Recording) -> None:
@@ -90,120 +90,120 @@ class _Step:
         self.names = spec.update.bindings(spec.store)
         self.shrink = self.grow = ONE
 
-    def run(self) -> None:
+    def record(self) -> None:
         """Record the step."""
         spec = self.spec
-        p, *held = self.function("read_weight")(*self.arrays[:4], self.i)
-        g = spec.gradient.real(spec.gradient.load(self.arrays[GRADIENT], self.i))
+        p, *held = self.bind_function("read_weight")(*self.arrays[:4], self.i)
+        g = spec.gradient.real(spec.gradient.load(self.arrays[GRADIENT_COLUMN], self.i))
         w, g = (p * self.scales["weight_scale"], g * self.scales["gradient_scale"]) if spec.scaled else (p, g)
-        roots = [self.root(k) for k in range(len(spec.codecs))]
+        roots = [self.load_root(k) for k in range(len(spec.codecs))]
         if spec.shrinks:
-            self.rescale(g, roots)
-        values = [self.value(k, root) for k, root in enumerate(roots)]
+            self.choose_rescaling(g, roots)
+        values = [self.rescale_state(k, root) for k, root in enumerate(roots)]
         if spec.reduces:
-            self.reduce(w, g, values)
+            self.record_reductions(w, g, values)
             return
-        u, new = self.update(w, g, values)
+        u, new = self.apply_rule(w, g, values)
         if spec.finds_amax:
             self.trace.gather_sum("max", finite_word(w + u))
             for k, codec in spec.scaled_states.items():
                 self.trace.gather_sum("max", finite_word(codec.measured(new[k])))
             return
         weight_draws, state_draws = draws_of(spec)
-        written = self.write(p, held, w, g, u, [self.bits(draw) for draw in weight_draws])
+        written = self.write_weight(p, held, w, g, u, [self.draw_bits(draw) for draw in weight_draws])
         if spec.update.feeds_back and spec.rule.error_feedback is not None:
             lost = (w + u) - written
             lost = select(lost - lost == ZERO, lost, ZERO)
-            new[0] = spec.rule.error_feedback(lost, *new, *self.inner_constants())
+            new[0] = spec.rule.error_feedback(lost, *new, *self.rescale_constants())
         if spec.metered:
-            self.meter(w, u, written * self.scales["new_scale"] if spec.scaled else written)
+            self.record_meter(w, u, written * self.scales["new_scale"] if spec.scaled else written)
         for k, value in enumerate(new):
-            self.store(k, value, self.bits(state_draws[k]))
+            self.store_state(k, value, self.draw_bits(state_draws[k]))
 
-    def function(self, name: str) -> Callable:
+    def bind_function(self, name: str) -> Callable:
         """Return a device function of the weight update."""
         found: Any = self.names[name]
-        return bound(found, self.names)
+        return bind_names(found, self.names)
 
-    def root(self, k: int) -> Any:
+    def load_root(self, k: int) -> Any:
         """Load state k as it is stored: a second moment in blocks before squaring."""
-        codec, arrays = self.spec.codecs[k], self.columns(k)
+        codec, arrays = self.spec.codecs[k], self.find_columns(k)
         if isinstance(codec, Int8Blocks):
             return codec.load_root(arrays, self.i, self.block)
         scale = self.scales[f"scale_{k}"] if isinstance(codec, Scaled) else None
         return codec.load(arrays, self.i, self.block, scale)
 
-    def columns(self, k: int) -> Sequence[Any]:
+    def find_columns(self, k: int) -> Sequence[Any]:
         """Return the addresses of a state's tensors."""
         first = state_pointers(self.spec)[k]
         return self.arrays[first : first + self.spec.codecs[k].columns]
 
-    def rescale(self, g: Any, roots: Sequence[Any]) -> None:
+    def choose_rescaling(self, g: Any, roots: Sequence[Any]) -> None:
         """Scale an element down whose square float32 does not hold."""
         large = abs(g) > HUGE
         for codec, slot, root in zip(self.spec.codecs, self.spec.rule.states, roots):
             if slot.degree == 2:
                 large = large | (root > (HUGE if isinstance(codec, Int8Blocks) else HUGE_SQUARED))
-        self.trace.rare.add(large.number)
+        self.trace.rare_masks.add(large.number)
         self.shrink, self.grow = select(large, SHRINK, ONE), select(large, GROW, ONE)
 
-    def value(self, k: int, root: Any) -> Any:
+    def rescale_state(self, k: int, root: Any) -> Any:
         """Return state k as the rule takes it."""
         degree, is_root = self.spec.rule.states[k].degree, isinstance(self.spec.codecs[k], Int8Blocks)
-        root = self.times(root, self.shrink)
+        root = self.multiply_if_rescaled(root, self.shrink)
         if degree == 2 and is_root:
             return root * root
-        return self.times(root, self.shrink) if degree == 2 else root
+        return self.multiply_if_rescaled(root, self.shrink) if degree == 2 else root
 
-    def times(self, value: Any, factor: Any) -> Any:
+    def multiply_if_rescaled(self, value: Any, factor: Any) -> Any:
         """Multiply a value by a factor, if the step rescales elements."""
         return value * factor if self.spec.shrinks else value
 
-    def inner_constants(self) -> list[Any]:
+    def rescale_constants(self) -> list[Any]:
         """Return the rule's constants, those of the gradient's size rescaled."""
         inner = (self.spec.rule.homogeneous or ()) if self.spec.shrinks else ()
         named = zip(self.spec.rule.constants, self.rule_constants)
         return [value * self.shrink if name in inner else value for name, value in named]
 
-    def update(self, w: Any, g: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def apply_rule(self, w: Any, g: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Apply the rule: return the difference, or new weight, and the new states."""
         rule = self.spec.rule
-        made = record_call(rule.update, *self.operands(w, g, values), *self.inner_constants())
+        made = record_call(rule.update, *self.collect_operands(w, g, values), *self.rescale_constants())
         if not isinstance(made, (tuple, list)) or len(made) != 1 + len(values):
             kept = ", ".join(["the update", *(repr(slot.name) for slot in rule.states)])
             raise TypeError(f"update rule {rule.name!r} returns {made!r}: return a tuple of {kept}")
         u, *new = made
         return select(g == w, ZERO, u) if rule.assigns else u, new  # an infinity that stays
 
-    def operands(self, w: Any, g: Any, values: Sequence[Any]) -> list[Any]:
+    def collect_operands(self, w: Any, g: Any, values: Sequence[Any]) -> list[Any]:
         """Return what a function of the rule takes before its constants."""
         finite = select(w - w == ZERO, w, ZERO) if self.spec.rule.decays else w
         if self.spec.rule.prepare is None:
-            return [finite, self.times(g, self.shrink), *values]
-        return [finite, self.times(g, self.shrink), F32.real(F32.load(self.arrays[-1], self.i)), *values]
+            return [finite, self.multiply_if_rescaled(g, self.shrink), *values]
+        return [finite, self.multiply_if_rescaled(g, self.shrink), F32.real(F32.load(self.arrays[-1], self.i)), *values]
 
-    def reduce(self, w: Any, g: Any, values: Sequence[Any]) -> None:
+    def record_reductions(self, w: Any, g: Any, values: Sequence[Any]) -> None:
         """Add up the values of the rule's sums, or find the largest.
 
         They are split in two by an anchor beside which float64 keeps so few of their digits that sums are exact.
         """
-        constants = self.inner_constants()
+        constants = self.rescale_constants()
         for k, reduction in enumerate(self.spec.rule.reductions):
-            arguments = [*self.operands(w, g, values), *constants]
+            arguments = [*self.collect_operands(w, g, values), *constants]
             taken = arguments[: reduction.of.__code__.co_argcount]
             value = record_call(reduction.of, *taken)
             if self.spec.reduces == "largest":
                 self.trace.gather_sum("max", finite_word(value))
                 continue
             inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALES)
-            rest = self.float64(value * inverse)
+            rest = self.to_float64(value * inverse)
             rest = rest * rest if reduction.squares else rest
-            for anchor in map(self.float64, anchors):
+            for anchor in map(self.to_float64, anchors):
                 part = (rest + anchor) - anchor
                 self.trace.gather_sum("sum", part)
                 rest = rest - part
 
-    def write(self, p: Any, held: Sequence[Any], w: Any, g: Any, u: Any, bits: list[Any]) -> Any:
+    def write_weight(self, p: Any, held: Sequence[Any], w: Any, g: Any, u: Any, bits: list[Any]) -> Any:
         """Store the weight; return what it now is."""
         spec, scales = self.spec, self.scales
         terms = (g, *held, NEGATIVE_ZERO) if spec.assigns else (w, *held, u)
@@ -211,39 +211,39 @@ class _Step:
             first, second, last = held
             ratio = scales["weight_ratio"]
             terms = (p * ratio, first * ratio, second * ratio, last, u * scales["weight_inverse"])
-        given = [*bits, UNDRAWN, UNDRAWN][:2]
-        return self.function("write_weight")(*self.arrays[:4], self.i, *terms, *given)
+        given = [*bits, NO_RANDOM_WORD, NO_RANDOM_WORD][:2]
+        return self.bind_function("write_weight")(*self.arrays[:4], self.i, *terms, *given)
 
-    def meter(self, w: Any, u: Any, new: Any) -> None:
+    def record_meter(self, w: Any, u: Any, new: Any) -> None:
         """Sum up what updates were asked for, and what became of them."""
-        wide, asked_for = self.float64(u), abs(u) > ZERO
-        change = self.float64(new) - self.float64(w)
+        wide, asked_for = self.to_float64(u), abs(u) > ZERO
+        change = self.to_float64(new) - self.to_float64(w)
         asked = asked_for & (change - change == np.float64(0.0)) & (u - u == ZERO)
         one, none = np.float64(1.0), np.float64(0.0)
         for value in (one, select(new == w, one, none), wide * wide, wide * change):
             self.trace.gather_sum("sum", select(asked, value, none))
 
-    def float64(self, x: Traced) -> Traced:
+    def to_float64(self, x: Traced) -> Traced:
         """Return a float32 as float64."""
         return self.trace.emit("to_float64", (x,), None, "f64")
 
-    def store(self, k: int, value: Any, bits: Any) -> None:
+    def store_state(self, k: int, value: Any, bits: Any) -> None:
         """Store state k."""
         codec, slot = self.spec.codecs[k], self.spec.rule.states[k]
         if isinstance(codec, Int8Blocks):
             root = sqrt(value) if slot.degree == 2 else value
-            codec.save_root(self.columns(k), self.i, self.block, self.times(root, self.grow), bits)
+            codec.save_root(self.find_columns(k), self.i, self.block, self.multiply_if_rescaled(root, self.grow), bits)
             return
-        value = self.times(value, self.grow)
-        value = self.times(value, self.grow) if slot.degree == 2 else value
+        value = self.multiply_if_rescaled(value, self.grow)
+        value = self.multiply_if_rescaled(value, self.grow) if slot.degree == 2 else value
         inverse = self.scales[f"inverse_{k}"] if isinstance(codec, Scaled) else None
-        codec.save(self.columns(k), self.i, self.block, value, inverse, bits)
+        codec.save(self.find_columns(k), self.i, self.block, value, inverse, bits)
 
-    def bits(self, drawn: Draw | None) -> Any:
+    def draw_bits(self, drawn: Draw | None) -> Any:
         """Return random bits: a word of the element's one hash, or some of its bits."""
         if drawn is None:
-            return UNDRAWN
-        word = drawn_word(hashed(*self.element.stream), drawn.word)
+            return NO_RANDOM_WORD
+        word = draw_word(hash_element(*self.element.stream), drawn.word)
         word = shr(word, np.uint32(drawn.shift)) if drawn.shift else word
         cut = drawn.shift + drawn.bits < 32
         return bit_and(word, np.uint32((1 << drawn.bits) - 1)) if cut else word
@@ -270,8 +270,8 @@ def reference_step(
     """
     drawn = {}
     if key is not None:
-        drawn = dict(zip(STREAM, stream_of(key, global_index(index_map, gradient.device))))
-    found = _run(spec, parts, gradient, states, constants, drawn)
+        drawn = dict(zip(STREAM_INPUTS, compute_stream(key, make_global_index(index_map, gradient.device))))
+    found = _run_recorded_step(spec, parts, gradient, states, constants, drawn)
     return (found[0], found[1], found[2], found[3]) if spec.metered else None
 
 
@@ -283,7 +283,7 @@ def reference_amax(
     constants: Sequence[float],
 ) -> list[float]:
     """Return the largest finite magnitudes of the weight and each scaled state that a step would store."""
-    return _run(spec, parts, gradient, states, constants, {})
+    return _run_recorded_step(spec, parts, gradient, states, constants, {})
 
 
 def change_by_rule(
@@ -296,19 +296,19 @@ def change_by_rule(
     """Apply a rule in float32 to weights, gradients and states; return the change and the new states."""
     given = [weight.float(), gradient.float(), *states]
     rounded = torch.tensor([*constants], dtype=torch.float32, device="cpu").tolist()
-    piece = _recorded_rule(rule.update, len(given) + len(rounded))
+    piece = _record_rule(rule.update, len(given) + len(rounded))
     change, *new = run_on_tensors(piece.trace, (), dict(enumerate([*given, *rounded])), piece.results)[0]
     return change, new
 
 
 @functools.lru_cache(64)
-def _recorded_rule(update: Callable, inputs: int) -> Piece:
-    trace, results = record(functools.partial(record_call, update), torch.float32, inputs)
+def _record_rule(update: Callable, inputs: int) -> RecordedFunction:
+    trace, results = record_function(functools.partial(record_call, update), torch.float32, inputs)
     as_values = [x if isinstance(x, Traced) else trace.emit("constant", (), float(x).hex(), "f32") for x in results]
-    return Piece(trace, tuple(x.number for x in as_values))
+    return RecordedFunction(trace, tuple(x.number for x in as_values))
 
 
-def _run(spec, parts, gradient, states, constants, drawn) -> list[float]:
+def _run_recorded_step(spec, parts, gradient, states, constants, drawn) -> list[float]:
     arrays = {**dict(enumerate(parts)), POINTERS_BEFORE_STATES - 1: gradient}
     arrays |= dict(enumerate((tensor for state in states for tensor in state), POINTERS_BEFORE_STATES))
     rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
@@ -316,7 +316,7 @@ def _run(spec, parts, gradient, states, constants, drawn) -> list[float]:
     return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block)[1]
 
 
-def global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:
+def make_global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:
     """Return the global flat index of every element of a local tensor, in its shape."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     whole = index_map.global_shape

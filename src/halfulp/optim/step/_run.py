@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from ...kernels import (
-    CHUNK,
+    CHUNK_ELEMENTS,
     IndexMap,
     address,
     check_bits,
-    chunks,
+    cut_into_chunks,
     has_own_memory,
-    note,
+    note_fallback,
     plain,
     require_same_bits,
     run_chunks,
@@ -33,15 +33,15 @@ from ..parameters._local_tensors import is_dtensor, local, placed_like, scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, pointer_count
 from ._batch import Batch
-from ._kernel import compiled, record_step, reference_amax, reference_step
-from ._scales import keep_scales, with_new_scales, with_present_scales
+from ._kernel import compile_step, record_step, reference_amax, reference_step
+from ._scales import append_present_scales, choose_new_scales, write_kept_scales
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
 METER_COLUMNS, GRADIENT = 4, 4
-_FEW = 8  # keys that take Python less time than NumPy's arrays
+_FEW_KEYS = 8  # keys that take Python less time than NumPy's arrays
 
 
 def compile_kernels(batch: Batch) -> None:
@@ -50,13 +50,13 @@ def compile_kernels(batch: Batch) -> None:
     if batch.engine == "llvm":
         twins = [amax_spec(batch.spec)] if batch.spec.scaled else []
         for one in (batch.spec, *twins, *(reducing_specs(batch.spec) if batch.spec.rule.reductions else ())):
-            checked(one)
+            compile_and_check(one)
     if batch.device.type != "cpu":
         require_same_bits(
             batch.device,
             f"optimizer step {batch.spec.name}",
             batch.spec,
-            lambda device: _trial(batch.spec, None, device),
+            lambda device: _step_fixed_elements(batch.spec, None, device),
             "Keep the parameters on the CPU, or step them by torch.optim",
         )
 
@@ -65,22 +65,19 @@ def run_step(batch: Batch) -> None:
     """Step every parameter of a batch, and count lost updates if its specification is metered."""
     spec = batch.spec
     if not spec.scaled:
-        _write(batch)
+        _write_step(batch)
         return
     if batch.engine == "triton" and _run_triton_scaled(batch):
         return
     batch.constants = [
-        with_present_scales(spec, plan, constants, float(scale))
+        append_present_scales(spec, plan, constants, float(scale))
         for plan, constants, scale in zip(batch.plans, batch.constants, batch.gradient_scales)
     ]
-    amax = reduce(amax_spec(spec), batch, batch.constants).tolist()
-    batch.constants = [
-        with_new_scales(spec, plan, constants, largest)
-        for plan, constants, largest in zip(batch.plans, batch.constants, amax, strict=True)
-    ]
-    _write(batch)
+    amax = run_reducing_spec(amax_spec(spec), batch, batch.constants)
+    batch.constants = choose_new_scales(spec, batch.plans, batch.constants, amax)
+    _write_step(batch)
     for plan, constants in zip(batch.plans, batch.constants):
-        keep_scales(spec, plan, constants)
+        write_kept_scales(spec, plan, constants)
 
 
 @functools.cache
@@ -96,7 +93,7 @@ def reducing_specs(spec: StepSpec) -> tuple[StepSpec, StepSpec]:
     return dataclasses.replace(plain, reduces="largest"), dataclasses.replace(plain, reduces="sums")
 
 
-def reduce(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
+def run_reducing_spec(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
     """Run a specification that writes nothing; return a row of what it finds per parameter, on this rank."""
     columns = len(record_step(spec).sums)
     if batch.engine != "llvm":
@@ -113,7 +110,7 @@ def reduce(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> 
     return found[:, :columns]
 
 
-def _write(batch: Batch) -> None:
+def _write_step(batch: Batch) -> None:
     spec, device = batch.spec, batch.device.type
     if batch.engine == "llvm":
         _run_kernel(spec, batch)
@@ -121,8 +118,8 @@ def _write(batch: Batch) -> None:
     if batch.engine == "triton" and not spec.scaled and _run_triton(batch):  # scaled ones have been tried
         return
     if device != "cpu":
-        note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
-    keys = _keys(batch).tolist()
+        note_fallback("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
+    keys = _make_keys(batch).tolist()
     for row, plan in enumerate(batch.plans):
         if not has_own_memory(batch.gradients[row]):  # freed, or not written out
             batch.gradients[row] = plain(batch.gradients[row], f"the gradient of {plan.name}")
@@ -140,10 +137,10 @@ def _write(batch: Batch) -> None:
 
 
 def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
-    kernel, table = checked(spec), batch.table
+    kernel, table = compile_and_check(spec), batch.table
     _point_at_gradients(batch)
-    table.keys[...] = _keys(batch)
-    chunks, pointers, rows, keys, digests = table.addresses_of
+    table.keys[...] = _make_keys(batch)
+    chunks, pointers, rows, keys, digests = table.array_addresses
     distinct, row_of_each = _find_distinct(batch.constants)
     numbers = array("f", itertools.chain.from_iterable(distinct))
     if row_of_each:
@@ -152,46 +149,46 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     counts = spec.metered or not spec.writes
     meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
     at = address_of(meter) if counts else 0
-    run_chunks(kernel, table.lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, digests)
+    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, digests)
     if spec.digests:
         batch.digests = table.digests
     if spec.metered:
-        _count(meter, table.chunks, batch.plans)
+        _count_lost_updates(meter, table.chunks, batch.plans)
     return meter
 
 
 def _run_triton(batch: Batch) -> bool:
     """Run the step on an accelerator; return False if there is no Triton kernel."""
-    from ._triton_kernel import launch, step_kernel
+    from ._triton_kernel import launch_step, step_kernel
 
     spec, device = batch.spec, batch.device
-    kernel = step_kernel(spec, device, _trial)
+    kernel = step_kernel(spec, device, _step_fixed_elements)
     if kernel is None:
         return False
     table = batch.table
-    held, meter = launch(spec, kernel, device, _numbers(batch), table.device_chunks)
+    held, meter = launch_step(spec, kernel, device, _collect_numbers(batch), table.device_chunks)
     table.device_chunks = held
     if meter is not None:
-        _count(meter, held.chunks, batch.plans)
+        _count_lost_updates(meter, held.chunks, batch.plans)
     return True
 
 
 def _run_triton_scaled(batch: Batch) -> bool:
     """Run the step of scaled parameters on an accelerator, which chooses the scales; return False if it cannot."""
-    from ._triton_kernel import launch_scaled, scaled_kernels
+    from ._triton_kernel import launch_scaled_step, scaled_kernels
 
     spec, device = batch.spec, batch.device
-    kernels = scaled_kernels(spec, amax_spec(spec), device, _trial)
+    kernels = scaled_kernels(spec, amax_spec(spec), device, _step_fixed_elements)
     weights, gradients = [scale_of(plan.parameter) for plan in batch.plans], _scale_tensors(batch)
     if kernels is None or any(scale.device != device for scale in (*weights, *gradients)):
         return False
     addresses = np.array([[address(scale) for scale in pair] for pair in zip(weights, gradients)], np.int64)
     table = batch.table
-    numbers = _numbers(batch)
-    held, meter, batch.scales = launch_scaled(spec, kernels, device, numbers, addresses, table.device_chunks)
+    numbers = _collect_numbers(batch)
+    held, meter, batch.scales = launch_scaled_step(spec, kernels, device, numbers, addresses, table.device_chunks)
     table.device_chunks = held
     if meter is not None:
-        _count(meter, held.chunks, batch.plans)
+        _count_lost_updates(meter, held.chunks, batch.plans)
     return True
 
 
@@ -204,13 +201,13 @@ def _scale_tensors(batch: Batch) -> list[torch.Tensor]:
     return [scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales]
 
 
-def _numbers(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _collect_numbers(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the arrays that a step passes to a device: chunks, pointers, constants and keys."""
     _point_at_gradients(batch)
     distinct, row_of_each = _find_distinct(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
     constants = constants[row_of_each or [0] * len(batch.constants)]
-    return batch.table.chunks, batch.table.pointers, constants, _keys(batch)
+    return batch.table.chunks, batch.table.pointers, constants, _make_keys(batch)
 
 
 def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
@@ -230,49 +227,48 @@ def _point_at_gradients(batch: Batch) -> None:
         for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
             gradients[row] = plain(gradients[row], f"the gradient of {batch.plans[row].name}")
             pointers[row, GRADIENT] = address(gradients[row])
-    for row, one in enumerate(batch.prepared):
+    for row, one in enumerate(batch.prepared_tensors):
         pointers[row, -1] = address(one)
     for row, copies in batch.copies.items():
         for column, copy in enumerate(copies):
             pointers[row, column] = address(copy)
 
 
-def _count(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]) -> None:
+def _count_lost_updates(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]) -> None:
     sums = np.zeros((len(plans), METER_COLUMNS))
     np.add.at(sums, chunk_rows[:, 0], meter)
     for plan, row in zip(plans, sums.tolist()):
         plan.record.count(*row)
 
 
-def _keys(batch: Batch) -> np.ndarray:
+def _make_keys(batch: Batch) -> np.ndarray:
     """uint64 array of shape (parameters, 1): a key per parameter and step; (parameters, 0) without draws."""
     table, steps = batch.table, batch.steps
     seeds, step = table.seeds, steps[0]
     if not batch.spec.draws:
         return table.keys
     if isinstance(seeds, int) and len({*steps}) == 1:
-        if len(steps) <= _FEW:
+        if len(steps) <= _FEW_KEYS:
             return np.array([[mix64(seeds, step, plan.identity)] for plan in table.plans], np.uint64)
         return mix64_all(seeds, step, table.identities)
     every = np.array(steps, np.uint64)[:, None]
     return mix64_all(np.full(every.shape, seeds, np.uint64), every, table.identities)
 
 
-_checked: set[StepSpec] = set()
-
-
-def checked(spec: StepSpec):
+def compile_and_check(spec: StepSpec):
     """Return a compiled kernel, compared with its reference before its first use in a process."""
-    kernel = compiled(spec)
+    kernel = compile_step(spec)
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
-    if spec not in _checked:
-        run = functools.partial(_run_llvm, kernel)
-        check_bits(spec.name, lambda: _trial(spec, run), lambda: _trial(spec))
-        _checked.add(spec)
+    check_bits(
+        spec.name,
+        lambda: _step_fixed_elements(spec, functools.partial(_run_llvm_trial, kernel)),
+        lambda: _step_fixed_elements(spec),
+        spec,
+    )
     return kernel
 
 
-def _run_llvm(kernel, table, pointers, constants, keys) -> np.ndarray:
+def _run_llvm_trial(kernel, table, pointers, constants, keys) -> np.ndarray:
     meter = np.zeros((len(table), METER_COLUMNS))
     digests = np.zeros(len(table), np.uint64)
     given = table, pointers, np.zeros(1, np.int64), constants, keys, meter, digests
@@ -280,14 +276,16 @@ def _run_llvm(kernel, table, pointers, constants, keys) -> np.ndarray:
     return meter
 
 
-def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+def _step_fixed_elements(
+    spec: StepSpec, run: Callable | None = None, device: torch.device | str = "cpu"
+) -> list[torch.Tensor]:
     """Make two steps on fixed elements, tiny, NaN and overwritten ones among them; return all that was written.
 
     A scaled parameter takes another scale in the second. `run(chunks, pointers, constants, keys)` runs a compiled
     kernel; without it the reference runs.
     """
     count = 2 * (spec.block or 32)
-    shape, index_map = torch.Size([count]), IndexMap((count,), (4 * CHUNK,), (CHUNK,), (1,))
+    shape, index_map = torch.Size([count]), IndexMap((count,), (4 * CHUNK_ELEMENTS,), (CHUNK_ELEMENTS,), (1,))
     ramp = torch.linspace(-1, 1, count, dtype=torch.float32, device="cpu")
     value, gradient = ramp * ramp * ramp, ramp * ramp.abs().sqrt() * 3e-2
     value[5::16] *= 2.0**-128
@@ -325,14 +323,14 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
             row = np.array([constants], np.float32)
             given = (spec, parts, gradient, states, constants)
             found = reference_amax(*given) if run is None else run(
-                chunks(index_map, 0), np.array([pointers], np.int64), row, keys
+                cut_into_chunks(index_map, 0), np.array([pointers], np.int64), row, keys
             ).max(0)[: len(record_step(spec).sums)]  # fmt: skip
             return [torch.tensor(found, dtype=torch.float32, device="cpu")]
         if run is None:
             reference_step(spec, parts, gradient, states, constants, (keys[0].tolist() or [None])[0], index_map)
         else:
             row = np.array([constants], np.float32).reshape(1, -1)
-            run(chunks(index_map, 0), np.array([pointers], np.int64), row, keys)
+            run(cut_into_chunks(index_map, 0), np.array([pointers], np.int64), row, keys)
     return [tensor.cpu() for tensor in (*parts, *(tensor for state in states for tensor in state))]
 
 
@@ -355,22 +353,22 @@ class WholeTensors:
     def weight(self) -> torch.Tensor:
         """The weight, with its auxiliary tensors."""
         found = read_weights([self._plan])[0]
-        return self._whole(found * self._plan.scale if self._batch.spec.scaled else found)
+        return self._gather_shards(found * self._plan.scale if self._batch.spec.scaled else found)
 
     @property
     def gradient(self) -> torch.Tensor:
         """The gradient."""
         batch, row = self._batch, self._row
         found = batch.spec.gradient.decode(batch.gradients[row])
-        return self._whole(found * batch.gradient_scales[row] if batch.spec.scaled else found)
+        return self._gather_shards(found * batch.gradient_scales[row] if batch.spec.scaled else found)
 
     def state(self, name: str) -> torch.Tensor:
         """Return a state, before the step."""
         spec = self._plan.spec
         k = [slot.name for slot in spec.rule.states].index(name)
-        return self._whole(spec.codecs[k].decode(self._plan.states[k]).reshape(self._plan.shape))
+        return self._gather_shards(spec.codecs[k].decode(self._plan.states[k]).reshape(self._plan.shape))
 
-    def _whole(self, value: torch.Tensor) -> torch.Tensor:
+    def _gather_shards(self, value: torch.Tensor) -> torch.Tensor:
         parameter = self._plan.parameter
         placed = placed_like(value, parameter)
         return placed.full_tensor() if is_dtensor(placed) else value
@@ -381,16 +379,16 @@ def prepare_batch(batch: Batch) -> None:
     prepare = batch.spec.rule.prepare
     if prepare is None:
         return
-    for row, (group, age) in enumerate(batch.ages):
+    for row, (group, age) in enumerate(batch.rule_steps):
         made, late = prepare(WholeTensors(batch, row), group, age)
         own = shard_of(made, batch.plans[row].index_map)
         # A copy of a shard, so that nothing keeps the whole.
-        batch.prepared.append(own.to(torch.float32, copy=own.numel() < made.numel()).contiguous())
+        batch.prepared_tensors.append(own.to(torch.float32, copy=own.numel() < made.numel()).contiguous())
         batch.constants[row] = (*batch.constants[row], *late)
 
 
 # Room of a value under its power of two, |v| < 4, or its square, before anything is added.
-_ROOM = 4
+_HEADROOM = 4
 
 
 def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
@@ -405,17 +403,17 @@ def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
         _reduce_over_ranks(batch, _run_reducing_kernel(batch, "largest"), torch.distributed.ReduceOp.MAX)
         for batch in summed
     ]
-    counts = [_counts(batch) for batch in summed]
-    _reduce_over_all(summed, largest, np.max)
-    _reduce_over_all(summed, counts, np.sum)
+    counts = [_count_elements(batch) for batch in summed]
+    _reduce_over_parameters(summed, largest, np.max)
+    _reduce_over_parameters(summed, counts, np.sum)
     totals = []
     for batch, top, count in zip(summed, largest, counts):
-        scales = _sum_scales(top, count)
+        scales = _make_sum_scales(top, count)
         parts = _reduce_over_ranks(batch, _run_reducing_kernel(batch, "sums", scales), torch.distributed.ReduceOp.SUM)
         totals.append((parts[:, ::2], parts[:, 1::2], scales[:, :, 0].astype(np.float64)))
     for k in (0, 1):
-        _reduce_over_all(summed, [parts[k] for parts in totals], np.sum)
-    sums = {id(batch): _unscaled(batch, *parts) for batch, parts in zip(summed, totals)}
+        _reduce_over_parameters(summed, [parts[k] for parts in totals], np.sum)
+    sums = {id(batch): _unscale_sums(batch, *parts) for batch, parts in zip(summed, totals)}
     return [sums.get(id(batch), []) for batch in batches]
 
 
@@ -426,7 +424,7 @@ def finish_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, 
         if late is None:
             continue
         made: dict[tuple[int, int, tuple[float, ...]], tuple[float, ...]] = {}
-        for row, ((group, age), total) in enumerate(zip(batch.ages, found, strict=True)):
+        for row, ((group, age), total) in enumerate(zip(batch.rule_steps, found, strict=True)):
             key = id(group), age, total
             if key not in made:
                 made[key] = (*batch.constants[row], *late(group, age, total))
@@ -441,33 +439,33 @@ def _run_reducing_kernel(batch: Batch, what: str, scales: np.ndarray | None = No
     for row, (plan, constants) in enumerate(zip(batch.plans, batch.constants)):
         whole = (*constants, *(0.0,) * late)
         if spec.scaled:
-            whole = with_present_scales(batch.spec, plan, whole, float(batch.gradient_scales[row]))
+            whole = append_present_scales(batch.spec, plan, whole, float(batch.gradient_scales[row]))
         own = (0.0,) * (3 * len(spec.rule.reductions)) if scales is None else scales[row].ravel().tolist()
         given.append((*whole, *own))
-    return reduce(spec, batch, given)
+    return run_reducing_spec(spec, batch, given)
 
 
-def _counts(batch: Batch) -> np.ndarray:
+def _count_elements(batch: Batch) -> np.ndarray:
     numbers = [math.prod(plan.index_map.global_shape) for plan in batch.plans]
     return np.array([numbers] * len(batch.spec.rule.reductions), np.float64).T.copy()
 
 
-def _sum_scales(largest: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _make_sum_scales(largest: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the constants SUM_SCALES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one."""
     power = np.clip(2 - np.frexp(largest)[1], -126, 126)
     length = np.ceil(np.log2(np.maximum(counts, 1.0)))
-    anchor = length + _ROOM
+    anchor = length + _HEADROOM
     scales = [np.exp2(power), 1.5 * np.exp2(anchor), 1.5 * np.exp2(anchor + length - 53)]
     return np.stack(scales, -1).astype(np.float32)
 
 
-def _unscaled(batch: Batch, high: np.ndarray, low: np.ndarray, inverse: np.ndarray) -> list[tuple[float, ...]]:
+def _unscale_sums(batch: Batch, high: np.ndarray, low: np.ndarray, inverse: np.ndarray) -> list[tuple[float, ...]]:
     squares = np.array([reduction.squares for reduction in batch.spec.rule.reductions])
     found: list[tuple[float, ...]] = [*map(tuple, ((high + low) / np.where(squares, inverse**2, inverse)).tolist())]
     return found
 
 
-def _reduce_over_all(batches: Sequence[Batch], values: Sequence[np.ndarray], how) -> None:
+def _reduce_over_parameters(batches: Sequence[Batch], values: Sequence[np.ndarray], how) -> None:
     """Put the largest or the sum over all parameters where a sum is over all, in place."""
     most = max(len(batch.spec.rule.reductions) for batch in batches)
     for k in range(most):
@@ -497,10 +495,10 @@ def _runs_of_meshes(batch: Batch) -> Iterator[tuple[DTensor, list[int]]]:
     """Yield the first DTensor and the rows of those that follow each other on one mesh, replicated along the same."""
     parameters = [] if batch.table.is_plain else [plan.parameter for plan in batch.plans]
     sharded = [(row, held) for row, held in enumerate(parameters) if is_dtensor(held)]
-    for _, run in itertools.groupby(sharded, lambda one: _place(one[1])):
+    for _, run in itertools.groupby(sharded, lambda one: _find_mesh(one[1])):
         members = [*run]
         yield members[0][1], [row for row, _ in members]
 
 
-def _place(parameter: DTensor) -> tuple[int, tuple[bool, ...]]:
+def _find_mesh(parameter: DTensor) -> tuple[int, tuple[bool, ...]]:
     return id(parameter.device_mesh), tuple(placement.is_replicate() for placement in parameter.placements)

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels._device_function import record_words
-from ...kernels._operations import add, bit_and, select, shl, shr, sub, to_real, word
-from ...kernels._trace import Piece
+from ...kernels import run_on_tensors
+from ...kernels._device_function import Recording, Table
+from ...kernels._operations import add, bit_and, load32, select, shl, shr, store32, sub, to_real, word
 from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec
 from ..states._codec import Scaled, finite_amax
 
-Constants = tuple[float, ...]
+ConstantRow = tuple[float, ...]
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.
-WINDOWS = {
+SCALE_WINDOWS = {
     torch.float16: (-4, 13, 3),
     torch.float8_e4m3fn: (-1, 7, 5),
     torch.float8_e5m2: (-4, 14, 4),
@@ -31,33 +31,45 @@ WINDOWS = {
 LARGEST_BINADE = 120
 
 
-def with_present_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants, gradient_scale: float) -> Constants:
+def append_present_scales(
+    spec: StepSpec, plan: ParameterPlan, constants: ConstantRow, gradient_scale: float
+) -> ConstantRow:
     """Return a rule's constants with a parameter's present scales behind them; placeholders for the new ones."""
     scale = plan.scale
     own = [number for k in spec.scaled_states for number in (plan.states[k][1].item(), 1.0)]
     return (*constants, scale, 1 / scale, gradient_scale, 1.0, scale, *own)
 
 
-def with_new_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants, amax: Sequence[float]) -> Constants:
+def choose_new_scales(
+    spec: StepSpec, plans: Sequence[ParameterPlan], constants: Sequence[ConstantRow], amax: np.ndarray
+) -> list[ConstantRow]:
     """Return constants with the scales under which a step's results will be stored; tensors are not changed yet.
 
-    A step reads the payload under its present scale and rounds the sum once, under the new one. `amax` are the largest
-    finite magnitudes of the weight and of each scaled state.
+    A step reads the payload under its present scale and rounds the sum once, under the new one.
+
+    Args:
+        plans: of the parameters.
+        constants: of each, with its present scales.
+        amax: largest finite magnitudes, a row per parameter: of the weight and of each scaled state.
     """
-    at = spec.constant_places
-    numbers = list(constants)
-    present = numbers[at["weight_scale"]]
-    scale, ratio = weight_scale(spec.store.dtype, present, amax[0]), 1.0
-    if scale != present:
-        scale, ratio = reachable_scale(spec.store.dtype, present, scale, finite_amax(plan.payloads[0].float()))
-    numbers[at["weight_inverse"]], numbers[at["new_scale"]] = 1 / scale, scale
-    numbers[at["weight_ratio"]] = ratio
-    for (k, codec), largest in zip(spec.scaled_states.items(), amax[1:], strict=True):
-        numbers[at[f"inverse_{k}"]] = 1 / codec.fitting(largest)
-    return tuple(numbers)
+    first, names = len(spec.rule.constants), scale_columns(spec)
+    present = torch.tensor([row[first:] for row in constants], dtype=torch.float32, device="cpu").T
+    columns = torch.ones(len(names) + len(spec.scaled_states), len(plans), dtype=torch.float32, device="cpu")
+    columns[: len(names)] = present
+    largest = torch.zeros(amax.shape[1] + 1, len(plans), dtype=torch.float32, device="cpu")
+    largest[:-1] = torch.from_numpy(amax.T)
+    arrays = [*columns, *largest]
+    run_on_tensors(scale_table(spec).trace, arrays)
+    moved = columns[names.index("new_scale")] != columns[names.index("weight_scale")]
+    for row in moved.nonzero().flatten().tolist():
+        largest[-1, row] = finite_amax(plans[row].payloads[0].float())
+    if moved.any():
+        run_on_tensors(scale_table(spec).trace, arrays)
+    chosen = columns[: len(names)].T.tolist()
+    return [(*row[:first], *scales) for row, scales in zip(constants, chosen, strict=True)]
 
 
-def keep_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants) -> None:
+def write_kept_scales(spec: StepSpec, plan: ParameterPlan, constants: ConstantRow) -> None:
     """Write the scales of the weight and the states that a step has stored."""
     at = spec.constant_places
     if constants[at["new_scale"]] != constants[at["weight_scale"]]:
@@ -66,105 +78,113 @@ def keep_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants) -> No
         plan.states[k][1].fill_(1 / constants[at[f"inverse_{k}"]])
 
 
-def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:
+def scale_columns(spec: StepSpec) -> tuple[str, ...]:
+    """Return the columns of the table of scales: the constants of a step that are not the rule's."""
+    return spec.constants[len(spec.rule.constants) :]
+
+
+@functools.cache
+def scale_table(spec: StepSpec) -> Table:
+    """Return the device function that chooses the scales of a step, of which a parameter is an element.
+
+    Its columns are float32 arrays: those of `scale_columns`, the new scale of each scaled state, and the largest finite
+    magnitudes of the weight, of each scaled state, and of the payload as stored.
+    """
+    states, names = spec.scaled_states, scale_columns(spec)
+    element = Recording(len(names) + 2 * len(states) + 2)
+    i, columns = element.index, dict(zip((*names, *(f"new_scale_{k}" for k in states)), element.arrays))
+    weight, *of_states, stored = (load32(array, i) for array in element.arrays[len(columns) :])
+    present = load32(columns["weight_scale"], i)
+    new_scale = weight_scale_function(spec.store.dtype)(present, weight, stored)
+    chosen = {"new_scale": new_scale, "weight_inverse": invert_scale(new_scale)}
+    chosen["weight_ratio"] = compute_scale_ratio(present, new_scale, stored)
+    for (k, codec), largest in zip(states.items(), of_states, strict=True):
+        chosen[f"new_scale_{k}"] = state_scale_function(codec)(largest)
+        chosen[f"inverse_{k}"] = invert_scale(chosen[f"new_scale_{k}"])
+    for name, scale in chosen.items():
+        store32(columns[name], i, scale)
+    return Table(element.trace, len(element.arrays))
+
+
+def choose_weight_scale(dtype: torch.dtype, present: float, largest: float) -> float:
     """Return the present scale if a magnitude lies well inside the payload's range, else one that puts it there.
 
-    >>> weight_scale(torch.float16, 1.0, 100.0), weight_scale(torch.float16, 1.0, 40000.0)
+    >>> choose_weight_scale(torch.float16, 1.0, 100.0), choose_weight_scale(torch.float16, 1.0, 40000.0)
     (1.0, 4096.0)
     """
-    if largest == 0:
-        return scale
-    lowest, highest, target = WINDOWS[dtype]
-    binade = math.frexp(largest)[1] - 1
-    if lowest <= binade - (math.frexp(scale)[1] - 1) <= highest:
-        return scale
-    return math.ldexp(1.0, min(max(binade - target, -126), 126))
+    words = (np.float32(number).view(np.uint32) for number in (present, largest, 0.0))
+    return float(weight_scale_function(dtype)(*words).view(np.float32))
 
 
-def reachable_scale(dtype: torch.dtype, present: float, scale: float, stored: float) -> tuple[float, float]:
-    """Return a scale that a step can bring a payload to, and the factor that does: both in float32's range.
-
-    `scale` is the one that is wanted, and nearly always given; the factor must leave the payload's largest finite
-    magnitude, `stored`, finite.
-
-    >>> reachable_scale(torch.float16, 1.0, 2.0**-40, 1.5), reachable_scale(torch.float16, 2.0**-126, 1.0, 0.0)
-    ((9.094947017729282e-13, 1099511627776.0), (1.0, 1.0))
-    """
-    if stored == 0:
-        return scale, 1.0
-    scale = max(scale, math.ldexp(present, max(math.frexp(stored)[1], 0) - LARGEST_BINADE))
-    if holds_the_rest(dtype):
-        scale = min(scale, math.ldexp(present, 126))
-    scale = min(scale, 2.0**126)
-    return scale, max(present / scale, 2.0**-126)
-
-
-def holds_the_rest(dtype: torch.dtype) -> bool:
-    """Return whether a payload's own range is wide enough for what a factor in float32's range leaves to do."""
-    return torch.finfo(dtype).max > 2.0**LARGEST_BINADE
-
-
-BIAS = 512
-NONE, ONE, S23, MANTISSA, LEAST_NORMAL, HALF_OF_LEAST, WORD_OF_ONE = (
+EXPONENT_BIAS = 512
+ZERO_WORD, ONE_WORD, MANTISSA_SHIFT, MANTISSA_MASK, LEAST_NORMAL_WORD, HALF_LEAST_NORMAL_WORD, FLOAT_ONE_WORD = (
     np.uint32(n) for n in (0, 1, 23, 0x7FFFFF, 0x800000, 0x400000, 0x3F800000)
 )
-OF_NORMAL, OF_SUBNORMAL, OF_ONE = (np.uint32(BIAS + n) for n in (-127, -127 - 149, 0))
-LOWEST, HIGHEST = np.uint32(BIAS - 126), np.uint32(BIAS + 126)
+NORMAL_OFFSET, SUBNORMAL_OFFSET, ONE_OFFSET = (np.uint32(EXPONENT_BIAS + n) for n in (-127, -127 - 149, 0))
+LOWEST_EXPONENT, HIGHEST_EXPONENT = np.uint32(EXPONENT_BIAS - 126), np.uint32(EXPONENT_BIAS + 126)
 
 
-def normal(x: Any) -> Any:
+def normalize_word(x: Any) -> Any:
     """Device function: the word of a positive number, or of it times 2^149 where it is subnormal."""
-    return select(x < LEAST_NORMAL, word(to_real(x)), x)
+    return select(x < LEAST_NORMAL_WORD, word(to_real(x)), x)
 
 
-def exponent(x: Any) -> Any:
+def biased_exponent(x: Any) -> Any:
     """Device function: floor(log2) of a positive number."""
-    return add(shr(normal(x), S23), select(x < LEAST_NORMAL, OF_SUBNORMAL, OF_NORMAL))
+    return add(shr(normalize_word(x), MANTISSA_SHIFT), select(x < LEAST_NORMAL_WORD, SUBNORMAL_OFFSET, NORMAL_OFFSET))
 
 
-def power(e: Any) -> Any:
+def make_power_word(e: Any) -> Any:
     """Device function: the word of a power of two from 2^-127 to 2^127."""
-    return select(e < LOWEST, HALF_OF_LEAST, shl(sub(e, OF_NORMAL), S23))
+    return select(e < LOWEST_EXPONENT, HALF_LEAST_NORMAL_WORD, shl(sub(e, NORMAL_OFFSET), MANTISSA_SHIFT))
 
 
-def inverse(scale: Any) -> Any:
+def invert_scale(scale: Any) -> Any:
     """Device function: the reciprocal of a scale."""
-    return power(sub(np.uint32(2 * BIAS), exponent(scale)))
+    return make_power_word(sub(np.uint32(2 * EXPONENT_BIAS), biased_exponent(scale)))
 
 
-def lesser(a: Any, b: Any) -> Any:
+def select_lesser(a: Any, b: Any) -> Any:
     """Device function: the smaller of two words."""
     return select(a < b, a, b)
 
 
-def larger(a: Any, b: Any) -> Any:
+def select_larger(a: Any, b: Any) -> Any:
     """Device function: the larger of two words."""
     return select(a < b, b, a)
 
 
-def ratio(present: Any, new: Any, stored: Any) -> Any:
+def compute_scale_ratio(present: Any, new: Any, stored: Any) -> Any:
     """Device function: the factor that brings a payload from one scale to another; 1 for a payload of zeros."""
-    factor = larger(sub(add(exponent(present), OF_ONE), exponent(new)), LOWEST)
-    return select(stored == NONE, WORD_OF_ONE, power(factor))
+    factor = select_larger(sub(add(biased_exponent(present), ONE_OFFSET), biased_exponent(new)), LOWEST_EXPONENT)
+    return select(stored == ZERO_WORD, FLOAT_ONE_WORD, make_power_word(factor))
 
 
 @functools.cache
 def weight_scale_function(dtype: torch.dtype) -> Callable[[Any, Any, Any], Any]:
-    """Return the device function (present scale, largest weight, largest payload) -> new scale of a payload's dtype."""
-    lowest, highest, target = WINDOWS[dtype]
-    first, last = np.uint32(BIAS + lowest), np.uint32(BIAS + highest)
-    below, reach, wide = np.uint32(target), np.uint32(BIAS + LARGEST_BINADE), holds_the_rest(dtype)
+    """Return the device function (present scale, largest weight, largest payload) -> new scale of a payload's dtype.
+
+    The scale stays while the weight lies in the window; else it moves as far as a factor in float32's range can bring
+    the payload there and leave it finite.
+    """
+    lowest, highest, target = SCALE_WINDOWS[dtype]
+    first, last = np.uint32(EXPONENT_BIAS + lowest), np.uint32(EXPONENT_BIAS + highest)
+    below, reach = np.uint32(target), np.uint32(EXPONENT_BIAS + LARGEST_BINADE)
+    # The payload's own range is wide enough for what a factor in float32's range leaves to do.
+    is_wide = torch.finfo(dtype).max > 2.0**LARGEST_BINADE
 
     def new_scale(present: Any, largest: Any, stored: Any) -> Any:
-        now, binade = exponent(present), exponent(largest)
-        distance = sub(add(binade, OF_ONE), now)
-        wanted = larger(lesser(sub(binade, below), HIGHEST), LOWEST)
-        keeps = (largest == NONE) | ((distance >= first) & (distance <= last)) | (wanted == now)
-        reached = larger(wanted, add(now, sub(larger(add(exponent(stored), ONE), OF_ONE), reach)))
-        if wide:
-            reached = lesser(reached, add(now, np.uint32(126)))
-        reached = lesser(reached, HIGHEST)
-        return select(keeps, present, power(select(stored == NONE, wanted, reached)))
+        now, binade = biased_exponent(present), biased_exponent(largest)
+        distance = sub(add(binade, ONE_OFFSET), now)
+        wanted = select_larger(select_lesser(sub(binade, below), HIGHEST_EXPONENT), LOWEST_EXPONENT)
+        keeps = (largest == ZERO_WORD) | ((distance >= first) & (distance <= last)) | (wanted == now)
+        reached = select_larger(
+            wanted, add(now, sub(select_larger(add(biased_exponent(stored), ONE_WORD), ONE_OFFSET), reach))
+        )
+        if is_wide:
+            reached = select_lesser(reached, add(now, np.uint32(126)))
+        reached = select_lesser(reached, HIGHEST_EXPONENT)
+        return select(keeps, present, make_power_word(select(stored == ZERO_WORD, wanted, reached)))
 
     return new_scale
 
@@ -174,16 +194,15 @@ def state_scale_function(codec: Scaled) -> Callable[[Any], Any]:
     """Return the device function from the largest magnitude of a state to its scale."""
     greatest = torch.finfo(codec.store.dtype).max
     fraction, above = math.frexp(greatest)
-    digits, binade = np.float32(fraction).view(np.uint32) & MANTISSA, np.uint32(above - 1)
+    digits, binade = np.float32(fraction).view(np.uint32) & MANTISSA_MASK, np.uint32(above - 1)
 
     def scale(largest: Any) -> Any:
-        up = select(bit_and(normal(largest), MANTISSA) > digits, ONE, NONE)
-        needed = sub(add(exponent(largest), up), binade)
-        return select(largest == NONE, WORD_OF_ONE, power(larger(lesser(needed, HIGHEST), LOWEST)))
+        up = select(bit_and(normalize_word(largest), MANTISSA_MASK) > digits, ONE_WORD, ZERO_WORD)
+        needed = sub(add(biased_exponent(largest), up), binade)
+        return select(
+            largest == ZERO_WORD,
+            FLOAT_ONE_WORD,
+            make_power_word(select_larger(select_lesser(needed, HIGHEST_EXPONENT), LOWEST_EXPONENT)),
+        )
 
     return scale
-
-
-def recorded(function: Callable[..., Any], words: int) -> Piece:
-    """Return one of these device functions, recorded."""
-    return record_words(function, *["w32"] * words)

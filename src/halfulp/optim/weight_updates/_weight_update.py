@@ -14,8 +14,8 @@ import torch
 
 from ..._names import enter, words_of
 from ...kernels import Trace, run_on_tensors
-from ...kernels._device_function import Recording, bound
-from ...kernels._trace import Piece
+from ...kernels._device_function import Recording, bind_names
+from ...kernels._trace import RecordedFunction
 from .._storage import Store, make_nan_canonical
 
 WeightParts = Sequence[torch.Tensor]
@@ -81,10 +81,10 @@ class WeightUpdate:
 
 
 @functools.cache
-def _record_reader(update: WeightUpdate, store: Store) -> Piece:
+def _record_reader(update: WeightUpdate, store: Store) -> RecordedFunction:
     element, names = Recording(4), update.bindings(store)
     read: Any = names["read_weight"]
-    return Piece(element.trace, (bound(read, names)(*element.arrays, element.index)[0].number,))
+    return RecordedFunction(element.trace, (bind_names(read, names)(*element.arrays, element.index)[0].number,))
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def _record_filler(update: WeightUpdate, store: Store) -> Trace:
     nearest: dict[str, object] = {"weight_round": store.nearest, "residual_round": store.nearest}
     element, names = Recording(4), update.bindings(store) | nearest
     fill: Any = names.get("fill_weight", fill_plain)
-    bound(fill, names)(*element.arrays, element.index, make_nan_canonical(element.given("value")))
+    bind_names(fill, names)(*element.arrays, element.index, make_nan_canonical(element.add_input("value")))
     return element.trace
 
 

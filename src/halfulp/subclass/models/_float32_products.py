@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from ..._torch_versions import is_exporting, saved_tensor_hooks
 from ...arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION, iterate_tensors, multiply_in_float32
 from ...environment._narrow_products import widened_dtypes
-from ...kernels import constant_result, note
+from ...kernels import constant_result, note_fallback
 from ._conversion import capture_hooks, check_module
 from ._parameter_holders import EMULATED
 
@@ -147,7 +147,7 @@ def _has_forward(module: nn.Module) -> bool:
         return False  # it changes its class at the first batch
     if isinstance(module, torch.fx.GraphModule):
         # It writes its class's forward anew; the modules that it calls are covered.
-        note("float32 products", "left to torch in functions that a torch.fx.GraphModule calls by itself")
+        note_fallback("float32 products", "left to torch in functions that a torch.fx.GraphModule calls by itself")
         return False
     return type(module).forward is not nn.Module.forward
 
@@ -259,7 +259,7 @@ def _receives_numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: 
 
 @constant_result
 def _note_products_left() -> None:
-    note("float32 products", "left to torch in a graph that an AdaptiveGradScaler's backend compiles")
+    note_fallback("float32 products", "left to torch in a graph that an AdaptiveGradScaler's backend compiles")
 
 
 class _ProductMode(TorchFunctionMode):
