@@ -40,11 +40,11 @@ def enter(kind: str, registry: dict[str, Any], name: str, entry: object, words: 
     _DESCRIPTIONS_BY_KIND.setdefault(kind, {})[name] = " ".join(words.partition("\n\n")[0].split())
 
 
-def words_of(cls: type) -> str | None:
+def read_class_docstring(cls: type) -> str | None:
     """Return a class's own docstring; None for one that it inherits, and for the signature that dataclass writes.
 
     >>> import dataclasses
-    >>> words_of(dataclasses.make_dataclass("Point", ["x", "y"])), words_of(dict)[:6]
+    >>> read_class_docstring(dataclasses.make_dataclass("Point", ["x", "y"])), read_class_docstring(dict)[:6]
     (None, 'dict()')
     """
     text = vars(cls).get("__doc__")

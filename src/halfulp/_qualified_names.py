@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 _NUMBER_IN_NAME = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-def pattern_of(name: str) -> str:
+def make_name_pattern(name: str) -> str:
     """Return a qualified name with * for each number between its dots.
 
-    >>> pattern_of("layers.11.norm.weight"), pattern_of("conv1.weight")
+    >>> make_name_pattern("layers.11.norm.weight"), make_name_pattern("conv1.weight")
     ('layers.*.norm.weight', 'conv1.weight')
     """
     return _NUMBER_IN_NAME.sub("*", name)
@@ -30,7 +30,7 @@ def join_numbered_names(names: Sequence[str]) -> str:
     numbers = {tuple(map(int, _NUMBER_IN_NAME.findall(name))) for name in names}
     columns = [sorted(set(column)) for column in zip(*numbers)]
     if math.prod(map(len, columns)) != len(numbers):
-        return f"{pattern_of(names[0])} ({len(numbers)})"
+        return f"{make_name_pattern(names[0])} ({len(numbers)})"
     words = iter(columns)
     return _NUMBER_IN_NAME.sub(lambda found: _write_number_ranges(next(words)), names[0])
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from halfulp._messages import ENVIRONMENT
 from halfulp.emulation import emulate
 from halfulp.rounding import Nearest, Stochastic
-from halfulp.subclass.models._conversion import capture_node
+from halfulp.subclass.models._conversion import capture_reentrant_recomputation
 
 
 class Model(nn.Module):
@@ -125,4 +125,4 @@ def test_checkpointing_of_another_make_is_refused_by_name():
     with pytest.raises(
         NotImplementedError, match=f"emulate does not know the checkpointing of {name}: .*{ENVIRONMENT}"
     ):
-        capture_node(object(), name, lambda function: function, "emulate")
+        capture_reentrant_recomputation(object(), name, lambda function: function, "emulate")

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import halfulp as hu
 from halfulp.emulation import region
-from halfulp.kernels import address, has_own_memory, overlaps_itself, plain
+from halfulp.kernels import address, has_own_memory, overlaps_itself, to_plain_memory
 
 SOURCE = Path(hu.__file__).parent
 VALUES = [1.0, -2.0, 0.5]
@@ -194,9 +194,9 @@ def test_plain_memory_holds_the_values_or_is_refused(kind):
     make, values = KINDS[kind]
     if values is None or kind in OURS:
         with pytest.raises(TypeError, match="what"):
-            plain(make(), "what")
+            to_plain_memory(make(), "what")
         return
-    found = plain(make().detach(), "what")
+    found = to_plain_memory(make().detach(), "what")
     assert found.tolist() == values
     assert address(found)
     assert not found.is_neg()
@@ -211,12 +211,12 @@ def test_an_address_is_of_memory_that_holds_the_values():
 
 def test_conjugate_bits_are_resolved():
     x = torch.complex(torch.tensor([1.0]), torch.tensor([2.0])).conj()
-    assert torch.view_as_real(plain(x)).tolist() == [[1.0, -2.0]]
+    assert torch.view_as_real(to_plain_memory(x)).tolist() == [[1.0, -2.0]]
 
 
 def test_inside_a_transform_of_torch_func_kernels_refuse():
     with pytest.raises(TypeError, match=r"torch\.func"):
-        torch.func.vmap(lambda x: plain(x))(torch.ones(2, 3))
+        torch.func.vmap(lambda x: to_plain_memory(x))(torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_overlapping_elements_are_seen(x, overlaps):
 LOOKED_AT = {
     "optim/parameters/_outside_writes.py": {"payload_version_of"},
     "optim/parameters/_random_identity.py": {"_is_same_memory"},
-    "subclass/models/_parameter_holders.py": {"check_overlaps", "overlap"},
+    "subclass/models/_parameter_holders.py": {"refuse_overlapping_memory", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
     "arithmetic/_pointwise.py": {"evaluate_alike", "run_on_broadcast_operands", "_is_written_before_read"},

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels import absent_operators, present, torch_operators
+from halfulp.kernels import absent_operators, present_operators, torch_operators
 from halfulp.subclass import RuleTable
 
 ROOT = Path(hu.__file__).parent
@@ -44,7 +44,7 @@ def test_what_is_there_is_torchs_own():
 def test_what_is_not_there_is_skipped_and_refuses_to_run():
     gone = aten.no_such_operator.default
     overload = aten.add.no_such_overload
-    assert present([gone, aten.neg.default, overload]) == [aten.neg.default]
+    assert present_operators([gone, aten.neg.default, overload]) == [aten.neg.default]
     assert aten.no_such_operator.overloads() == []
     table = RuleTable()
     rule = table.implements(gone, aten.neg.default, overload)(abs)

@@ -7,11 +7,11 @@ import torch
 from halfulp.observation._record import (
     FormatCounts,
     ParameterRecord,
-    Realised,
+    RealisedChanges,
     Record,
     StepRecord,
     TensorRecord,
-    plain_record,
+    record_to_plain_data,
     to_plain_data,
 )
 
@@ -21,7 +21,7 @@ def a_record() -> Record:
     tensor.formats["fp16"] = FormatCounts(4, 1, 0, 2)
     parameter = ParameterRecord("a.weight", "Linear", torch.float16, (2, 2), 4, True)
     parameter.options = {"lr": 1e-3, "betas": (0.9, 0.99), "name": "x", "lists": [object()]}
-    parameter.states["exp_avg"] = Realised(5, 1, 2.0, 1.0)
+    parameter.states["exp_avg"] = RealisedChanges(5, 1, 2.0, 1.0)
     record = Record(history=[StepRecord(0, True, 1e-3, loss=float("nan"), exponents=(-3, 4))], unseen=["nothing"])
     record.tensors["weight", "a.weight"] = tensor
     record.parameters["a.weight"] = parameter
@@ -29,7 +29,7 @@ def a_record() -> Record:
 
 
 def test_json_holds_it() -> None:
-    data = json.loads(json.dumps(plain_record(a_record()), allow_nan=False))
+    data = json.loads(json.dumps(record_to_plain_data(a_record()), allow_nan=False))
     assert data["tensors"][0]["histogram"] == {"-2": 3, "5": 1}
     assert data["tensors"][0]["formats"]["fp16"] == {"elements": 4, "underflow": 1, "subnormal": 0, "overflow": 2}
     assert data["tensors"][0]["amin"] == "inf"
@@ -49,7 +49,7 @@ def test_json_holds_it() -> None:
 
 
 def test_of_a_groups_options_numbers_stay() -> None:
-    assert plain_record(a_record())["parameters"][0]["options"] == {"lr": 1e-3, "betas": [0.9, 0.99]}
+    assert record_to_plain_data(a_record())["parameters"][0]["options"] == {"lr": 1e-3, "betas": [0.9, 0.99]}
 
 
 def test_an_empty_record() -> None:

@@ -16,7 +16,7 @@ COUNT = 1 << 18
 LIMIT = 6.5  # beyond it once in ten million, a tail a little longer than a normal one's included
 
 
-def words_of(key, number, count=COUNT, first=0):
+def list_drawn_words(key, number, count=COUNT, first=0):
     """Some of the words of neighbouring elements, by the device functions that kernels are written from."""
     piece = record_word_function(lambda *x: draw_word(hash_element(*stream_start(*x)), number), "w32", "w32", "w64")
     halves = to_signed_integer(key & 0xFFFFFFFF, 32), to_signed_integer(key >> 32, 32)
@@ -37,13 +37,15 @@ def surprise(*parts, bits=5):
 
 def draws(key, count=COUNT):
     """What a step of many draws takes: the halves of the first word, and the upper halves of others."""
-    words = [words_of(key, number, count) for number in range(4)]
+    words = [list_drawn_words(key, number, count) for number in range(4)]
     return [words[0] >> 16, words[0] & 0xFFFF, *(word >> 16 for word in words[1:])]
 
 
 def test_the_first_word_is_that_of_random_words(seed):
     key = mix64(seed, 1)
-    assert torch.equal(words_of(key, 0, 100, 2**32 - 50), random_words(key, torch.arange(2**32 - 50, 2**32 + 50)))
+    assert torch.equal(
+        list_drawn_words(key, 0, 100, 2**32 - 50), random_words(key, torch.arange(2**32 - 50, 2**32 + 50))
+    )
 
 
 def test_draws_of_an_element_and_its_neighbours_are_independent(seed):
@@ -63,7 +65,7 @@ def test_draws_of_an_element_and_its_neighbours_are_independent(seed):
 def test_steps_are_independent_of_each_other(seed, number):
     """Of every element over steps: pairs of steps, and the variance of means, which sequential keys had at .915."""
     steps, count = 512, 2048
-    words = torch.stack([words_of(mix64(seed, step, 7), number, count) for step in range(steps)])
+    words = torch.stack([list_drawn_words(mix64(seed, step, 7), number, count) for step in range(steps)])
     for lag in (1, 2, 16):
         assert abs(surprise((words[lag:] >> 16).flatten(), (words[:-lag] >> 16).flatten())) < LIMIT
     for half in (words >> 16, words & 0xFFFF):

@@ -28,13 +28,13 @@ from ..kernels import (
     define_operator,
     is_finite,
     note_fallback,
-    plain,
     power_below,
     product_error,
     record_function,
     run_chunks,
     select,
     select_engine,
+    to_plain_memory,
 )
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
 from ..kernels.triton._expansions import MOST_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
@@ -547,11 +547,11 @@ def _describe_operands(flat: Sequence[torch.Tensor], shape: torch.Size, count: i
             break
     words = [row, count]
     alive: list[torch.Tensor | array.array[Any]] = []
-    for part in map(plain, flat):
+    for part in map(to_plain_memory, flat):
         if part.shape != shape:
-            held, words_of = _repeat_operand_values(part, shape, row)
+            held, read_class_docstring = _repeat_operand_values(part, shape, row)
             alive.append(held)
-            words += words_of
+            words += read_class_docstring
         else:
             part = part.contiguous()
             alive.append(part)

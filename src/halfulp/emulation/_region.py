@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._torch_versions import is_exporting, saved_tensor_hooks
 from ..formats import Format
 from ..rounding import Nearest, Rounding
-from ..subclass.models._conversion import Wrapper, capture_hooks, capture_node
+from ..subclass.models._conversion import Wrapper, capture_recomputation, capture_reentrant_recomputation
 from ._rounder import Rounder
 
 # Outputs other than the first that only the backward pass reads: they are inside the operator, in float32.
@@ -160,7 +160,7 @@ class GradientRounding:
                 "emulate met code that torch.compile has compiled, whose operators cannot be rounded one by one: "
                 "call the module as it was before torch.compile"
             )
-        capture_node(node, name, self._emulated, "emulate")
+        capture_reentrant_recomputation(node, name, self._emulated, "emulate")
         edges = []
         for child, position in node.next_functions:
             before = -1 if child is None else child._sequence_nr()
@@ -269,7 +269,7 @@ class _RoundingMode(TorchDispatchMode):
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[0] is not self._pack:
             self._pack = hooks[0]
-            capture_hooks(self._pack, self._emulated, "emulate")
+            capture_recomputation(self._pack, self._emulated, "emulate")
 
     def _round_results(self, results: OperatorResults, out, args: tuple, kwargs: dict):
         """Round an operator's results, and return its output."""

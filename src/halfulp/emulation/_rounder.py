@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..formats import BlockFormat, Format, block_names, get_block
 from ..formats._catalog import get_signed
-from ..kernels import plain
+from ..kernels import to_plain_memory
 from ..rounding import Rounding, Stochastic, get_rounding, mix64
 from ..rounding._kernels import round_into as run_kernel
 from ..rounding._modes import draw_key
@@ -115,7 +115,7 @@ class Rounder:
             raise NotImplementedError(
                 f"emulate cannot round what {source} gives, a {kind}: it rounds dense plain tensors only"
             )
-        x = plain(x, f"what {source} gives")
+        x = to_plain_memory(x, f"what {source} gives")
         return torch.view_as_real(x) if x.is_complex() else x
 
     def _find_target(self, dtype: torch.dtype, source: str) -> Target | None:

@@ -16,7 +16,7 @@ from ..formats import Format, fp16
 from ..formats._catalog import get_signed
 from ..rounding import Nearest, Rounding, get_rounding, mix64
 from ..rounding._random_bits import STREAM_VERSION
-from ..subclass import shard_groups, sharded_modules
+from ..subclass import list_shard_groups, list_sharded_modules
 from ._policy import Amax, Policy
 from ._reports import LastStep
 from ._site import (
@@ -194,7 +194,7 @@ def _list_fsdp_groups(model: nn.Module) -> Iterator[Any]:
     modules = list(model.modules())
     for module in modules:
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
-            for group in shard_groups(module):
+            for group in list_shard_groups(module):
                 sharded |= {id(one.sharded_param) for one in group.fsdp_params}
                 yield from group.mesh_info.mesh.get_all_groups()
     if any(isinstance(m, dtensor.DTensor) and id(m) not in sharded for x in modules for m in x._parameters.values()):
@@ -203,7 +203,7 @@ def _list_fsdp_groups(model: nn.Module) -> Iterator[Any]:
 
 def _refuse_tensor_parallel(model: nn.Module, sharded: set[int], kind: type) -> None:
     """Refuse parameters that are split among processes by tensor parallel."""
-    groups = (group for module in sharded_modules() for group in shard_groups(module))
+    groups = (group for module in list_sharded_modules() for group in list_shard_groups(module))
     held = {id(one.sharded_param) for group in groups for one in group.fsdp_params} | sharded
     for name, parameter in model.named_parameters():
         if isinstance(parameter, kind) and id(parameter) not in held:

@@ -20,7 +20,7 @@ from .._torch_versions import ALL_GATHER, lacks
 from ..rounding import Stochastic, quantize
 from ..rounding._random_bits import mix64
 from ..subclass.models._conversion import check_module
-from ..subclass.models._parameter_holders import shard_groups
+from ..subclass.models._parameter_holders import list_shard_groups
 
 Rounding = Literal["feedback", "stochastic"]
 ALLOWED_ROUNDINGS = ("feedback", "stochastic")
@@ -306,13 +306,13 @@ def reduce_in_bfloat16(
         )
     if not hasattr(kind, "set_custom_reduce_scatter"):
         raise lacks("a reduction of one's own in fully_shard", "take DistributedDataParallel")
-    meshes = [group.mesh_info.mesh for module in sharded for group in shard_groups(module)]
+    meshes = [group.mesh_info.mesh for module in sharded for group in list_shard_groups(module)]
     if any(mesh.ndim > 1 or mesh != meshes[0] for mesh in meshes):
         raise NotImplementedError(
             "fully_shard over a mesh of two dimensions, or over several meshes, reduces twice, the second time by "
             "torch's own all-reduce: take a mesh of one dimension"
         )
-    names = {module: name for module, name in sharded.items() if shard_groups(module)}
+    names = {module: name for module, name in sharded.items() if list_shard_groups(module)}
     reduction = NarrowReduction(rounding, seed, scaler, meshes[0].get_group(), names)
     for module, name in reduction.names.items():
         module.set_custom_reduce_scatter(_FsdpReduceScatter(reduction, name))

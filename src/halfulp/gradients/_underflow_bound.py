@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format
-from ..kernels import in_float64
+from ..kernels import to_float64
 from ._functions import Operands
 from ._policy import Policy
 from ._site import HIGHEST, ExponentProposal, Site
@@ -295,7 +295,7 @@ def sample_sums(gradient: Tensor, weight: Tensor) -> Tensor:
     """Return a product's sums for some rows of (..., K) and some columns of (K, ...), evenly chosen, in float64."""
     rows, columns = gradient.reshape(-1, gradient.shape[-1]), weight.reshape(weight.shape[0], -1)
     rows, columns = rows[:: 1 + len(rows) // _SAMPLED_ROWS], columns[:, :: 1 + columns.shape[1] // _SAMPLED_ROWS]
-    return in_float64(rows) @ in_float64(columns)
+    return to_float64(rows) @ to_float64(columns)
 
 
 # the policies -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ Public are the names in `__all__`: what an update rule of one's own calls beside
 from .. import _needs_torch
 from ._cache import source_digest
 from ._canary import KernelMismatchError, check_bits, disable_callers_modes, same_bits
-from ._devices import float32_root, has_float64, in_float64, require_float64, require_same_bits
+from ._devices import float32_root, has_float64, require_float64, require_same_bits, to_float64
 from ._engine import engine, note_and_warn_once, note_fallback, report, select_engine
 from ._index_map import CHUNK_ELEMENTS, IndexMap, chunk_table, cut_into_chunks
 from ._operations import divide, floor, maximum, select, sign_of, sqrt
@@ -18,7 +18,7 @@ from ._operator import (
     constant_result,
     define_operator,
     is_under_transform,
-    present,
+    present_operators,
     torch_operators,
     uncompiled,
     untraced,
@@ -28,10 +28,10 @@ from ._plain_memory import (
     checksum,
     has_own_memory,
     overlaps_itself,
-    plain,
     plain_address,
     resolve_plain_memory,
     row_checksums,
+    to_plain_memory,
 )
 from ._tensor_writer import run_on_tensors
 from ._threads import SERIAL_ELEMENTS, keeping_subnormals, run_chunks

@@ -45,7 +45,7 @@ def require_float64(device: torch.device, what: str) -> None:
         )
 
 
-def in_float64(x: Tensor) -> Tensor:
+def to_float64(x: Tensor) -> Tensor:
     """Return x in float64, on the CPU where its device has none.
 
     >>> in_float64(torch.ones(2)).dtype
@@ -62,7 +62,7 @@ def float32_root(x: Tensor) -> Tensor:
     >>> float32_root(torch.tensor([2.0, 4.0]))
     tensor([1.4142, 2.0000])
     """
-    return in_float64(x).sqrt().float().to(x.device)
+    return to_float64(x).sqrt().float().to(x.device)
 
 
 def is_known_device(device: torch.device) -> bool:

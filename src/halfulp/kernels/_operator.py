@@ -85,7 +85,7 @@ def torch_operators(namespace: str) -> TorchOperators:
     return TorchOperators(namespace, getattr(torch.ops, namespace))
 
 
-def present(operators: Iterable[Any]) -> list[Any]:
+def present_operators(operators: Iterable[Any]) -> list[Any]:
     """Return those operators that the installed torch has."""
     return [operator for operator in operators if not isinstance(operator, TorchOperators)]
 

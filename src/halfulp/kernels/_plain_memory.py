@@ -27,7 +27,7 @@ def address(x: Tensor) -> int:
     """Return the address of a plain strided tensor's elements; kernels get their pointers here.
 
     Raises:
-        TypeError: its memory does not hold its values, see `plain`.
+        TypeError: its memory does not hold its values, see `to_plain_memory`.
     """
     at = 0 if type(x).__name__ in _TRACED_CLASS_NAMES else x.data_ptr()
     if (at == 0 and x.numel()) or x.is_neg():
@@ -62,7 +62,7 @@ def is_watched() -> bool:
     return is_seen or _tracing_state() is not None or _interpreters() is not None
 
 
-def plain(x: Tensor, what: str = "a tensor") -> Tensor:
+def to_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
     """Return a tensor whose strided memory holds its values: x, or a copy where torch defers a sign or the zeros.
 
     Negative and conjugate bits are resolved and zeros that torch keeps without memory are written out. Subclasses that
@@ -87,17 +87,17 @@ def plain(x: Tensor, what: str = "a tensor") -> Tensor:
             x = x.resolve_conj().resolve_neg()
     elif has_own_memory(x):
         with torch._C.DisableTorchFunctionSubclass():
-            return plain(x.detach().as_subclass(Tensor), what)
+            return to_plain_memory(x.detach().as_subclass(Tensor), what)
     if not has_own_memory(x):
         refuse_tensor(x, what)
     return x
 
 
 def resolve_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
-    """Return `plain` of a tensor; a traced or meta tensor, which has no values, unchanged."""
+    """Return `to_plain_memory` of a tensor; a traced or meta tensor, which has no values, unchanged."""
     if x.is_meta or torch.compiler.is_compiling() or type(x).__name__ in _TRACED_CLASS_NAMES:
         return x
-    return plain(x, what)
+    return to_plain_memory(x, what)
 
 
 def has_own_memory(x: Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import _trace
-from ._devices import has_float64, in_float64
+from ._devices import has_float64, to_float64
 from ._threads import keeping_subnormals
 from ._trace import Trace
 
@@ -45,7 +45,7 @@ _TENSOR_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "power": _trace.power,
     "round_to_float32": _trace.round_to_float32,
     "product_error": _trace.product_error,
-    "to_float64": in_float64,
+    "to_float64": to_float64,
     "to_float32": lambda x: x.to(torch.float32),
     "low_word": lambda x: x.to(torch.int32),
     "high_word": lambda x: (x >> 32).to(torch.int32),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from ._devices import float32_root, in_float64
+from ._devices import float32_root, to_float64
 
 Network = TypeVar("Network", bound=Callable[..., list[Any]])
 
@@ -389,7 +389,7 @@ def record_function(function: Callable, dtype: torch.dtype, inputs: int) -> tupl
 def _product_error(a: torch.Tensor, b: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     if a.dtype == torch.float32:
         # 24 + 24 bits fit into 53, and so does the difference from the rounded product.
-        return (in_float64(a) * in_float64(b) - in_float64(p)).float().to(a.device)
+        return (to_float64(a) * to_float64(b) - to_float64(p)).float().to(a.device)
     (fa, ka), (fb, kb) = torch.frexp(a), torch.frexp(b)
     k = (ka + kb).to(a.dtype)
     high = fa * fb

@@ -18,12 +18,12 @@ from ..subclass.models._conversion import (
     check_has_shape,
     check_module,
     converted,
-    decoded_parameter,
-    matching_parameters,
-    module_parameters,
+    copy_attributes,
+    decode_parameter,
+    list_matching_parameters,
+    list_module_parameters,
     put_converted,
     put_plain,
-    with_attributes,
 )
 from ..subclass.models._parameter_holders import check_holders
 from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
@@ -241,7 +241,7 @@ def multicomponent(
     check_gradients(gradients)
     if dtype is not None:
         check_dtype(dtype)
-    found = matching_parameters(module_parameters(model, constants=True), where)
+    found = list_matching_parameters(list_module_parameters(model, constants=True), where)
     for ref in found:
         _check_parameter(ref)
     _check_holders(found, "multicomponent")
@@ -275,12 +275,12 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     """
     if dtype is not None:
         check_dtype(dtype)
-    found = [ref for ref in module_parameters(model, constants=True) if isinstance(ref.value, MCTensor)]
+    found = [ref for ref in list_module_parameters(model, constants=True) if isinstance(ref.value, MCTensor)]
     _check_holders(found, "single_component")
 
     def plain(ref: ParameterRef) -> Tensor:
         before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.key, ref.value.dtype)
-        return decoded_parameter(ref, dtype if dtype and ref.is_parameter else before)
+        return decode_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
     put_plain(model, found, converted(found, plain))
     for module in model.modules():
@@ -319,4 +319,4 @@ def _to_multicomponent(ref: ParameterRef, components: int, dtype: torch.dtype | 
             new.grad = grad if gradients == COMPONENTS else grad.decode(kind)
     except ValueError as error:
         raise ValueError(f"parameter {ref.name!r}: {error}") from None
-    return with_attributes(new, old)
+    return copy_attributes(new, old)

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
 from ..subclass import _rule_table as _fallback
-from ..subclass._collectives import collective_rule, is_collective
-from ..subclass._foreach import foreach_rule
-from ..subclass._in_backward import gives_plain_gradient, unrounded_results
+from ..subclass._collectives import derive_collective_rule, is_collective
+from ..subclass._foreach import make_foreach_rule
+from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
 from ..subclass._rule_table import functional_form, is_written
 from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
 from ._result_type import (
@@ -48,9 +48,9 @@ def derive_rule(operator: OpOverload) -> Callable:
     torch's own steps; for every other the operands decide between float64, a decomposition and a counted fallback.
     """
     if is_collective(operator):
-        return collective_rule(operator, RULES, copy_received, _refuse_collective)
+        return derive_collective_rule(operator, RULES, copy_received, _refuse_collective)
     name = operator._schema.name.removeprefix("aten::")
-    if (rule := foreach_rule(operator)) is not None:
+    if (rule := make_foreach_rule(operator)) is not None:
         return rule
     if operator in _RESIZING_OPERATORS:
         return functools.partial(_refuse_operator, operator, "changes memory that views share")
@@ -179,7 +179,7 @@ def run_in_steps(rule: Callable, form: ResultType, arguments: tuple, options: di
     """Run a rule of several operators with every operand as an MCTensor, and round its results once, at the end."""
     if has_plain_operand(arguments, options) and not gives_plain_gradient(form.gradients, form.has_gradient):
         arguments, options = encode_plain_operands((arguments, options), form)
-    with unrounded_results():
+    with disable_result_rounding():
         results = rule(*arguments, **options)
     if gives_plain_gradient(form.gradients, form.has_gradient):
         return tree_map(lambda x: decode_to_plain(x, x.dtype) if isinstance(x, MCTensor) else x, results)
@@ -200,7 +200,7 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
     given = dict(zip(names, arguments)) | options
     targets = tree_leaves([given[argument.name] for argument in operator._schema.arguments if is_written(argument)])
     taken = {argument.name for argument in functional._schema.arguments}
-    with unrounded_results():
+    with disable_result_rounding():
         results = functional(**{name: value for name, value in given.items() if name in taken})
     results = results if isinstance(results, (tuple, list)) else (results,)
     for target, result in zip(targets, results, strict=True):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..kernels import present, torch_operators, untraced
+from ..kernels import present_operators, torch_operators, untraced
 from ..subclass._in_backward import refuse_jvp
 from ..subclass._rule_table import functional_form
 from ._derivation import write_results
@@ -268,7 +268,7 @@ DIFFERENTIATED_OPERATORS = (
 REPLACED_OUT_OPERATORS = tuple(
     getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name
 )
-_PROMOTED_SET = frozenset(present(PROMOTED_OPERATORS))
+_PROMOTED_SET = frozenset(present_operators(PROMOTED_OPERATORS))
 # Keys above would find the way back to this one.
 _KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
 _aten_library = torch.library.Library("aten", "IMPL")
@@ -334,7 +334,7 @@ OWN_FUNCTIONS |= {
     operator: _make_traced_interpolation(rule)
     for operator, rule in (INTERPOLATION_RULES | INTERPOLATION_RULES_BY_FACTORS).items()
 }
-_ENCODED_OPERATORS = frozenset(present((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
+_ENCODED_OPERATORS = frozenset(present_operators((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
 OWN_FUNCTIONS |= RULES_WITH_NUMBERS | RULES_OF_PLAIN_TARGETS
 
 
@@ -352,6 +352,6 @@ _ENTERED_OPERATORS = dict.fromkeys(
     (*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *PROMOTED_OPERATORS)
 )
 for _operators, _entering in ((_ENTERED_OPERATORS, _make_entry), (REPLACED_OUT_OPERATORS, _make_out_entry)):
-    for _operator in present(_operators):
+    for _operator in present_operators(_operators):
         _name = _operator.name().removeprefix("aten::")
         _aten_library.impl(_name, _entering(_operator), ENTRY_KEY_NAME, with_keyset=True)

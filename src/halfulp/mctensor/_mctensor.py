@@ -14,9 +14,9 @@ from ..kernels import define_operator, is_under_transform, untraced
 from ..subclass._identity import (
     CompositeTensor,
     check_layout,
+    get_saved_marks,
     graph_key,
-    saved_marks,
-    with_saved_marks,
+    restore_saved_marks,
 )
 from ..subclass._in_backward import (
     COMPONENTS,
@@ -27,7 +27,7 @@ from ..subclass._in_backward import (
     refuse_make_fx,
 )
 from ..subclass._rule_table import Given, RuleTable
-from ..subclass.models._parameter_holders import refuses_fully_shard
+from ..subclass.models._parameter_holders import refuse_fully_shard_for
 from . import _encode as _numbers
 from . import _encode as _text
 from ._encode import convert_to_float64
@@ -137,7 +137,7 @@ except RuntimeError as error:
     ) from error
 
 
-@refuses_fully_shard
+@refuse_fully_shard_for
 class MCTensor(CompositeTensor):
     """A tensor whose value is scale * (c[0] + c[1] + ...), with one to four components of one narrow format.
 
@@ -170,8 +170,8 @@ class MCTensor(CompositeTensor):
     # Whether ones_like made it: a backward pass begins with such a tensor, which is a gradient then.
     _seeds_backward = False
 
-    _value_is = "a sum of components"
-    _parts_are = "each of x.components"
+    _value_description = "a sum of components"
+    _parts_expression = "each of x.components"
     _own = ("_parts", "_scale", "_gradients")
 
     def __new__(cls, *arguments: object, **options: object) -> MCTensor:
@@ -343,7 +343,7 @@ class MCTensor(CompositeTensor):
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        marks = saved_marks(self)
+        marks = get_saved_marks(self)
         parts = tuple(part.detach() for part in self._parts)
         return rebuild_mctensor, (PICKLED_LAYOUT_VERSION, parts, self._scale, self._gradients, *marks)
 
@@ -395,7 +395,7 @@ class MCTensor(CompositeTensor):
         return graph_key(self, RULES.values())
 
     @staticmethod
-    def _of_tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
+    def _from_plain_tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
         gradients, components, scaled = context
         return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
 
@@ -407,7 +407,7 @@ class MCTensor(CompositeTensor):
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected: Any = None) -> Tensor | None:
         if expected is torch.Tensor:
             return round_to_plain(self)
-        return self._of_tangent(self, context) if expected in (None, MCTensor) else None
+        return self._from_plain_tangent(self, context) if expected in (None, MCTensor) else None
 
 
 @untraced
@@ -434,7 +434,7 @@ def rebuild_mctensor(
         ValueError: the file was written by a version of another layout.
     """
     check_layout(layout, PICKLED_LAYOUT_VERSION, "MCTensor", "x.components and x.scale")
-    return with_saved_marks(wrap_parts(tuple(parts), scale, gradients), requires_grad, is_parameter)
+    return restore_saved_marks(wrap_parts(tuple(parts), scale, gradients), requires_grad, is_parameter)
 
 
 def decode_to_plain(x: MCTensor, dtype: torch.dtype) -> Tensor:

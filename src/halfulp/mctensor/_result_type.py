@@ -19,7 +19,7 @@ from ..subclass._in_backward import (
     refuse_jit_trace,
     refuse_make_fx,
 )
-from ..subclass._rule_table import in_quotient_formula, stand_ins
+from ..subclass._rule_table import find_infinity_stand_ins, is_in_quotient_formula
 from ._encode import (
     choose_scale,
     convert_to_float64,
@@ -99,7 +99,7 @@ def result_type(operands: Iterable[Any], dtype: torch.dtype | None = None) -> Re
         rank = 1 if x.dim() else 0
         known = kinds[rank]
         kinds[rank] = kind if known is None or known is kind else torch.promote_types(known, kind)
-    if dtype is None and in_quotient_formula():
+    if dtype is None and is_in_quotient_formula():
         promoted = kinds[1] or kinds[0]
         if promoted == torch.float16:  # one scale would lose a 1 beside 2^40; two float32 hold what four float16 do
             return ResultType(torch.float32, min(count, 2), gradients, False, device, has_gradient)
@@ -267,7 +267,7 @@ def limit_large_elements(result: Parts, operands: Sequence[Any], own: Parts | No
 
 def _find_stand_ins(x: Tensor) -> Tensor:
     large = _find_large_elements(x)
-    return stand_ins(x, LEAST_STAND_IN) if _may_hold_any(large) else large
+    return find_infinity_stand_ins(x, LEAST_STAND_IN) if _may_hold_any(large) else large
 
 
 def _find_large_elements(x: Tensor) -> Tensor:

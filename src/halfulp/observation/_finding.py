@@ -10,7 +10,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from .._names import described
-from .._qualified_names import join_numbered_names, pattern_of
+from .._qualified_names import join_numbered_names, make_name_pattern
 from ._record import to_plain_data
 from ._text import describe_lr, format_percent
 
@@ -98,7 +98,7 @@ def describe_names(names: Iterable[str]) -> str:
     """
     grouped: dict[str, list[str]] = {}
     for name in names:
-        grouped.setdefault(pattern_of(name), []).append(name)
+        grouped.setdefault(make_name_pattern(name), []).append(name)
     said = [join_numbered_names(group) for group in grouped.values()]
     return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
 
@@ -127,7 +127,13 @@ def rank_findings(
     """
     merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
-        key = (finding.code, finding.severity, finding.cure, finding.kind, frozenset(map(pattern_of, finding.where)))
+        key = (
+            finding.code,
+            finding.severity,
+            finding.cure,
+            finding.kind,
+            frozenset(map(make_name_pattern, finding.where)),
+        )
         there = merged.get(key)
         merged[key] = finding if there is None else _join_findings(there, finding, (worst or {}).get(finding.code, ""))
     found = list(merged.values())
@@ -349,7 +355,7 @@ def _get_module_name(name: str) -> str:
     return head if last in ("weight", "bias") and head else name
 
 
-def plain_causes(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+def group_causes_as_dicts(findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """Return causes as plain data that JSON can hold; their findings as positions in the list that is given."""
     at = {id(one): k for k, one in enumerate(findings)}
     return [
@@ -370,7 +376,7 @@ def choose_headline(causes: Sequence[Any], of: str) -> str:
     """Return the first diagnosis; where there are notes alone or nothing, that there is nothing to mend.
 
     Args:
-        causes: as `plain_causes` gives them.
+        causes: as `group_causes_as_dicts` gives them.
         of: how much was looked at.
 
     >>> choose_headline([{"severity": "error", "headline": "head loses 50% of its updates"}], "401 steps")
@@ -386,7 +392,7 @@ def count_causes_in_words(causes: Sequence[Any], of: str) -> str:
     """Return how many causes of each severity there are, in words.
 
     Args:
-        causes: as `plain_causes` gives them.
+        causes: as `group_causes_as_dicts` gives them.
         of: how much was looked at, with the word before it.
 
     >>> count_causes_in_words([{"severity": "error"}, {"severity": "note"}, {"severity": "note"}], "after 401 steps")

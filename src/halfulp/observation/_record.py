@@ -32,7 +32,7 @@ class FormatCounts:
 
 
 @dataclass(slots=True)
-class Realised:
+class RealisedChanges:
     """The share of wanted changes of sampled elements that took place, where the change is rounded.
 
     Attributes:
@@ -185,11 +185,11 @@ class ParameterRecord:
     nonzero_gradients: int = 0
     gradient_dtype: torch.dtype | None = None
     moved: float | None = None
-    update: Realised = field(default_factory=Realised)
-    decay: Realised | None = None
-    accumulation: Realised | None = None
+    update: RealisedChanges = field(default_factory=RealisedChanges)
+    decay: RealisedChanges | None = None
+    accumulation: RealisedChanges | None = None
     accumulation_error: float | None = None
-    states: dict[str, Realised] = field(default_factory=dict)
+    states: dict[str, RealisedChanges] = field(default_factory=dict)
     state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     rounding: RoundingRecord | None = None
 
@@ -208,7 +208,7 @@ class AverageRecord:
     name: str
     dtype: torch.dtype
     retention: float | None
-    change: Realised = field(default_factory=Realised)
+    change: RealisedChanges = field(default_factory=RealisedChanges)
 
 
 @dataclass(slots=True)
@@ -226,7 +226,7 @@ class ResidualRecord:
     dtype: torch.dtype
     stream: float = 0.0
     added: float = 0.0
-    change: Realised = field(default_factory=Realised)
+    change: RealisedChanges = field(default_factory=RealisedChanges)
 
 
 @dataclass(slots=True)
@@ -357,20 +357,20 @@ def to_plain_data(value: Any) -> Any:
     """Return a record as dicts, lists, numbers, strings, booleans and None.
 
     A dtype becomes its name, a number that JSON has no word for becomes "inf", "-inf" or "nan", a tuple a list; records
-    keyed by name become lists, since each holds its name. Of a `Realised` the two shares stand beside its counts.
+    keyed by name become lists, since each holds its name. The two shares of `RealisedChanges` stand beside its counts.
 
-    >>> from halfulp.observation._record import Realised, TensorRecord
-    >>> to_plain_data(Realised(seen=4, cancelled=3, wanted=2.0, kept=0.5))["lost_share"]
+    >>> from halfulp.observation._record import RealisedChanges, TensorRecord
+    >>> to_plain_data(RealisedChanges(seen=4, cancelled=3, wanted=2.0, kept=0.5))["lost_share"]
     0.75
     >>> entry = to_plain_data(TensorRecord("weight", "head.weight", "Linear", torch.bfloat16, histogram={-3: 7}))
     >>> entry["dtype"], entry["histogram"], entry["amin"]
     ('bfloat16', {'-3': 7}, 'inf')
     """
     if isinstance(value, Record):
-        return plain_record(value)
+        return record_to_plain_data(value)
     if is_dataclass(value) and not isinstance(value, type):
         found = {field.name: to_plain_data(getattr(value, field.name)) for field in fields(value)}
-        if isinstance(value, Realised):
+        if isinstance(value, RealisedChanges):
             found |= {
                 "lost_share": to_plain_data(value.lost_share),
                 "realised_share": to_plain_data(value.realised_share),
@@ -389,7 +389,7 @@ def to_plain_data(value: Any) -> Any:
     return str(value)
 
 
-def plain_record(record: Record) -> dict[str, Any]:
+def record_to_plain_data(record: Record) -> dict[str, Any]:
     """Return a record as plain data: its fields, with `parameters`, `tensors` and `averages` as lists.
 
     Of a group's options the numbers stay, since the page and the contract need those alone.

@@ -12,7 +12,7 @@ from .._torch_versions import find_dtype
 from ..optim import OPTIMIZERS
 
 # The words for what rounding takes of updates, the same in tables, pages and docs. In code and JSON they are the lost
-# and the realised share of a `Realised`.
+# and the realised share of a `RealisedChanges`.
 LOST_TITLE = "share of updates lost"
 KEPT_TITLE = "movement kept"
 LOST_AND_KEPT_TEXT = (

@@ -34,7 +34,7 @@ from ._state_dict_validation import (
     refuse_other_random_stream,
 )
 from ._storage import Store
-from .parameters._local_tensors import is_dtensor, local, placed_like
+from .parameters._local_tensors import is_dtensor, local, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
@@ -286,7 +286,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 parts = [*(part.contiguous() for part in plan.payloads), *read_auxiliary_tensors(plan)]
                 decoded = plan.spec.update.read(plan.spec.store, parts)
                 decoded = decoded * tensor.scale if plan.spec.scaled else decoded.clone()
-                found[name] = placed_like(decoded.to(local(value).device), value)
+                found[name] = place_like(decoded.to(local(value).device), value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
             elif isinstance(value, torch.Tensor) and value.is_floating_point() and not is_extra_state(name):
@@ -377,7 +377,7 @@ def _place_like_parameter(name: str, value: object, state: Mapping, parameter: t
     if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or local(value) is not value:
         return value
     if value.shape == local(parameter).shape:
-        return placed_like(value, parameter)
+        return place_like(value, parameter)
     slot = name.removesuffix("_scale").removesuffix("_packed")
     codes, packed = state.get(f"{slot}_codes"), state.get(f"{slot}_packed")
     if packed is not None:

@@ -21,7 +21,7 @@ from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
 from ._state_dict_validation import refuse_other_random_stream
 from ._wrap import ExplicitGradientOptimizer
-from .parameters._local_tensors import local, memory, placed_like
+from .parameters._local_tensors import local, memory, place_like
 from .parameters._narrow_groups import walk_model_parameters
 from .parameters._outside_writes import note_restored_version, record_payload
 from .parameters._parameter_plan import ParameterPlan
@@ -203,7 +203,7 @@ class EMA:
         on_cpu = all(memory(plan.parameter).is_cpu for plan in held.values())
         for plans in split_into_runs(held.values(), MOST_RUN_ELEMENTS if on_cpu else MOST_DEVICE_ELEMENTS):
             values = read_weights(plans)
-            found = {names[id(plan)]: placed_like(value, plan.parameter) for plan, value in zip(plans, values)}
+            found = {names[id(plan)]: place_like(value, plan.parameter) for plan, value in zip(plans, values)}
             yield {name: value.to(live[name].device) for name, value in found.items()}
 
     @contextlib.contextmanager
@@ -261,7 +261,7 @@ class EMA:
         tensors, plans = dict(self._copied), self._average_optimizer.plans()
         for name, mine in self._averages.items():
             tensors[name] = mine
-            tensors |= {f"{name}.{key}": placed_like(value, mine) for key, value in plans[mine].tensors.items()}
+            tensors |= {f"{name}.{key}": place_like(value, mine) for key, value in plans[mine].tensors.items()}
         updates = {plan.spec.update.name: plan.spec.update.to_dict() for plan in plans.values()}
         return {
             "updates": self.updates,
@@ -328,7 +328,7 @@ def _rename_to_plain_model(tensors: Mapping[str, torch.Tensor], parallel: bool =
 
 
 def _read_float32_weight(plan: ParameterPlan) -> torch.Tensor:
-    return placed_like(read_weights([plan])[0], plan.parameter)
+    return place_like(read_weights([plan])[0], plan.parameter)
 
 
 def _find_auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tensor]) -> dict[str, ParameterPlan]:

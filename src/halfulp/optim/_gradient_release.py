@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..kernels import same_bits
 from ..subclass.models._conversion import check_module
-from ..subclass.models._parameter_holders import data_parallel_modules
+from ..subclass.models._parameter_holders import list_data_parallel_modules
 from ._group_options import check_number
 from ._inner_optimizer import find_own_optimizer
 from ._optimizer import Optimizer
@@ -432,7 +432,7 @@ def release_gradients(
 def _refuse_wrappers_and_scalers(model: torch.nn.Module, with_wrappers: bool) -> None:
     """Refuse DistributedDataParallel and gradient scalers, which change gradients after backward."""
     held = {id(parameter) for parameter in model.parameters()} if with_wrappers else set()
-    for module in data_parallel_modules() if with_wrappers else ():
+    for module in list_data_parallel_modules() if with_wrappers else ():
         if any(id(parameter) in held for parameter in module.parameters()):
             raise NotImplementedError(
                 "DistributedDataParallel reduces gradients after they were freed: shard the model by fully_shard, or "

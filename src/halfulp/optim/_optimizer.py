@@ -7,11 +7,11 @@ from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
-from .._names import enter, unknown, words_of
+from .._names import enter, read_class_docstring, unknown
 from ..formats import Format
 from ..kernels import keeping_subnormals, uncompiled
 from ..subclass.models._averages import warn_of_living_averages
-from ..subclass.models._parameter_holders import watch_checkpoints
+from ..subclass.models._parameter_holders import wrap_checkpoint_functions
 from ._checkpoint import CheckpointMixin
 from ._group_options import (
     NOT_NEGATIVE_OPTIONS,
@@ -28,7 +28,7 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
-from .parameters._local_tensors import index_map_of, is_dtensor, local, memory, own_parts, shard_of
+from .parameters._local_tensors import cut_shard, find_index_map, is_dtensor, list_own_tensors, local, memory
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
@@ -43,9 +43,9 @@ from .parameters._narrow_groups import (
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
     PAYLOAD_KEYS,
-    follow_version,
     is_version_current,
     record_loaded_payload,
+    record_version,
 )
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid
 from .parameters._random_identity import (
@@ -158,7 +158,7 @@ class Optimizer(CheckpointMixin):
 
     def _create_caches(self) -> None:
         """Create the empty caches by parameter: plans, states outside of groups, identities; also in a copy."""
-        watch_checkpoints()
+        wrap_checkpoint_functions()
         self._plans = PlanCache()
         self._states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
         self._identities: TensorMap[Identity] = TensorMap()
@@ -265,7 +265,7 @@ class Optimizer(CheckpointMixin):
                 name, state = read_parameter_name(group, position), self.state.pop(before)
                 spec = self._choose_step_spec(group, parameter, None, name)
                 for name, _ in spec.update.auxiliary_tensors(spec.store):
-                    self.state[parameter][name] = shard_of(state[name], index_map_of(parameter)).clone()
+                    self.state[parameter][name] = cut_shard(state[name], find_index_map(parameter)).clone()
                 self._find_valid_plan(group, position)
 
     def _make_plan(
@@ -421,7 +421,7 @@ class Optimizer(CheckpointMixin):
         batches, waiting = self._collect_batches()
         self._run_batches(batches)
         for plan in waiting:
-            follow_version(plan)
+            record_version(plan)
 
     def _begin_step(self) -> None:
         """Follow what users have done to the groups since the last step."""
@@ -569,7 +569,7 @@ class Optimizer(CheckpointMixin):
         total = elements = 0
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
-                held = [*own_parts(parameter)]
+                held = [*list_own_tensors(parameter)]
                 if parameter.requires_grad or self.state.get(parameter):
                     plan = self._find_valid_plan(group, position)
                     held += [*plan.tensors.values(), *plan.watched]
@@ -607,5 +607,5 @@ def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
         raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
     if kind.rule is Optimizer.rule and kind._rule is None:
         raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
-    enter("optimizer", OPTIMIZERS, kind.__name__, kind, words_of(kind))
+    enter("optimizer", OPTIMIZERS, kind.__name__, kind, read_class_docstring(kind))
     return kind

@@ -28,9 +28,9 @@ from ._wrapped_state import (
     restore_own_entries,
     split_base_states,
 )
-from .parameters._local_tensors import is_dtensor, local, placed_like
+from .parameters._local_tensors import is_dtensor, local, place_like
 from .parameters._narrow_groups import read_parameter_name
-from .parameters._outside_writes import drop_stale
+from .parameters._outside_writes import reset_if_stale
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
@@ -319,7 +319,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             for position, parameter in enumerate(group["params"]):
                 if wanted(parameter):
                     plan = self._find_valid_plan(group, position, F32)
-                    drop_stale(plan)
+                    reset_if_stale(plan)
                     yield plan
 
     def _fill_shadows(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
@@ -515,9 +515,7 @@ def make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
 
 def make_shadow(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that the wrapped optimizer steps instead of a parameter."""
-    return torch.nn.Parameter(
-        placed_like(make_placeholder(parameter), parameter), requires_grad=parameter.requires_grad
-    )
+    return torch.nn.Parameter(place_like(make_placeholder(parameter), parameter), requires_grad=parameter.requires_grad)
 
 
 def point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
@@ -539,7 +537,7 @@ def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torc
     part = local(gradient.detach())
     if part.layout is not torch.strided:
         return gradient.detach().to(torch.float32)
-    return placed_like(buffer.take(part).copy_(part), gradient)
+    return place_like(buffer.take(part).copy_(part), gradient)
 
 
 def refuse_closures(base: torch.optim.Optimizer) -> None:

@@ -14,7 +14,12 @@ from ..mctensor._convert_model import single_component
 from ..optim.parameters._narrowing import keep_float32, narrow_parameter, widen_parameter
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
-from ..subclass.models._parameter_holders import Wrappers, check_holders, holding_optimizers, replace_data
+from ..subclass.models._parameter_holders import (
+    Wrappers,
+    check_holders,
+    list_holding_optimizers,
+    replace_parameter_data,
+)
 from . import _casts, _operands
 from . import _recipe as _catalog
 from ._multipoint import MultipointLayer
@@ -216,7 +221,7 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
 
 def _widen_to_float64(model: nn.Module) -> tuple[str, ...]:
     for parameter in model.parameters():
-        replace_data(parameter, parameter.detach().double())
+        replace_parameter_data(parameter, parameter.detach().double())
     changed = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
     _cast_buffers(model, changed, torch.float64)
     _casts.install_input_casts(model, torch.float64)
@@ -264,7 +269,7 @@ def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> Wra
 
 def _refuse_held_parameters(model: nn.Module, function: str) -> None:
     """Raise if an optimizer holds one of the parameters, whose states and low bits belong to the dtype they have."""
-    for name, optimizer in holding_optimizers(model.named_parameters()):
+    for name, optimizer in list_holding_optimizers(model.named_parameters()):
         raise ValueError(
             f"{optimizer} holds parameter {name!r}, whose dtype changes: take opt.float32_state_dict(model) if you "
             f"want the low bits that it keeps, delete it, and make the optimizer after halfulp.{function}"

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .._messages import a_kind, listed
-from .._qualified_names import pattern_of
+from .._qualified_names import make_name_pattern
 from ..formats import block_names
 from ..scaled._scalify import find_eight_bit_forward
 from ..scaled.rules._products import EIGHT_BIT_SIDE_MULTIPLE
@@ -426,8 +426,8 @@ def _make_table_rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
     grouped: dict[tuple[str, ...], list[ModulePlan]] = {}
     for plan in plans:
         if plan.held_as:
-            why = _QUOTED_NAME.sub(lambda found: pattern_of(found[0]), plan.why)
-            grouped.setdefault((pattern_of(plan.name), plan.kind, plan.asked, plan.gets, why), []).append(plan)
+            why = _QUOTED_NAME.sub(lambda found: make_name_pattern(found[0]), plan.why)
+            grouped.setdefault((make_name_pattern(plan.name), plan.kind, plan.asked, plan.gets, why), []).append(plan)
     rows: list[tuple[str, ...]] = []
     for (pattern, kind, asked, gets, why), group in grouped.items():
         one = group[0]

@@ -430,7 +430,7 @@ def compute_block_scales(largest: torch.Tensor, target: BlockTarget) -> torch.Te
     layout = _reference_layout(largest.dtype)
     piece = _record_block_scale(BlockKind.of(largest.dtype, target, layout), layout.width)
     bits = largest.contiguous().view(torch.int64 if layout is WORD64 else torch.int32)
-    given = {**name_constants(_reference_words(largest, target)), "word": bits}
+    given: dict[Any, Any] = {**name_constants(_reference_words(largest, target)), "word": bits}
     return run_on_tensors(piece.trace, (), given, piece.results)[0][0].view(largest.dtype)
 
 

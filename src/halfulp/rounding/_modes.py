@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
-from .._names import enter, words_of
+from .._names import enter, read_class_docstring
 from ..kernels import Traced
 from ..kernels._device_function import Recording, record_call
 
@@ -182,7 +182,7 @@ def register_rounding(kind: RoundingClass) -> RoundingClass:
     alike = [other for other in _recorded_decisions if other != name and _encode_name(other) == _encode_name(name)]
     if alike:
         raise ValueError(f"rounding {name!r} has the number of {alike[0]!r}: choose another name")
-    enter("rounding", MODES, name, kind, words_of(kind))
+    enter("rounding", MODES, name, kind, read_class_docstring(kind))
     _recorded_decisions[name] = recorded
     return kind
 

@@ -13,7 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
-from ..subclass import collective_rule, functional_form, is_collective, is_written, note_fallback
+from ..subclass import derive_collective_rule, functional_form, is_collective, is_written, note_fallback
 from . import _write
 from ._operands import encode_values, keep_nonzero, logical_dtype, make_scaled_to_fit, result_storage
 from ._payloads import decode_values, to_float32
@@ -34,7 +34,7 @@ _UNDECOMPOSED_PREFIXES = ("_scaled_dot_product", "native_dropout", "bernoulli", 
 def derive_rule(operator: OpOverload) -> Callable:
     """Return a rule for an operator that has none."""
     if is_collective(operator):
-        return collective_rule(operator, RULES, write_values, _refuse_collective)
+        return derive_collective_rule(operator, RULES, write_values, _refuse_collective)
     name = operator._schema.name.removeprefix("aten::")
     if name in _PRIMITIVE_OPERATORS:
         return rule_of(_PRIMITIVE_OPERATORS[name])

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..subclass._rule_table import in_quotient_formula, stand_ins
+from ..subclass._rule_table import find_infinity_stand_ins, is_in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._payloads import (
@@ -178,7 +178,7 @@ def measure_scale_beside_stand_ins(
     if not x.dim() or not x.numel() or has_no_stand_in(x, size, is_negative):
         return measure_rms_scale(x, torch.float32)
     x = x.detach()
-    large = x <= -size if is_negative else stand_ins(x, size, among_zeros)
+    large = x <= -size if is_negative else find_infinity_stand_ins(x, size, among_zeros)
     scale = measure_rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
     amax = torch.nan_to_num(x, 0.0, 0.0, 0.0).abs().amax().double()
     # Wide payloads leave room for products of the largest; narrow ones let it saturate.
@@ -245,7 +245,7 @@ def _is_plain_float_tensor(x: Any) -> bool:
 def as_addend(x: Any, like: ScaledTensor, factor: Any = 1.0, among_zeros: bool = True) -> ScaledTensor:
     """Return an operand as a ScaledTensor; the scale of a plain one is measured without what stands for infinity.
 
-    `like` is the scaled tensor that it meets, `factor` a number that it is multiplied by; see `stand_ins` of zeros.
+    `like` is the scaled tensor that it meets, `factor` multiplies it (see `find_infinity_stand_ins`).
     """
     if not _is_plain_float_tensor(x):
         return as_operand(x, like)
@@ -279,7 +279,7 @@ def find_stand_ins(
         x = torch.where(x == 0, 0.0, x.reciprocal())
     if has_no_stand_in(x, size, is_negative=False):
         return None
-    large = stand_ins(x, size, among_zeros)
+    large = find_infinity_stand_ins(x, size, among_zeros)
     if _powers.is_concrete(x):
         return large if bool(large.any()) and not bool(large.all()) else None
     return large & ~large.all()
@@ -455,7 +455,7 @@ def make_promoted_rule(operator: OpOverload) -> Callable:
     accumulates = operator._schema.name.removeprefix("aten::") in _ACCUMULATION_OPERATORS
 
     def run(home: Any, arguments: tuple, options: dict) -> Any:
-        if in_quotient_formula():
+        if is_in_quotient_formula():
             if type(home) is not torch.dtype:
                 return _run_formula_step(operator, arguments, options)
             arguments, options = (arguments, options) if writes else widen_operands(arguments, options)

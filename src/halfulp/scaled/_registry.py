@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from .._names import unknown
-from ..kernels import present
+from ..kernels import present_operators
 from ..subclass import RuleTable
 from ..subclass._rule_table import Given, Rule
 
@@ -212,8 +212,8 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     register: Callable[[Given], Given] = _rule_table.implements(*operators)
 
     def with_family(rule: Given) -> Given:
-        FAMILY_BY_OPERATOR.update(dict.fromkeys(present(operators), family))
-        for operator in present(operators):
+        FAMILY_BY_OPERATOR.update(dict.fromkeys(present_operators(operators), family))
+        for operator in present_operators(operators):
             _promoted_rule_table.forget(operator)
         return register(rule)
 

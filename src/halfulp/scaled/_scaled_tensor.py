@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, resolve_plain_memory, untraced
 from ..subclass import graph_key
-from ..subclass._identity import CompositeTensor, check_layout, saved_marks, with_saved_marks
+from ..subclass._identity import CompositeTensor, check_layout, get_saved_marks, restore_saved_marks
 from ..subclass._in_backward import refuse_make_fx
-from ..subclass._rule_table import Given, in_quotient_formula
-from ..subclass.models._parameter_holders import refuses_fully_shard
+from ..subclass._rule_table import Given, is_in_quotient_formula
+from ..subclass.models._parameter_holders import refuse_fully_shard_for
 from . import _powers_of_two as _powers
 from ._payloads import common_storage, decode_values, measure_rms_scale, to_float32, to_storage
 from ._powers_of_two import PowerRounding
@@ -42,7 +42,7 @@ PICKLE_LAYOUT_VERSION = 1
 _DATA_DESCRIPTOR: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 
 
-@refuses_fully_shard
+@refuse_fully_shard_for
 class ScaledTensor(CompositeTensor):
     """A tensor whose value is payload x scale: the payload a tensor of a narrow dtype, the scale one power of two.
 
@@ -69,8 +69,8 @@ class ScaledTensor(CompositeTensor):
     _scale: Tensor
     _home: Any = None  # a dtype, or within a formula a Transient
 
-    _value_is = "a payload with a scale"
-    _parts_are = "x.payload and x.scale"
+    _value_description = "a payload with a scale"
+    _parts_expression = "x.payload and x.scale"
     _own = ("_payload", "_scale", "_home")
 
     def __new__(
@@ -109,7 +109,7 @@ class ScaledTensor(CompositeTensor):
         refuse_make_fx("ScaledTensor")
         try:
             home = find_home(arguments, options)
-            if home is not None or in_quotient_formula():
+            if home is not None or is_in_quotient_formula():
                 return promoted_rule_of(operator)(home, arguments, options or {})
             return rule_of(operator)(*arguments, **(options or {}))
         except ComplexOperand:
@@ -248,7 +248,7 @@ class ScaledTensor(CompositeTensor):
         return f"ScaledTensor({', '.join(words)})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        x, marks = self, saved_marks(self)
+        x, marks = self, get_saved_marks(self)
         if type(x._home) is TransientHome:
             x = convert_dtypes(x.detach(), x.dtype, x._home.storage)
         payload = x._payload.detach()
@@ -300,7 +300,7 @@ class ScaledTensor(CompositeTensor):
         return graph_key(self, RULES.values())
 
     @staticmethod
-    def _of_tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
+    def _from_plain_tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
         dtype, storage, home = context
         made = ScaledTensor.encode(x, storage)
         return wrap(made._payload, made._scale, dtype, home)
@@ -489,7 +489,7 @@ def rebuild_scaled_tensor(
         ValueError: the file was written by a version of another layout.
     """
     check_layout(version, PICKLE_LAYOUT_VERSION, "ScaledTensor", "x.payload and x.scale")
-    return with_saved_marks(wrap(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
+    return restore_saved_marks(wrap(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
 
 
 torch.serialization.add_safe_globals([rebuild_scaled_tensor])

@@ -27,13 +27,13 @@ from ..subclass.models._conversion import (
     Where,
     check_has_shape,
     converted,
-    decoded_parameter,
-    matching_parameters,
-    module_parameters,
+    copy_attributes,
+    decode_parameter,
+    list_matching_parameters,
+    list_module_parameters,
     put_converted,
     put_plain,
     remove_hooks,
-    with_attributes,
 )
 from ..subclass.models._float32_products import class_of
 from ..subclass.models._parameter_holders import check_holders
@@ -349,7 +349,7 @@ def scalify(
     if rescale == "auto":
         rescale = None if dtype in _FULL_RANGE_STORAGES and matmul is None else "norms"
     sides = _rescale.find_rescale_sides(model, rescale)
-    found = [place for place in matching_parameters(module_parameters(model), where) if _can_be_scaled(place)]
+    found = [place for place in list_matching_parameters(list_module_parameters(model), where) if _can_be_scaled(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
     values = converted(found, lambda place: _scale_parameter(place, dtype, choose_home(dtype, wide)))
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
@@ -386,9 +386,9 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """
     if dtype is not None and dtype not in LOGICAL_DTYPES:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}, and None")
-    found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
+    found = [place for place in list_module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
-    put_plain(model, found, converted(found, lambda place: decoded_parameter(place, dtype)))
+    put_plain(model, found, converted(found, lambda place: decode_parameter(place, dtype)))
     _rescale.remove_rescales(model)
     own = (_keep_gradients_plain, _round_inputs_to_home, _round_results_to_home)
     remove_hooks(model.modules(), lambda hook: hook in own)
@@ -421,7 +421,7 @@ def _scale_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype 
     new = nn.Parameter(_encode_detached(old, dtype, home), old.requires_grad)
     if old.grad is not None:
         new.grad = _encode_detached(old.grad, dtype, home)
-    return with_attributes(new, old)
+    return copy_attributes(new, old)
 
 
 def _encode_detached(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:

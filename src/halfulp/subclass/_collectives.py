@@ -47,7 +47,7 @@ def is_collective(operator: OpOverload) -> bool:
     return operator.namespace in NAMESPACES
 
 
-def collective_rule(
+def derive_collective_rule(
     operator: OpOverload, rules: Mapping[OpOverload, Rule], write: Write, refuse: Callable[[OpOverload], NoReturn]
 ) -> Rule:
     """Return the rule of a collective, derived from the registered ones, or a function that refuses it.
@@ -124,7 +124,7 @@ def _make_list_rule(run: Rule) -> Rule:
     return run_each
 
 
-def eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverload, Rule]:
+def make_eager_collective_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverload, Rule]:
     """Return rules of c10d's operators, which write into their arguments, made of their functional forms' rules.
 
     They are synchronous: callers may read before they wait for a handle.

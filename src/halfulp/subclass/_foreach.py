@@ -32,7 +32,7 @@ _SINGLE_TENSOR_FORMS: dict[str, Callable[..., Any]] = {
 _KEYWORD_NAMES = ("alpha", "dtype", "memory_format")
 
 
-def foreach_rule(operator: OpOverload) -> Rule | None:
+def make_foreach_rule(operator: OpOverload) -> Rule | None:
     """Return a loop over lists; None for an operator that is none on lists, or has no form for one tensor.
 
     A tensor of scalars is split where the overload takes one.

@@ -22,8 +22,8 @@ class CompositeTensor(torch.Tensor):
     """A tensor whose value several plain tensors hold together."""
 
     # What the value is, the expressions that give the plain tensors, and the attributes of `__dict__` that hold them.
-    _value_is: ClassVar[str]
-    _parts_are: ClassVar[str]
+    _value_description: ClassVar[str]
+    _parts_expression: ClassVar[str]
     _own: ClassVar[tuple[str, ...]]
 
     __torch_function__: ClassVar[Callable[..., Any]] = torch._C._disabled_torch_function_impl
@@ -46,7 +46,7 @@ class CompositeTensor(torch.Tensor):
         raise NotImplementedError
 
     @staticmethod
-    def _of_tangent(x: Tensor, context: Any) -> Tensor:
+    def _from_plain_tangent(x: Tensor, context: Any) -> Tensor:
         """Return a plain gradient as a compiled backward pass was traced for: `context` is of `__tensor_flatten__`."""
         raise NotImplementedError
 
@@ -66,13 +66,17 @@ class CompositeTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Raise TypeError: NumPy has no such type."""
-        raise TypeError(f"NumPy has no type for {self._value_is}: x.decode().numpy(), or {self._parts_are}")
+        raise TypeError(
+            f"NumPy has no type for {self._value_description}: x.decode().numpy(), or {self._parts_expression}"
+        )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.numpy()
 
     def __dlpack__(self, **options: Any) -> Any:
-        raise TypeError(f"DLPack has no type for {self._value_is}: hand over x.decode(), or {self._parts_are}")
+        raise TypeError(
+            f"DLPack has no type for {self._value_description}: hand over x.decode(), or {self._parts_expression}"
+        )
 
     def __format__(self, specification: str) -> str:
         return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
@@ -92,7 +96,7 @@ class CompositeTensor(torch.Tensor):
         return made
 
 
-def saved_marks(x: Tensor) -> tuple[bool, bool]:
+def get_saved_marks(x: Tensor) -> tuple[bool, bool]:
     """Return whether a tensor requires a gradient and is a parameter: what pickle stores of its autograd state.
 
     Raises:
@@ -103,8 +107,8 @@ def saved_marks(x: Tensor) -> tuple[bool, bool]:
     return x.requires_grad, getattr(x, "_is_param", False)
 
 
-def with_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
-    """Set the autograd marks that `saved_marks` returned, and return the tensor."""
+def restore_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
+    """Set the autograd marks that `get_saved_marks` returned, and return the tensor."""
     x.requires_grad_(requires_grad)
     if is_parameter:
         x._is_param = True

@@ -63,7 +63,7 @@ def stores_plain_gradient(gradients: str) -> bool:
 
 
 @contextmanager
-def unrounded_results() -> Iterator[None]:
+def disable_result_rounding() -> Iterator[None]:
     """Return a context in which no result is rounded, for the steps of one operator."""
     before = getattr(_rounding_state, "on", False)
     _rounding_state.on = True
@@ -99,7 +99,7 @@ _CONVERSION_METHOD = "__coerce_same_metadata_as_tangent__"
 @untraced
 def _convert_plain_gradient(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
     """Convert a plain gradient to the class that torch expects; None (torch's error) where that is none of ours."""
-    convert = getattr(expected, "_of_tangent", None)
+    convert = getattr(expected, "_from_plain_tangent", None)
     return None if convert is None else convert(gradient.detach(), context)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..kernels import present
+from ..kernels import present_operators
 
 _fallback_totals: Counter[str] = Counter()
 _warned_fallbacks: set[tuple[str, str]] = set()
@@ -127,7 +127,7 @@ class RuleTable:
             TypeError: an argument is not one overload of an operator.
             ValueError: an operator has a rule already.
         """
-        known = present(operators)
+        known = present_operators(operators)
         for operator in known:
             if not isinstance(operator, OpOverload):
                 raise TypeError(f"{operator!r} is not one overload of an operator: give torch.ops.aten.add.Tensor, say")
@@ -149,7 +149,7 @@ def is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-def arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+def map_arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments of a call of an operator by their names, defaults too."""
     schema = operator._schema.arguments
     given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
@@ -184,7 +184,7 @@ _QUOTIENT_NODE_NAMES = frozenset(
 )
 
 
-def in_quotient_formula() -> bool:
+def is_in_quotient_formula() -> bool:
     """Return whether an operator is a step of a quotient node's formula."""
     if _get_graph_task() == -1:
         return False
@@ -196,7 +196,7 @@ def in_quotient_formula() -> bool:
 _STAND_IN_GAP = 2.0**10
 
 
-def stand_ins(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
+def find_infinity_stand_ins(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
     """Return where elements from a size on stand for infinity; nowhere if they are data.
 
     Stand-ins lie far beyond all other elements, and are one number or no more than the others: a column of time stamps

@@ -14,7 +14,7 @@ from torch import nn
 from .. import recipes
 from .. import recipes as catalog
 from .._messages import a_kind
-from .._qualified_names import pattern_of
+from .._qualified_names import make_name_pattern
 from ..observation import Finding
 from ..observation._finding import SEVERITIES
 from ..recipes import Recipe
@@ -46,7 +46,7 @@ def group_parameters(observed: ObservedParameters) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, one in observed.items():
         if one["dtype"] == "bfloat16":
-            found.setdefault(pattern_of(name), []).append(name)
+            found.setdefault(make_name_pattern(name), []).append(name)
     return found
 
 
@@ -79,7 +79,7 @@ def set_weight_updates(recipe: Recipe, model: nn.Module, updates: UpdateByParame
     others = {name: update for name, update in updates.items() if update != usual}
     if not others:
         return recipe.replace(weight_update=usual)
-    by_pattern = dict.fromkeys((pattern_of(name), update) for name, update in others.items())
+    by_pattern = dict.fromkeys((make_name_pattern(name), update) for name, update in others.items())
     for pairs in ((*by_pattern, ("*", usual)), (*others.items(), ("*", usual))):
         mixed = recipe.replace(weight_update=pairs)
         given = assign(mixed, model)

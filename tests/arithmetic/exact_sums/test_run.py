@@ -25,7 +25,7 @@ def always_blocks(monkeypatch):
     monkeypatch.setattr(kernels, "_FEWEST_FOR_BLOCKS", 0)
 
 
-def words_of(a: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
+def sum_exactly_in_words(a: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
     with engine("reference"):
         return kernels.accumulate_rows(a, b)
 
@@ -53,7 +53,7 @@ def test_every_gap_between_exponents(dtype, product, seed):
     signs = torch.where(torch.rand(a.shape) < 0.5, -1.0, 1.0).to(dtype)
     for x in (a, -a, a * signs):
         b = gapped(dtype, gaps // 2, a.shape[1], -top).roll(3, 1) if product else None
-        assert torch.equal(kernels.accumulate_rows(x, b), words_of(x, b))
+        assert torch.equal(kernels.accumulate_rows(x, b), sum_exactly_in_words(x, b))
 
 
 @pytest.mark.parametrize("product", [False, True], ids=["sum", "dot"])
@@ -72,7 +72,7 @@ def test_rests_that_add_up(product, seed):
         a[40:] = 1 + 2.0**-41 - 2.0**-52
         gaps[40:] = torch.arange(28, 48)
     a[:, 7::13] = powers(-gaps)[:, None] * (1.0 + 2.0**-52)
-    assert torch.equal(kernels.accumulate_rows(a, b), words_of(a, b))
+    assert torch.equal(kernels.accumulate_rows(a, b), sum_exactly_in_words(a, b))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -101,7 +101,7 @@ def test_a_processor_that_flushes_subnormals_changes_nothing(dtype, product, see
     a = torch.cat([torch.randn(1, 2000, dtype=torch.float64) * least * scale for scale in (0.1, 1, 100, 2.0**60)], 1)
     a = a.to(dtype)
     b = torch.randn(a.shape).to(dtype) if product else None
-    wanted = words_of(a, b)
+    wanted = sum_exactly_in_words(a, b)
     if not torch.set_flush_denormal(True):
         return
     try:
@@ -121,7 +121,7 @@ def test_blocks_at_the_ends_of_float64(seed):
         assert Fraction(value) * Fraction(2) ** LOWEST_EXPONENT == exact
         for other in (scale, 1.0 / scale if scale < 1e300 and scale > 1e-300 else 1.0, 3.0):
             y = torch.rand(1, 3000, dtype=torch.float64) * other
-            assert torch.equal(kernels.accumulate_rows(x, y), words_of(x, y))
+            assert torch.equal(kernels.accumulate_rows(x, y), sum_exactly_in_words(x, y))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -134,7 +134,7 @@ def test_rows_in_pieces(rows, threads, monkeypatch, seed):
     }.items():
         monkeypatch.setattr(kernels, name, value)
     x, y = torch.randn(2, rows, 140_000 // rows)
-    words, dots = words_of(x), words_of(x, y)
+    words, dots = sum_exactly_in_words(x), sum_exactly_in_words(x, y)
     torch.set_num_threads(threads)
     try:
         assert torch.equal(kernels.accumulate_rows(x, None), words)

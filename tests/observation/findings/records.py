@@ -5,15 +5,15 @@ from typing import Any
 import torch
 
 from halfulp.observation._finding import Finding
-from halfulp.observation._record import ParameterRecord, Realised, Record, StepRecord, TensorRecord
+from halfulp.observation._record import ParameterRecord, RealisedChanges, Record, StepRecord, TensorRecord
 from halfulp.observation.findings import FINDING_KINDS
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
-def realised(share: float, *, lost: float | None = None, seen: int = 4096, known: bool = True) -> Realised:
+def realised(share: float, *, lost: float | None = None, seen: int = 4096, known: bool = True) -> RealisedChanges:
     """Changes of which a share took place, and another was cancelled (what did not take place, unless it is given)."""
-    return Realised(seen, round(seen * (1 - share if lost is None else lost)), 1.0, share, known)
+    return RealisedChanges(seen, round(seen * (1 - share if lost is None else lost)), 1.0, share, known)
 
 
 def parameter(name: str = "layer.weight", **fields: Any) -> Record:

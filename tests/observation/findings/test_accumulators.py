@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from halfulp.observation._record import AverageRecord, Realised, Record
+from halfulp.observation._record import AverageRecord, RealisedChanges, Record
 
 from .records import BRAIN, found, parameter, realised, severity
 
@@ -40,7 +40,7 @@ def test_a_second_moment_that_is_rounded_stochastically_is_right_on_average():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (Realised(), None),
+        (RealisedChanges(), None),
         (realised(0.0), "error"),
         (realised(0.11), "warning"),
         (realised(0.51), None),
@@ -58,7 +58,7 @@ def test_average_stuck(change, expected):
     ("sums", "expected"),
     [
         (None, None),
-        (Realised(), None),
+        (RealisedChanges(), None),
         (realised(0.4), "error"),
         (realised(0.6), "warning"),
         (realised(0.91), None),

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from halfulp.observation._record import Realised
+from halfulp.observation._record import RealisedChanges
 from halfulp.observation.auditing._audit import Audit, StateAudit, TensorAudit, TensorStatistics
-from halfulp.observation.findings import findings_of
+from halfulp.observation.findings import collect_findings
 
 BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 NAMES = [f"layers.{k}.weight" for k in range(3)]
@@ -31,12 +31,12 @@ def audit(*rows, states=(), **given):
 
 
 def codes(measured):
-    return [(finding.code, finding.severity) for finding in findings_of("audit", measured)]
+    return [(finding.code, finding.severity) for finding in collect_findings("audit", measured)]
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_a_healthy_pair_has_no_findings(dtype):
-    kept = Realised(1000, 10, 1000, 999)
+    kept = RealisedChanges(1000, 10, 1000, 999)
     rows = [row(name, dtype) for name in NAMES]
     states = [state(name, dtype, update=kept, decay=kept) for name in NAMES]
     assert codes(audit(*rows, states=states)) == []
@@ -44,7 +44,7 @@ def test_a_healthy_pair_has_no_findings(dtype):
 
 
 def test_a_stepped_weight_that_stands_still_is_frozen():
-    found = findings_of("audit", audit(row(status="unchanged"), row(NAMES[1]), states=[state(), state(NAMES[1])]))
+    found = collect_findings("audit", audit(row(status="unchanged"), row(NAMES[1]), states=[state(), state(NAMES[1])]))
     assert [(one.code, one.where, one.severity) for one in found] == [("weight-frozen", (NAMES[0],), "error")]
     assert "10 steps in bf16 at lr 0.0001" in found[0].summary
 
@@ -68,13 +68,15 @@ def test_without_an_optimizer_a_frozen_weight_is_judged_by_its_digits_and_its_si
 
 
 def test_lost_updates_and_decay_say_which_cure_keeps_them():
-    lost = Realised(1000, 990, 1000, 100)
-    found = findings_of("audit", audit(row(), states=[state(update=lost, decay=Realised(1000, 1000, 1000, 0))]))
+    lost = RealisedChanges(1000, 990, 1000, 100)
+    found = collect_findings(
+        "audit", audit(row(), states=[state(update=lost, decay=RealisedChanges(1000, 1000, 1000, 0))])
+    )
     assert [one.code for one in found] == ["updates-lost", "weight-decay-lost"]
     assert "99% of updates lost in bf16 at lr 0.0001" in found[0].summary
     assert "kahan" in found[0].cure
-    too_small = Realised(1000, 1000, 1000, 0)
-    (found,) = findings_of("audit", audit(row(), states=[state(update=too_small, lost_by={"kahan": 0.9})]))
+    too_small = RealisedChanges(1000, 1000, 1000, 0)
+    (found,) = collect_findings("audit", audit(row(), states=[state(update=too_small, lost_by={"kahan": 0.9})]))
     assert "'split'" in found.cure
     for own in ({"compensated": True}, {"weight_update": "stochastic"}):
         assert codes(audit(row(), states=[state(update=lost, **own)])) == []
@@ -105,7 +107,7 @@ def test_dtypes_that_changed_and_contracts_that_differ():
 
 def test_nonfinite_tensors_name_the_last_clean_checkpoint():
     broken = [row(name, b=TensorStatistics(BF16, nan=k)) for k, name in enumerate(NAMES)]
-    (found,) = findings_of("audit", audit(*broken))
+    (found,) = collect_findings("audit", audit(*broken))
     assert (found.code, found.where) == ("first-nonfinite", tuple(NAMES[1:]))
     assert "A is the last clean" in found.summary
     assert found.evidence["nan"] == 3
@@ -144,7 +146,7 @@ def test_an_audit_is_plain_data_and_words():
     import json
 
     whole = audit(*(row(name, status="unchanged") for name in NAMES), row("head.weight"), unseen=("x was not seen",))
-    whole = dataclasses.replace(whole, findings=findings_of("audit", whole))
+    whole = dataclasses.replace(whole, findings=collect_findings("audit", whole))
     assert not whole.passed
     (group, healthy) = whole.groups()
     assert (group.pattern, group.severity) == ("layers.{0-2}.weight", "warning")

@@ -12,7 +12,7 @@ import halfulp as hu
 from halfulp.observation import Finding, FindingKind, register_finding
 from halfulp.observation._finding import rank_findings
 from halfulp.observation._record import Record, Role
-from halfulp.observation.findings import FINDING_KINDS, findings_of, get_finding_kind
+from halfulp.observation.findings import FINDING_KINDS, collect_findings, get_finding_kind
 
 from .records import parameter, realised
 
@@ -55,12 +55,12 @@ def test_no_two_codes_explain_each_other():
 
 
 def test_an_empty_record_shows_nothing():
-    assert findings_of("observe", Record()) == []
+    assert collect_findings("observe", Record()) == []
 
 
 def test_a_whole_run_of_one_frozen_weight_names_the_cause_first():
     record = parameter("norm.weight", update=realised(0.0), moved=0.0, decay=realised(0.0))
-    assert [finding.code for finding in findings_of("observe", record)] == [
+    assert [finding.code for finding in collect_findings("observe", record)] == [
         "updates-lost",
         "weight-frozen",
         "weight-decay-lost",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.observation._record import Realised, RoundingRecord, StepRecord
+from halfulp.observation._record import RealisedChanges, RoundingRecord, StepRecord
 
 from .records import BRAIN, SINGLE, found, parameter, realised, severity, tensor
 
@@ -25,7 +25,7 @@ from .records import BRAIN, SINGLE, found, parameter, realised, severity, tensor
         (realised(0.99, lost=0.5), "warning"),
         (realised(0.99, lost=0.49), None),
         (realised(0.0, seen=31), None),
-        (Realised(), None),
+        (RealisedChanges(), None),
         (realised(math.nan, lost=0.5), None),
         (realised(0.0, lost=0.9, known=False), "warning"),
         (realised(0.0, lost=0.4, known=False), None),
@@ -79,7 +79,7 @@ def test_no_updates_are_lost_where_no_optimizer_is_or_the_rate_is_zero():
         # An element at a power of two that went down and came back: most updates are lost all the same.
         ({"update": realised(0.05)}, "error"),
         ({"update": realised(0.0, seen=7)}, None),
-        ({"update": Realised()}, None),
+        ({"update": RealisedChanges()}, None),
         ({"optimizer": None}, None),
     ],
 )

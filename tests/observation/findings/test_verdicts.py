@@ -11,10 +11,10 @@ from torch import nn
 
 import halfulp as hu
 from halfulp import formats
-from halfulp._qualified_names import pattern_of
+from halfulp._qualified_names import make_name_pattern
 from halfulp.observation._finding import Finding, describe_names
 from halfulp.observation._record import AverageRecord, Record, StepRecord
-from halfulp.observation.findings import FINDING_KINDS, findings_of
+from halfulp.observation.findings import FINDING_KINDS, collect_findings
 from halfulp.observation.findings._kind import rank_by_causes
 
 from .records import found, parameter, realised, tensor
@@ -43,7 +43,7 @@ def test_words_name_just_the_layers_that_are_meant(seed):
         assert spelled(describe_names(names)) == set(names)
         some = draws.sample(names[:-1], draws.randint(1, len(names) - 1))
         words = describe_names(some)
-        counted = f"{pattern_of(some[0])} ({len(some)})"
+        counted = f"{make_name_pattern(some[0])} ({len(some)})"
         assert spelled(words) == set(some) or words == counted, "no name too many"
 
 
@@ -74,7 +74,7 @@ def test_norms_and_linear_layers_of_one_sequence_are_two_findings():
     record = Record(sampled_steps=list(range(8)))
     for name, kind, lost in (("0.weight", "LayerNorm", 1.0), ("1.weight", "Linear", 0.79)):
         record.parameters |= parameter(name, kind=kind, update=realised(0.3, lost=lost)).parameters
-    norm, linear = findings_of("observe", record)
+    norm, linear = collect_findings("observe", record)
     assert [(one.where, one.evidence["lost"]) for one in (norm, linear)] == [
         (("0.weight",), 1.0),
         (("1.weight",), pytest.approx(0.79, abs=1e-3)),

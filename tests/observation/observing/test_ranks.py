@@ -68,7 +68,7 @@ for wrap in (DistributedDataParallel, sharded):
 _, record = trained(DistributedDataParallel, True, spoil=True)
 different = [name for name, same in record.replicas.items() if not same]
 assert different, record.replicas
-codes = {finding.code for finding in hu.observation.findings.findings_of("observe", record)}
+codes = {finding.code for finding in hu.observation.findings.collect_findings("observe", record)}
 assert "replicas-differ" in codes
 dist.destroy_process_group()
 """
@@ -95,7 +95,7 @@ for original in (False, True):
         watched, record = trained(flat, True)
     assert all(map(hu.kernels.same_bits, plain, watched))
     assert not record.replicas and not record.unseen, (record.replicas, record.unseen)
-    found = hu.observation.findings.findings_of("observe", record)
+    found = hu.observation.findings.collect_findings("observe", record)
     assert not [finding for finding in found if finding.severity != "note"], list(map(str, found))
 dist.destroy_process_group()
 """

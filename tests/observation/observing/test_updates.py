@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfulp as hu
 from halfulp.kernels import engine
-from halfulp.observation._record import Realised
+from halfulp.observation._record import RealisedChanges
 from halfulp.observation.observing._updates import ChangeComparison, count_changes, find_neighbours
 
 OPTIMIZERS = {
@@ -275,7 +275,7 @@ def odd_values(count: int) -> torch.Tensor:
     return x
 
 
-def expected(b: np.ndarray, a: np.ndarray, w: np.ndarray, decreases: bool) -> Realised:
+def expected(b: np.ndarray, a: np.ndarray, w: np.ndarray, decreases: bool) -> RealisedChanges:
     """Element by element in plain Python."""
     seen = cancelled = 0
     square = kept = 0.0
@@ -287,7 +287,7 @@ def expected(b: np.ndarray, a: np.ndarray, w: np.ndarray, decreases: bool) -> Re
             square += wanted * wanted
             kept += wanted * change
     share = kept / square if square else 0.0
-    return Realised(seen, cancelled, seen if square else 0, seen * share)
+    return RealisedChanges(seen, cancelled, seen if square else 0, seen * share)
 
 
 @pytest.mark.parametrize("name", ["llvm", "reference"])
@@ -296,7 +296,7 @@ def test_counts_are_those_of_each_element(seed, decreases, name):
     ends = np.cumsum([0, *LENGTHS])
     before, wanted = odd_values(int(ends[-1])), odd_values(int(ends[-1])) * 1e-3
     after = torch.where(torch.rand(len(before)) < 0.3, before, before + wanted * torch.randn(len(before)))
-    records = [Realised() for _ in LENGTHS]
+    records = [RealisedChanges() for _ in LENGTHS]
     with engine(name):
         count_changes([ChangeComparison(records, before, after, wanted, decreases_only=decreases)], ends.tolist())
     for record, start, end in zip(records, ends, ends[1:]):

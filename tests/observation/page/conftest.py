@@ -12,16 +12,16 @@ import torch
 
 import halfulp as hu
 from halfulp.observation import Finding
-from halfulp.observation._finding import plain_causes
+from halfulp.observation._finding import group_causes_as_dicts
 from halfulp.observation._record import (
     Expectation,
     FormatCounts,
     ParameterRecord,
-    Realised,
+    RealisedChanges,
     Record,
     StepRecord,
     TensorRecord,
-    plain_record,
+    record_to_plain_data,
 )
 from halfulp.observation.auditing._audit import Audit, StateAudit, TensorAudit, TensorStatistics
 from halfulp.observation.page import render_audit_page, render_forecast_page, render_observation_page
@@ -78,7 +78,7 @@ def make_record(layers: int = 30) -> Record:
             record.tensors[role, full] = _tensor(role, full, values, layer)
         parameter = ParameterRecord(name, "Linear", torch.bfloat16, (16, 16), 256, True, optimizer="AdamW")
         parameter.options = {"lr": 1e-4}
-        parameter.update = Realised(1000, 10 * layer, 1.0, 1 - layer / 40)
+        parameter.update = RealisedChanges(1000, 10 * layer, 1.0, 1 - layer / 40)
         parameter.state_dtypes = {"exp_avg": torch.bfloat16}
         record.parameters[name] = parameter
     record.parameters["frozen"] = ParameterRecord("frozen", "Linear", torch.float32, (), 1, False)
@@ -99,9 +99,9 @@ def data() -> dict[str, Any]:
     kinds = (("updates-lost", "error"), ("overflow-near", "warning"), ("never-stepped", "note"))
     where, evidence = (EVIL, "layers.1.weight"), {"lost": 0.5, "n": [1, 2]}
     findings = [Finding(code, where, severity, 0.9, evidence, "<i>cure</i>", "said") for code, severity in kinds]
-    found = {"findings": [one.to_dict() for one in findings], "causes": plain_causes(findings)}
+    found = {"findings": [one.to_dict() for one in findings], "causes": group_causes_as_dicts(findings)}
     found |= {"steps": 100, "interval": 50, "overhead": 0.013}
-    found["record"] = plain_record(make_record())
+    found["record"] = record_to_plain_data(make_record())
     return json.loads(json.dumps(found, allow_nan=False))
 
 
@@ -115,7 +115,7 @@ def make_audit() -> Audit:
         TensorAudit("head", (2,), 2, "unknown", bf16, broken, 0, {}, math.nan, math.nan, math.nan, None, "nonfinite"),
         TensorAudit("none", (0,), 0, "buffer", fp32, fp32, 0, {}, math.nan, math.nan, math.nan, None, "changed"),
     ]
-    lost = Realised(100, 90, 100, 10)
+    lost = RealisedChanges(100, 90, 100, 10)
     pairs = {"exp_avg": (torch.bfloat16, torch.float32), "step": (None, torch.float32)}
     state = StateAudit(
         "norm.weight",
@@ -124,7 +124,7 @@ def make_audit() -> Audit:
         pairs,
         update=lost,
         lost_by={"kahan": 0, "split8": 0.01, "stochastic": 0.4},
-        decay=Realised(5, 5, 5, 0),
+        decay=RealisedChanges(5, 5, 5, 0),
     )
     found = [Finding("weight-frozen", ("norm.weight",), "error", 1.0, {"steps": 60}, "<i>cure</i>", "did not move")]
     tensors = {row.name: row for row in rows}

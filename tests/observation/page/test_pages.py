@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.observation._finding import plain_causes
+from halfulp.observation._finding import group_causes_as_dicts
 from halfulp.observation.findings import FINDING_KINDS
 from halfulp.observation.page import render_forecast_page, render_observation_page
 from halfulp.observation.page._findings import make_cause_cards
@@ -108,7 +108,7 @@ def test_a_page_of_nan_from_the_first_step() -> None:
 
 
 def plain_findings(*findings: hu.observation.Finding) -> dict:
-    return {"findings": [one.to_dict() for one in findings], "causes": plain_causes(findings)}
+    return {"findings": [one.to_dict() for one in findings], "causes": group_causes_as_dicts(findings)}
 
 
 def card_of(*findings: hu.observation.Finding, forecast: bool = False) -> list[dict]:

@@ -8,7 +8,7 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 
 import halfulp as hu
 from halfulp.kernels import IndexMap, engine, same_bits
-from halfulp.optim.parameters._local_tensors import index_map_of
+from halfulp.optim.parameters._local_tensors import find_index_map
 from halfulp.optim.step._kernel import reference_step
 
 from ...laws.optim.cases import build, decoded, differing, snapshot
@@ -32,13 +32,13 @@ def test_the_index_map_of_a_dtensor_is_its_place():
     whole = torch.zeros(SHAPE)
 
     def body(rank, mesh):
-        found = index_map_of(sharded(whole, mesh, 0, 3, rank))
+        found = find_index_map(sharded(whole, mesh, 0, 3, rank))
         assert found == IndexMap.shard(SHAPE, 0, *((0, 3), (3, 6), (6, 7))[rank])
         replicated = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
-        assert index_map_of(replicated) == IndexMap.whole(SHAPE)
+        assert find_index_map(replicated) == IndexMap.whole(SHAPE)
         pending = DTensor.from_local(whole, mesh, [Partial()], run_check=False)
         with pytest.raises(ValueError, match="redistribute"):
-            index_map_of(pending)
+            find_index_map(pending)
 
     on_every_rank(3, body)
 
@@ -48,7 +48,7 @@ def test_the_index_map_of_a_strided_shard_is_a_grid_and_asks_no_other_rank():
         strided = [_StridedShard(0, split_factor=4)]  # every piece of two rows is cut in two
         given = DTensor.from_local(torch.zeros(4, 3), mesh, strided, run_check=False, shape=(8, 3), stride=(3, 1))
         with CommDebugMode() as said:
-            found = index_map_of(given)
+            found = find_index_map(given)
         assert said.get_total_counts() == 0
         assert found == IndexMap((4, 3), (8, 3), (rank, 0), (2, 1))
 

@@ -23,7 +23,7 @@ from halfulp import recipes
 from halfulp.arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION
 from halfulp.environment._narrow_products import SIXTEEN_BIT_DTYPES, float32_products_of, widened_dtypes
 from halfulp.kernels import report, same_bits
-from halfulp.subclass.models._float32_products import _MARK
+from halfulp.subclass.models._float32_products import _MARK_ATTRIBUTE
 
 DTYPES = pytest.mark.parametrize("dtype", SIXTEEN_BIT_DTYPES, ids=["bf16", "fp16"])
 # One of every class of torch.nn that multiplies, with the shapes of its inputs.
@@ -341,9 +341,9 @@ def test_where_the_processor_has_instructions_nothing_changes():
 @DTYPES
 def test_it_is_taken_off_again(dtype):
     model, x = net(dtype), torch.randn(2, 5, 8).to(dtype)
-    assert any(_MARK in vars(module) for module in model.modules())
+    assert any(_MARK_ATTRIBUTE in vars(module) for module in model.modules())
     hu.float32_products(model, False)
-    assert not any(_MARK in vars(module) for module in model.modules())
+    assert not any(_MARK_ATTRIBUTE in vars(module) for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules())
     with float32_products_of(dtype):
         before = products()
@@ -380,7 +380,7 @@ def test_converted_models_have_it_and_reverted_ones_do_not():
         before = products()
         model(torch.randn(2, 4))
         assert products() == before + 1
-    assert not any(_MARK in vars(module) for module in hu.revert(model).modules())
+    assert not any(_MARK_ATTRIBUTE in vars(module) for module in hu.revert(model).modules())
 
 
 def test_scaled_payloads_of_bfloat16_multiply_in_float32():

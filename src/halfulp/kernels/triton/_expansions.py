@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._plain_memory import plain
+from .._plain_memory import to_plain_memory
 from .._trace import Trace
 from ..vector._reductions import BLOCK, NARROW_LANES, ReductionSteps
 from ._launch import on_device
@@ -123,7 +123,7 @@ def lay_out_operands(
         RuntimeError: an operand of several dimensions lies on another device.
     """
     held, modes, columns = [], [], shape[-1] if shape else 1
-    for part in map(plain, inputs):
+    for part in map(to_plain_memory, inputs):
         mode = _SAME_SHAPE
         if part.device != device:
             if part.dim():

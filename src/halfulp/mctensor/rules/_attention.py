@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ...kernels import torch_operators
-from ...subclass._rule_table import arguments_by_name
+from ...subclass._rule_table import map_arguments_by_name
 from .._derivation import implements_beyond_float64, run_in_float64, run_in_steps
 from .._mctensor import implements
 from .._result_type import result_type
@@ -99,7 +99,7 @@ def _compute_in_float64_or_steps(function: Callable, *arguments: Any) -> Any:
 
 def _read_arguments(operator: OpOverload, arguments: tuple, options: dict) -> tuple[list, list]:
     """Return a fused kernel's tensors, and whether it is causal, its mask, its scale."""
-    given = arguments_by_name(operator, arguments, options)
+    given = map_arguments_by_name(operator, arguments, options)
     if given["dropout_p"]:
         raise NotImplementedError("fused attention of MCTensors has no dropout: choose sdpa_kernel(SDPBackend.MATH)")
     tensors = [given[name] for name in ("query", "key", "value", "out", "logsumexp") if name in given]
@@ -142,7 +142,7 @@ def efficient_attention_backward(*given: Any, **options: Any) -> tuple[Any, ...]
     """Return the gradients of `scaled_dot_product_efficient_attention`."""
     operator = aten._scaled_dot_product_efficient_attention_backward.default
     *three, change = _run_on_accelerator(compute_attention_gradients, operator, given, options)
-    named = arguments_by_name(operator, given, options)
+    named = map_arguments_by_name(operator, given, options)
     bias = named["attn_bias"]
     to_bias = change if bias is None else change.sum_to_size(bias.shape)
     return tuple(x if want else None for x, want in zip((*three, to_bias), named["grad_input_mask"]))

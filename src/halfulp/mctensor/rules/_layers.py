@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from ...arithmetic import MOST
 from ...kernels import torch_operators
-from ...subclass._in_backward import COMPONENTS, unrounded_results
+from ...subclass._in_backward import COMPONENTS, disable_result_rounding
 from .._derivation import fall_back_to_float64, implements_beyond_float64
 from .._mctensor import MCTensor, implements
 from .._result_type import encode_plain_operands, result_type, run_function
@@ -291,7 +291,7 @@ def native_batch_norm(
     """(x - mean) / sqrt(variance + eps) * weight + bias, and the mean and the root's inverse that it took."""
     form = result_type((x, weight, bias, running_mean, running_variance))
     x, weight, bias, mean, variance = encode_plain_operands((x, weight, bias, running_mean, running_variance), form)
-    with unrounded_results():
+    with disable_result_rounding():
         if training:
             dims = [i for i in range(x.dim()) if i != 1]
             variance, mean = torch.var_mean(x, dims, correction=0)

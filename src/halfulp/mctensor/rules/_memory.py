@@ -12,8 +12,8 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
 from ...arithmetic import PRECISION
-from ...kernels import present, require_float64, torch_operators
-from ...subclass._collectives import eager_rules, run_and_wait
+from ...kernels import present_operators, require_float64, torch_operators
+from ...subclass._collectives import make_eager_collective_rules, run_and_wait
 from ...subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_magnitude
 from .._mctensor import RULES, MCTensor, decode_to_plain, implements, round_to_plain, wrap_parts
@@ -315,7 +315,7 @@ def _register_on_first_components(operator: OpOverload) -> None:
     implements(operator)(lambda *tensors: operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors)))
 
 
-for _operator in present((aten.is_same_size.default, aten._has_same_storage_numel.default)):
+for _operator in present_operators((aten.is_same_size.default, aten._has_same_storage_numel.default)):
     _register_on_first_components(_operator)
 
 
@@ -403,5 +403,5 @@ _collective_rules: dict[Any, Callable[..., Any]] = {
 }
 for _packet, _rule in _collective_rules.items() if dist.is_available() else ():
     implements(_packet.default)(_rule)
-for _eager, _rule in eager_rules(RULES, copy_received).items():
+for _eager, _rule in make_eager_collective_rules(RULES, copy_received).items():
     implements(_eager)(_rule)

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..._qualified_names import pattern_of
-from .._finding import Finding, Severity, describe_names, find_worst_severity, listing, plain_causes
-from .._record import Realised, to_plain_data
+from ..._qualified_names import make_name_pattern
+from .._finding import Finding, Severity, describe_names, find_worst_severity, group_causes_as_dicts, listing
+from .._record import RealisedChanges, to_plain_data
 from ..page import write_page
 
 TensorStatus = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
@@ -143,9 +143,9 @@ class StateAudit:
     all_zero: bool = False
     unchanged: Mapping[str, float] = field(default_factory=dict)
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    update: Realised | None = None
+    update: RealisedChanges | None = None
     lost_by: Mapping[str, float] = field(default_factory=dict)
-    decay: Realised | None = None
+    decay: RealisedChanges | None = None
     reduced: tuple[str, ...] = ()
     coded: bool = False
 
@@ -220,7 +220,7 @@ class Audit:
         told = {name: finding for finding in reversed(self.findings) for name in finding.where}
         for name, row in self.tensors.items():
             found = told.get(name)
-            key = pattern_of(name), row.a.dtype, row.b.dtype, row.status, found.code if found else ""
+            key = make_name_pattern(name), row.a.dtype, row.b.dtype, row.status, found.code if found else ""
             kinds.setdefault(key, []).append(row)
         made = [_make_layer_group(rows, told.get(rows[0].name), self.share) for rows in kinds.values()]
         order = {"error": 0, "warning": 1, "note": 2, None: 3}
@@ -230,7 +230,7 @@ class Audit:
         """Return everything as plain data that JSON can hold."""
         return {
             "findings": [finding.to_dict() for finding in self.findings],
-            "causes": plain_causes(self.findings),
+            "causes": group_causes_as_dicts(self.findings),
             "tensors": [row.to_dict() for row in self.tensors.values()],
             "states": [to_plain_data(state) for state in self.states.values()],
             "groups": [to_plain_data(group) for group in self.groups()],

@@ -14,7 +14,7 @@ from ...recipes._contract import Contract, list_contract_differences
 from ..checkpoints._files import Checkpoint
 from ..checkpoints._names import name_optimizer_states, read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
-from ..findings import findings_of
+from ..findings import collect_findings
 from ._audit import Audit
 from ._states import compare_states
 from ._tensors import compare_tensors, find_tied_names
@@ -71,7 +71,7 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
     unseen += [said for said in after.unseen if said not in unseen]
     said = tuple(dict.fromkeys(unseen))
     made = Audit(tensors, states, share, contract, said, states_complete=complete)
-    return dataclasses.replace(made, findings=findings_of("audit", made))
+    return dataclasses.replace(made, findings=collect_findings("audit", made))
 
 
 def _open_given(given: CheckpointOrPath, which: str) -> Checkpoint:

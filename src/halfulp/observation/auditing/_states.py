@@ -13,7 +13,7 @@ from ... import formats
 from ..._messages import listed
 from ...formats import Format
 from ...rounding import quantize
-from .._record import Realised
+from .._record import RealisedChanges
 from .._text import FLOAT32_PRECISION, get_precision, is_narrow_dtype
 from ..checkpoints._files import Checkpoint, StoredTensor, split_tensors
 from ..checkpoints._names import NamedParameterState
@@ -149,7 +149,7 @@ def _count_nonfinite(stored: StoredTensor | None) -> int:
 
 def replay_last_update(
     weight: StoredTensor, states: Mapping[str, StoredTensor], options: Mapping[str, Any], step: int | None
-) -> tuple[Realised | None, Mapping[str, float], Realised | None]:
+) -> tuple[RealisedChanges | None, Mapping[str, float], RealisedChanges | None]:
     """Return what nearest rounding left of the last update, which share others would lose, what was left of decay.
 
     The weight is that after the step: an update that was lost left it as it was. The update is None where the rule is
@@ -236,7 +236,9 @@ class _RoundedChanges:
         """Return the share of the changes that each weight update would lose."""
         return {name: count / max(1, self._wanted) for name, count in self._lost_by.items()}
 
-    def summarize_changes(self) -> Realised:
+    def summarize_changes(self) -> RealisedChanges:
         """Return what nearest rounding leaves of the changes."""
         share = self._products / self._squares if self._squares else 1.0
-        return Realised(self._wanted, self._lost, self._wanted, self._wanted * (share if math.isfinite(share) else 1.0))
+        return RealisedChanges(
+            self._wanted, self._lost, self._wanted, self._wanted * (share if math.isfinite(share) else 1.0)
+        )

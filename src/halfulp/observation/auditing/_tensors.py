@@ -22,11 +22,11 @@ from ...kernels import (
     address,
     address_of,
     cut_into_chunks,
-    plain,
     run_chunks,
     run_on_tensors,
     select,
     select_engine,
+    to_plain_memory,
 )
 from ...kernels import _operations as o
 from ...kernels._device_function import Recording, Table
@@ -220,7 +220,7 @@ def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
     if not a.numel():
         return
     forms = formats.get(a.dtype), formats.get(b.dtype)
-    a, b = (plain(x.detach()).reshape(-1) for x in (a, b))
+    a, b = (to_plain_memory(x.detach()).reshape(-1) for x in (a, b))
     if found.first is None:
         found.first = float(a[0].double()), float(b[0].double())
     kinds = [x.dtype if x.dtype in NONFINITE_CODES else torch.float32 for x in (a, b)]

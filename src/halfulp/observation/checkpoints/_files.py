@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..._torch_versions import find_dtype
-from ...kernels import address, plain
+from ...kernels import address, to_plain_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Checkpoint:
         if not self.ordered or not stored.mapped or not stored.numel:
             return None
         try:
-            return address(plain(stored.read())), stored.shape
+            return address(to_plain_memory(stored.read())), stored.shape
         except TypeError:  # a quantized tensor, or another kind without plain memory
             return None
 

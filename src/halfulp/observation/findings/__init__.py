@@ -9,6 +9,6 @@ from . import _scales as _scales
 from . import _updates as _updates
 from ._kind import FINDING_KINDS as FINDING_KINDS
 from ._kind import FindingKind as FindingKind
-from ._kind import findings_of as findings_of
+from ._kind import collect_findings as collect_findings
 from ._kind import get_finding_kind as get_finding_kind
 from ._kind import register_finding as register_finding

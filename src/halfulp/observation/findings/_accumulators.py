@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...optim import OPTIMIZERS
 from .._finding import Finding, Severity
-from .._record import ParameterRecord, Realised, Record
+from .._record import ParameterRecord, RealisedChanges, Record
 from .._text import (
     compute_confidence,
     dtype_name,
@@ -269,7 +269,7 @@ class SecondMomentStuck(FindingKind):
             yield self.found(names, "warning", 1.0, said, cure=cure, beta2=beta2, dtype=dtype)
 
 
-def _is_moment_stuck(parameter: ParameterRecord, change: Realised) -> bool:
+def _is_moment_stuck(parameter: ParameterRecord, change: RealisedChanges) -> bool:
     """Return whether an average stands still.
 
     Only decreases are counted: gradients above the average make changes that are large enough. torch rounds to nearest,

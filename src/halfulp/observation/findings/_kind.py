@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..._names import enter, unknown, words_of
+from ..._names import enter, read_class_docstring, unknown
 from .._finding import Finding, Severity, rank_findings
 from .._text import is_wide_dtype
 
@@ -127,7 +127,7 @@ def register_finding(kind: type[FindingKind]) -> type[FindingKind]:
     for attribute in ("code", "cure"):
         if not getattr(kind, attribute, ""):
             raise ValueError(f"finding {kind.__name__} has no {attribute}: give it one as a class attribute")
-    enter("finding", FINDING_KINDS, kind.code, kind, words_of(kind))
+    enter("finding", FINDING_KINDS, kind.code, kind, read_class_docstring(kind))
     return kind
 
 
@@ -138,7 +138,7 @@ def get_finding_kind(code: str) -> type[FindingKind]:
     return FINDING_KINDS[code]
 
 
-def findings_of(instrument: str, measured: Any) -> list[Finding]:
+def collect_findings(instrument: str, measured: Any) -> list[Finding]:
     """Return everything that an instrument's measurements show, the worst first."""
     found = (
         one for kind in FINDING_KINDS.values() for one in getattr(kind(), _INSTRUMENT_METHODS[instrument])(measured)

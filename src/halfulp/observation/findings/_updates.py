@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..._qualified_names import pattern_of
+from ..._qualified_names import make_name_pattern
 from .._finding import Finding, Severity
-from .._record import ParameterRecord, Realised, Record, RoundingRecord
+from .._record import ParameterRecord, RealisedChanges, Record, RoundingRecord
 from .._text import (
     KAHAN_ARGUMENT,
     compute_confidence,
@@ -57,7 +57,7 @@ def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: f
     return "warning" if is_narrow_dtype(dtype) and cancelled >= CANCELLED_SHARE_WARNING else None
 
 
-def is_explained_by_chance(change: Realised, realised: float, spread: float = 1.0) -> bool:
+def is_explained_by_chance(change: RealisedChanges, realised: float, spread: float = 1.0) -> bool:
     """Return whether stochastic rounding, which is right on average, may have made a share of movement by chance.
 
     The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself: within
@@ -67,7 +67,7 @@ def is_explained_by_chance(change: Realised, realised: float, spread: float = 1.
         spread: the mean of 1/p over 1 over the mean of p. Of weights it is up to 3: a layer's lie in several binades,
             and p halves from one to the next.
 
-    >>> few, many = Realised(seen=250, cancelled=225), Realised(seen=25000, cancelled=22500)
+    >>> few, many = RealisedChanges(seen=250, cancelled=225), RealisedChanges(seen=25000, cancelled=22500)
     >>> is_explained_by_chance(few, 0.3), is_explained_by_chance(many, 0.3)
     (True, False)
     """
@@ -75,7 +75,7 @@ def is_explained_by_chance(change: Realised, realised: float, spread: float = 1.
     return kept > 0 and (1 - realised) ** 2 < 16 * (spread / kept - 1) / change.seen
 
 
-def make_change_evidence(change: Realised, dtype: torch.dtype | None) -> dict[str, Any]:
+def make_change_evidence(change: RealisedChanges, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return what a finding of changes that rounding loses has as evidence."""
     return {
         "lost": change.lost_share,
@@ -468,7 +468,9 @@ class WeightFrozen(FindingKind):
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        moving = {pattern_of(name) for name, row in audit.tensors.items() if row.status in ("changed", "barely-moved")}
+        moving = {
+            make_name_pattern(name) for name, row in audit.tensors.items() if row.status in ("changed", "barely-moved")
+        }
         for name, row in audit.tensors.items():
             if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel or row.companions_moved:
                 continue
@@ -477,7 +479,7 @@ class WeightFrozen(FindingKind):
             if name in audit.states:
                 yield from self._find_frozen_when_stepped(row, audit.states[name])
             else:
-                yield self._find_never_stepped(row, audit, pattern_of(name) in moving)
+                yield self._find_never_stepped(row, audit, make_name_pattern(name) in moving)
 
     def _find_frozen_when_stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
         steps, lr = state.advanced, state.options.get("lr")
@@ -521,7 +523,7 @@ def _list_rounded(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]
             yield name, state, row
 
 
-def _are_weights_kept_elsewhere(update: Realised, row: TensorAudit, state: StateAudit) -> bool:
+def _are_weights_kept_elsewhere(update: RealisedChanges, row: TensorAudit, state: StateAudit) -> bool:
     """Return whether the weights seem to be copies of wider ones, which a step changes first."""
     if (
         update.lost_share > 0.99 and row.share_unchanged < 0.5
@@ -533,7 +535,7 @@ def _are_weights_kept_elsewhere(update: Realised, row: TensorAudit, state: State
     return bool(kept) and min(kept) > (get_precision(row.b.dtype) or 0)
 
 
-def _make_lost_evidence(update: Realised, state: StateAudit, row: TensorAudit) -> dict[str, Any]:
+def _make_lost_evidence(update: RealisedChanges, state: StateAudit, row: TensorAudit) -> dict[str, Any]:
     by = {f"lost_by_{name}": share for name, share in state.lost_by.items()}
     return {**make_change_evidence(update, row.b.dtype), "lr": state.options.get("lr"), **by}
 

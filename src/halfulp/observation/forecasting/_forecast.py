@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._finding import Finding, listing, plain_causes
+from .._finding import Finding, group_causes_as_dicts, listing
 from .._text import dtype_name
 from ..page import write_page
 from ._layers import LayerForecast
@@ -41,7 +41,7 @@ class Forecast:
         """Return plain data that JSON can hold: findings, layers, and what the schedule was."""
         return {
             "findings": [finding.to_dict() for finding in self.findings],
-            "causes": plain_causes(self.findings),
+            "causes": group_causes_as_dicts(self.findings),
             "layers": [layer.to_dict() for layer in self.layers],
             "rule": self.rule,
             "schedule": self.schedule,

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from ... import formats
 from ..._messages import a_kind, listed
-from ...kernels import in_float64
+from ...kernels import to_float64
 from ...optim._inner_optimizer import inner_optimizer
 from ..checkpoints._files import Checkpoint
 from ..checkpoints._names import read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
-from ..findings import findings_of
+from ..findings import collect_findings
 from ._forecast import Forecast
 from ._inputs import (
     Inputs,
@@ -171,7 +171,7 @@ def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> 
         )
     total, curve = start + rates.shape[1], _sample_rate_curve(rates[0], start)
     made = Forecast(layers, inputs.rule, schedule, start, total, tuple(notes), curve)
-    return replace(made, findings=findings_of("forecast", made))
+    return replace(made, findings=collect_findings("forecast", made))
 
 
 def _has_nonfinite(trained: TrainedTensor, sample: int) -> bool:
@@ -180,7 +180,7 @@ def _has_nonfinite(trained: TrainedTensor, sample: int) -> bool:
     states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
     index = choose_sample(count, sample)
     return any(
-        not bool(in_float64(one.detach().flatten()[index]).isfinite().all())
+        not bool(to_float64(one.detach().flatten()[index]).isfinite().all())
         for one in [trained.value, *states]
         if one.is_floating_point()
     )

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel
 
 from ..._messages import a_kind
-from ...kernels import in_float64
+from ...kernels import to_float64
 from ...optim import EMA
 from ...optim._ema import read_decay
 from ...optim._float32 import read_weights
@@ -161,7 +161,7 @@ class RunningStatisticsWatcher:
         held = self._shadows.get(module)
         if held is None or not module.training or not inputs or not isinstance(inputs[0], torch.Tensor):
             return
-        x = in_float64(inputs[0].detach())
+        x = to_float64(inputs[0].detach())
         over = [d for d in range(x.dim()) if d != 1]
         count = x.numel() / max(1, x.shape[1])
         if count < 2:

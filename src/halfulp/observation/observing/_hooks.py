@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...kernels import in_float64
-from .._record import PositionsRecord, Realised, ResidualRecord
+from ...kernels import to_float64
+from .._record import PositionsRecord, RealisedChanges, ResidualRecord
 from ..sampling._sampler import PLAIN_TENSOR_TYPES, read_numbers, take_sample
 from ._averages import RunningStatisticsWatcher, has_running_statistics
 from ._expectations import Expectations
@@ -288,7 +288,7 @@ def _sample_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return some rows of a tensor at even distances."""
     rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.detach().reshape(1, 1)
     most = max(1, MOST_SAMPLED // max(1, rows.shape[1]))
-    return in_float64(rows[:: max(1, -(-rows.shape[0] // most))][:most, :MOST_SAMPLED].reshape(-1)).cpu()
+    return to_float64(rows[:: max(1, -(-rows.shape[0] // most))][:most, :MOST_SAMPLED].reshape(-1)).cpu()
 
 
 # The whole numbers up to which each format has all.
@@ -505,13 +505,13 @@ class _ParameterHooks:
         held, incoming = addends
         now = take_sample(found.flat, self.recorder.place_key(self.name))
         record = self.recorder.record.parameters[self.name]
-        record.accumulation = record.accumulation or Realised()
+        record.accumulation = record.accumulation or RealisedChanges()
         count_changes([ChangeComparison([record.accumulation], held, now, incoming)])
         if self.sums is None:
             self.owner.adding.append(self)
         # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.
-        exact = in_float64(held) if self.sums is None or not torch.equal(held, self.sums[1]) else self.sums[0]
-        self.sums = exact + in_float64(incoming), now
+        exact = to_float64(held) if self.sums is None or not torch.equal(held, self.sums[1]) else self.sums[0]
+        self.sums = exact + to_float64(incoming), now
 
     def record_sum_error(self) -> None:
         """Record the rounding error of this step's accumulated gradient."""
@@ -519,7 +519,7 @@ class _ParameterHooks:
         if sums is None:
             return
         exact, rounded = sums
-        error, square = (float(one.square().sum()) for one in (in_float64(rounded) - exact, exact))
+        error, square = (float(one.square().sum()) for one in (to_float64(rounded) - exact, exact))
         if math.isfinite(error) and math.isfinite(square):
             self.errors, self.squares = self.errors + error, self.squares + square
         if self.squares:

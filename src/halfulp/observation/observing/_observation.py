@@ -27,10 +27,10 @@ from ...optim.parameters._local_tensors import local, memory
 from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...optim.parameters._random_identity import plain_names
 from ...sinks import Sink
-from .._finding import Finding, listing, plain_causes
-from .._record import ParameterRecord, Record, StepRecord, plain_record
+from .._finding import Finding, group_causes_as_dicts, listing
+from .._record import ParameterRecord, Record, StepRecord, record_to_plain_data
 from .._text import times
-from ..findings import findings_of
+from ..findings import collect_findings
 from ..page import write_page
 from ..sampling._sampler import FormatLike, make_place_key, prepare_kernels, read_numbers, take_sample
 from ._averages import WeightAverageWatcher
@@ -403,17 +403,17 @@ class RunSummary:
     @functools.cached_property
     def findings(self) -> list[Finding]:
         """The problems that the record shows, the worst first."""
-        return findings_of("observe", self.record)
+        return collect_findings("observe", self.record)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data that JSON can hold: first `findings`, then those of one cause together."""
         return {
             "findings": [finding.to_dict() for finding in self.findings],
-            "causes": plain_causes(self.findings),
+            "causes": group_causes_as_dicts(self.findings),
             "steps": self.steps,
             "interval": self.interval,
             "overhead": self.overhead,
-            "record": plain_record(self.record),
+            "record": record_to_plain_data(self.record),
         }
 
     def __str__(self) -> str:

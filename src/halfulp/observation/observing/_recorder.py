@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import formats
 from ..._messages import a_kind
-from ..._qualified_names import pattern_of
+from ..._qualified_names import make_name_pattern
 from ...sinks import Outlet, Sink, outlet
 from .._record import ParameterRecord, Record, Role, StepRecord, TensorRecord
 from ..sampling._sampler import (
@@ -421,7 +421,7 @@ def group_parameters(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
     parameters = list(parameters)
     members: dict[tuple[str, str], list[str]] = {}
     for one in parameters:
-        members.setdefault((pattern_of(one.name), one.kind), []).append(one.name)
+        members.setdefault((make_name_pattern(one.name), one.kind), []).append(one.name)
     patterns = Counter(pattern for pattern, _ in members)
     found: dict[str, str] = {}
     for (pattern, kind), names in members.items():

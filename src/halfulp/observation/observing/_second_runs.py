@@ -22,7 +22,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from ...kernels import in_float64
+from ...kernels import to_float64
 from .._record import Difference
 from ..findings._comparisons import is_explained_by_sum_order
 from ..sampling._sampler import read_numbers, take_sample
@@ -68,7 +68,7 @@ def _flatten_numbers(tensor: torch.Tensor) -> torch.Tensor:
     if found is None:
         return tensor.detach().to_dense().reshape(-1)
     flat = found.flat.reshape(-1)
-    return flat if found.scale == 1.0 else in_float64(flat) * found.scale
+    return flat if found.scale == 1.0 else to_float64(flat) * found.scale
 
 
 class Recomputations:

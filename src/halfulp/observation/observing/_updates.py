@@ -22,7 +22,7 @@ from ...optim.parameters._parameter_plan import ParameterPlan
 from ...optim.rules._update_rule import UpdateRule
 from ...optim.states._codec import PlainCodec
 from ...optim.step._kernel import change_by_rule
-from .._record import ParameterRecord, Realised, Role, RoundingRecord
+from .._record import ParameterRecord, RealisedChanges, Role, RoundingRecord
 from ..sampling._device_functions import make_changes_table
 from ..sampling._sampler import PackedSamples, StoredNumbers, compile_table_once, read_numbers, take_samples
 from ._recorder import Recorder
@@ -178,7 +178,7 @@ class ChangeComparison(NamedTuple):
         decreases_only: whether wanted decreases alone are counted.
     """
 
-    records: Sequence[Realised]
+    records: Sequence[RealisedChanges]
     before: torch.Tensor
     after: torch.Tensor
     wanted: torch.Tensor
@@ -567,7 +567,7 @@ def _read_states(given: Mapping[str, Any], size: int) -> dict[str, Any] | None:
 def _compare_state(key: str, batch: ParameterBatch, wanted: torch.Tensor, now: torch.Tensor) -> ChangeComparison:
     before = batch.states.get(key)
     before = torch.zeros_like(wanted) if before is None else before
-    changes = [record.states.setdefault(key, Realised()) for record in batch.records]
+    changes = [record.states.setdefault(key, RealisedChanges()) for record in batch.records]
     return ChangeComparison(changes, before, now, wanted - before, decreases_only=key in SQUARE_AVERAGE_STATES)
 
 
@@ -575,7 +575,7 @@ def _compare_decay(batch: ParameterBatch, factor: float) -> ChangeComparison:
     """Compare decoupled decay, which torch's loop rounds by itself."""
     changes = []
     for record in batch.records:
-        record.decay = record.decay or Realised()
+        record.decay = record.decay or RealisedChanges()
         changes.append(record.decay)
     decayed = (batch.weight.to(batch.parameters[0].dtype) * factor).double()
     return ChangeComparison(changes, batch.weight, decayed, batch.weight * (factor - 1))

@@ -170,7 +170,7 @@ def lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
 
 
 def change_cell(realised: PlainData | None, bar: bool = False) -> Cell:
-    """Return the cell of the share that rounding lost of some changes, a `Realised` as plain data."""
+    """Return the cell of the share that rounding lost of some changes, a `RealisedChanges` as plain data."""
     if realised is None or not realised["seen"]:
         return UNKNOWN_CELL
     said = f"{format_count(realised['cancelled'])} of {format_count(realised['seen'])} sampled"
@@ -179,7 +179,7 @@ def change_cell(realised: PlainData | None, bar: bool = False) -> Cell:
 
 
 def kept_cell(realised: PlainData | None) -> Cell:
-    """Return the cell of the share of a wanted movement that took place, of a `Realised` as plain data."""
+    """Return the cell of the share of a wanted movement that took place, of a `RealisedChanges` as plain data."""
     if realised is None:
         return UNKNOWN_CELL
     part = realised["realised_share"]

@@ -28,9 +28,9 @@ from ...kernels import (
     check_bits,
     disable_callers_modes,
     keeping_subnormals,
-    plain,
     plain_address,
     select_engine,
+    to_plain_memory,
 )
 from ...kernels._device_function import CHUNK_COLUMNS, Table
 from ...kernels._trace import COUNTER_COPIES
@@ -132,13 +132,13 @@ def read_numbers(tensor: torch.Tensor) -> StoredNumbers | None:
         return None
     try:
         if isinstance(tensor, ScaledTensor):
-            payload = plain(tensor.payload.detach())
+            payload = to_plain_memory(tensor.payload.detach())
             return StoredNumbers(payload.contiguous(), payload.dtype, float(tensor.scale))
         if isinstance(tensor, MCTensor):
             dtype = tensor.components[0].dtype
             decoded = tensor.detach().decode(torch.float32 if dtype in _SIXTEEN_BIT_DTYPES else torch.float64)
-            return StoredNumbers(plain(decoded).contiguous(), dtype)
-        flat = plain(tensor.detach())
+            return StoredNumbers(to_plain_memory(decoded).contiguous(), dtype)
+        flat = to_plain_memory(tensor.detach())
     except TypeError:
         return None
     return StoredNumbers(flat if flat.is_contiguous() else flat.contiguous(), flat.dtype)

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from ...gradients import AdaptiveGradScaler
-from ...kernels import in_float64
+from ...kernels import to_float64
 from ...optim import EMA
 from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...sinks import Outlet, Row
@@ -263,7 +263,7 @@ def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[N
         result, large, loss = scaled.pop()
         if result() is tensor:
             return loss
-        factor = in_float64(large) / in_float64(loss)
+        factor = to_float64(large) / to_float64(loss)
         known = bool(factor.isfinite()) and bool(factor)
         return (tensor.detach() / factor.item()).to(tensor.dtype) if known else tensor.detach()
 

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ...optim._gradient_release import StepWatcher
 from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...sinks import Row, RowFile
-from .._finding import Finding, plain_causes
+from .._finding import Finding, group_causes_as_dicts
 from ..findings._kind import rank_by_causes
 from ..page import write_page
 from ._find import ScriptTraining, find_training, tell_backward_losses
@@ -272,7 +272,7 @@ class ScriptReport:
         found = longest.summary.to_dict()
         findings = self.findings
         found["findings"] = [_number_trainings(finding.to_dict(), of_each) for finding in findings]
-        found["causes"] = plain_causes(findings)
+        found["causes"] = group_causes_as_dicts(findings)
         found["ended"] = self.ended
         found["trainings"] = [
             self._make_entry(number, training, findings, training is longest)

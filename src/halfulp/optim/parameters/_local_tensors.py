@@ -41,12 +41,12 @@ def scale_of(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.scale
 
 
-def own_parts(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def list_own_tensors(parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return all tensors that store a parameter: the components of an MCTensor, else `memory`."""
     return parameter.components if isinstance(parameter, MCTensor) else (memory(parameter),)
 
 
-def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def place_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return a local result as a DTensor if its parameter is one."""
     if not is_dtensor(tensor):
         return value
@@ -56,7 +56,7 @@ def placed_like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(value, mesh, placements, shape=tensor.shape, stride=tensor.stride(), run_check=False)
 
 
-def index_map_of(parameter: torch.Tensor) -> IndexMap:
+def find_index_map(parameter: torch.Tensor) -> IndexMap:
     """Return the map from a parameter's local elements to its global ones."""
     if not is_dtensor(parameter):
         return _whole_index_map(parameter.shape)
@@ -71,7 +71,7 @@ def index_map_of(parameter: torch.Tensor) -> IndexMap:
     return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
 
 
-def shard_of(value: torch.Tensor, place: IndexMap) -> torch.Tensor:
+def cut_shard(value: torch.Tensor, place: IndexMap) -> torch.Tensor:
     """Return a view of the part of a whole tensor that stands at a place."""
     steps = zip(place.shape, place.offset, place.step)
     return value[tuple(slice(first, first + count * step, step) for count, first, step in steps)]

@@ -13,18 +13,18 @@ from ...subclass.models._averages import warn_of_narrow_averages
 from ...subclass.models._parameter_holders import (
     Wrappers,
     check_holders,
-    check_overlaps,
-    data_parallel_modules,
-    living_modules,
-    replace_data,
-    sharded_modules,
+    list_data_parallel_modules,
+    list_living_modules,
+    list_sharded_modules,
+    refuse_overlapping_memory,
+    replace_parameter_data,
 )
 from .._group_options import check_ranks
 from .._storage import STORES
 from ..weight_updates._weight_update import find_weight_update
 from ._local_tensors import is_dtensor, local
 from ._narrowing import is_kept, is_written_since_narrowing, take_float32_values
-from ._outside_writes import drop_stale, record_payload
+from ._outside_writes import record_payload, reset_if_stale
 from ._parameter_plan import ParameterPlan
 
 # Bytes that travel in one message.
@@ -56,7 +56,7 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) ->
             was_written = is_written_since_narrowing(parameter)
             if id(parameter) in to_narrow:
                 value = parameter.detach()
-                replace_data(parameter, torch.empty_like(value, dtype=group["param_dtype"]))
+                replace_parameter_data(parameter, torch.empty_like(value, dtype=group["param_dtype"]))
             else:
                 value = take_float32_values(parameter)
             if value is not None:
@@ -130,7 +130,7 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
     It does so when it is made, which may be after the optimizer was made: the auxiliary tensors are then still those
     of each process's own start. All processes must call this.
     """
-    for module in data_parallel_modules():
+    for module in list_data_parallel_modules():
         held, tensors = {id(p) for p in module.parameters()}, []
         # Of a share of the parameters that is a rank's own (ZeroRedundancyOptimizer) numbers are not compared.
         narrow = next((p for p in module.parameters() if p.dtype in STORES and p.dtype != torch.float32), None)
@@ -140,7 +140,7 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) in held and parameter.requires_grad:
                     plan = optimizer._find_valid_plan(group, position)
-                    drop_stale(plan)
+                    reset_if_stale(plan)
                     tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
         if memory := [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]:
             torch.distributed._broadcast_coalesced(module.process_group, memory, _MESSAGE_BYTES, 0)
@@ -149,9 +149,9 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
 def refuse_replaced_parameters(optimizer: Any) -> None:
     """Raise if fully_shard has replaced the parameters, which then never have gradients."""
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    if not sharded_modules() or any(hasattr(p, "_local_tensor") for p in parameters.values()):
+    if not list_sharded_modules() or any(hasattr(p, "_local_tensor") for p in parameters.values()):
         return
-    if not any(id(p) in parameters for module in living_modules() for p in module._parameters.values()):
+    if not any(id(p) in parameters for module in list_living_modules() for p in module._parameters.values()):
         raise ValueError(
             "no parameter of this optimizer has a gradient or belongs to a module any more: fully_shard makes new "
             "parameters, so make the optimizer after it"
@@ -164,7 +164,7 @@ def refuse_overlaps(groups: Iterable[dict]) -> None:
     named = [(read_parameter_name(group, position), group["params"][position]) for group, position in places]
     is_exact = all(group["param_dtype"] is None and group["format"] is None for group, _ in places)
     if not is_exact or any(parameter.dtype != torch.float32 for _, parameter in named):
-        check_overlaps(named, "a narrow weight")
+        refuse_overlapping_memory(named, "a narrow weight")
 
 
 def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:

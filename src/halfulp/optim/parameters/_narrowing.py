@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import row_checksums
-from ...subclass.models._parameter_holders import replace_data
+from ...subclass.models._parameter_holders import replace_parameter_data
 from .._storage import STORES
 from ..weight_updates._split import Split16
 from ._local_tensors import local
@@ -39,7 +39,7 @@ def narrow_parameter(parameter: Tensor, dtype: torch.dtype) -> None:
         _SPLIT_UPDATE.fill(STORES[dtype], [payload, low], value)
     else:
         payload, low = value.to(dtype), value.clone()
-    replace_data(parameter, payload)
+    replace_parameter_data(parameter, payload)
     if not parameter.is_meta:
         checksums = row_checksums(local(payload))
         setattr(parameter, _LOW_BITS_ATTRIBUTE, _DroppedBits(low, parameter.data_ptr(), parameter._version, checksums))
@@ -69,7 +69,7 @@ def is_written_since_narrowing(parameter: Tensor) -> bool:
 def widen_parameter(parameter: Tensor) -> None:
     """Make a narrow parameter float32 in place, with the bits that are still kept for it."""
     value = take_float32_values(parameter)
-    replace_data(parameter, parameter.detach().float() if value is None else value.view_as(parameter))
+    replace_parameter_data(parameter, parameter.detach().float() if value is None else value.view_as(parameter))
 
 
 def keep_float32(parameter: Tensor, kept: bool = True) -> None:

@@ -133,21 +133,21 @@ def _reset_auxiliary_tensors(
         tensor.copy_(torch.where(differs, update.neutral(store, payload), tensor))
 
 
-def drop_stale(plan: ParameterPlan) -> None:
+def reset_if_stale(plan: ParameterPlan) -> None:
     """Reset the auxiliary tensors of elements that were written from outside, before a step."""
     held = plan.payload_version
     if held is None:
         return
     if not is_payload_written(plan):
         if held.version != ANY_VERSION:
-            follow_version(plan)
+            record_version(plan)
         return
     _reset_auxiliary_tensors(plan, plan.auxiliary_tensors, plan.payloads[0], _find_known_payload(plan))
     held.steps = STEPS_WITH_COPY
     _record_payload_as(plan, held, None)
 
 
-def follow_version(plan: ParameterPlan) -> None:
+def record_version(plan: ParameterPlan) -> None:
     """Record the parameter's version as that of its payload, whose bits are as they were."""
     held = plan.payload_version
     if held is not None:
@@ -314,7 +314,7 @@ def set_weight(plan: ParameterPlan, value: torch.Tensor) -> None:
 
     What was written from outside until now is answered first: a file saved before would say that it has been.
     """
-    drop_stale(plan)
+    reset_if_stale(plan)
     parts = [part.contiguous() for part in plan.parts]
     plan.spec.update.fill(plan.spec.store, parts, value)
     for part, filled in zip(plan.parts, parts):

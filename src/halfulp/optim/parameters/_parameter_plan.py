@@ -11,7 +11,7 @@ import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ._local_tensors import local, memory, own_parts, scale_of
+from ._local_tensors import list_own_tensors, local, memory, scale_of
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
@@ -166,7 +166,7 @@ class ParameterPlan:
     @property
     def payloads(self) -> list[torch.Tensor]:
         """The parameter's own tensors, local."""
-        return [part.detach() for part in own_parts(self.parameter)]
+        return [part.detach() for part in list_own_tensors(self.parameter)]
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -220,7 +220,7 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
         return False
     if (
         spec.in_parameter
-        and tuple([other.data_ptr() for other in own_parts(parameter)[1:]]) != plan.component_addresses
+        and tuple([other.data_ptr() for other in list_own_tensors(parameter)[1:]]) != plan.component_addresses
     ):
         return False
     for key, tensor, address in zip(spec.tensors, plan.stored, plan.stored_addresses):

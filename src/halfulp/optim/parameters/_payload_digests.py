@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from ...kernels import IndexMap, Trace, address, cut_into_chunks, plain, run_chunks, select_engine
+from ...kernels import IndexMap, Trace, address, cut_into_chunks, run_chunks, select_engine, to_plain_memory
 from ...kernels._device_function import Digest, Table, record_word_function
 from ...kernels._operations import add, bit_and, bit_xor, shr
 from ...kernels.vector._machine_function import address_of
@@ -33,7 +33,7 @@ def compute_digests(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | 
     """Return a payload's digests; None off the CPU, where a step computes none."""
     if payload.device.type != "cpu":
         return None
-    payload = plain(payload.detach(), "a parameter").contiguous()
+    payload = to_plain_memory(payload.detach(), "a parameter").contiguous()
     table, size = cut_into_chunks(index_map, 0), payload.element_size()
     if select_engine("cpu") == "llvm":
         found, pointers = np.zeros(len(table), np.uint64), np.array([[address(payload)]], np.int64)

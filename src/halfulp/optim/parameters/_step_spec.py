@@ -19,7 +19,7 @@ from ..states._int8_blocks import Int8Blocks
 from ..states._state import PAIR_NAME, Codec, refuse_coarse, resolve_codecs
 from ..weight_updates._components import update_of_components
 from ..weight_updates._weight_update import WEIGHT_UPDATES, WeightUpdate, find_weight_update
-from ._local_tensors import index_map_of, local, memory
+from ._local_tensors import find_index_map, local, memory
 from ._narrowing import is_kept
 
 # A chunk's row of sums holds as many largest magnitudes, and the weight's.
@@ -128,7 +128,7 @@ class StepSpec:
     @functools.cached_property
     def draws(self) -> bool:
         """Whether a step draws random bits."""
-        return any(draws_of(self)[0] + draws_of(self)[1])
+        return any(list_draws(self)[0] + list_draws(self)[1])
 
     @property
     def assigns(self) -> bool:
@@ -175,7 +175,7 @@ class Draw:
 
 
 @functools.cache
-def draws_of(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | None, ...]]:
+def list_draws(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | None, ...]]:
     """Return the draws of the weight update and of the states; None where nothing is drawn.
 
     Each gets all bits that it uses, so that no chance is off. Those of up to 16 take the upper and the lower half of
@@ -211,7 +211,7 @@ def state_pointers(spec: StepSpec) -> list[int]:
     return [POINTERS_BEFORE_STATES + before for before in itertools.accumulate([0, *widths[:-1]])] if widths else []
 
 
-def step_spec_of(
+def choose_step_spec(
     rule: UpdateRule, group: Mapping, parameter: torch.Tensor, gradient: Store | None, name: str
 ) -> StepSpec:
     """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None."""
@@ -309,7 +309,7 @@ def _list_allowed_states(rule: UpdateRule) -> str:
 
 
 def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
-    cut = (index_map_of(parameter).runs()[:, 1:] % block).any()
+    cut = (find_index_map(parameter).runs()[:, 1:] % block).any()
     inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
     if cut or (inner and parameter.shape[-1] % block):
         raise ValueError(

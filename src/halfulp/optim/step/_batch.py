@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from ...kernels import chunk_table, has_own_memory, overlaps_itself, plain
+from ...kernels import chunk_table, has_own_memory, overlaps_itself, to_plain_memory
 from ...kernels._plain_memory import refuse_tensor
 from ...kernels.vector._machine_function import address_of
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from .._storage import PAYLOADS, STORES, Store
-from ..parameters._local_tensors import index_map_of, local, memory, own_parts
+from ..parameters._local_tensors import find_index_map, list_own_tensors, local, memory
 from ..parameters._narrowing import is_kept
-from ..parameters._outside_writes import drop_stale, follow_version, mark_stepped, payload_version_of
+from ..parameters._outside_writes import mark_stepped, payload_version_of, record_version, reset_if_stale
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
 from ..parameters._state_tensors import BEGUN
-from ..parameters._step_spec import StepSpec, step_spec_of
+from ..parameters._step_spec import StepSpec, choose_step_spec
 from ..parameters._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
 
@@ -185,8 +185,8 @@ class Batch:
         records = self.table.records
         self.payload_versions = [held for record in records if (held := record.payload_version) is not None]
         for row in self.table.rows_with_gaps:
-            parts = own_parts(self.parameters[row])
-            self.copies[row] = tuple(plain(part.detach()).contiguous() for part in parts)
+            parts = list_own_tensors(self.parameters[row])
+            self.copies[row] = tuple(to_plain_memory(part.detach()).contiguous() for part in parts)
 
     @property
     def plans(self) -> list[ParameterPlan]:
@@ -216,7 +216,7 @@ class Batch:
         for plan, parameter in zip(self.plans, parameters) if recorded else ():
             held = plan.payload_version
             if held is not None and held.version != parameter._version:
-                drop_stale(plan)
+                reset_if_stale(plan)
 
     def record_step(self) -> None:
         """Record a step that has been written."""
@@ -235,7 +235,7 @@ class Batch:
     def record_versions_again(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
         for plan in self.plans:
-            follow_version(plan)
+            record_version(plan)
 
 
 # Of one group: its rule, plan options, report interval and number of parameters.
@@ -408,7 +408,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         gradient: torch.Tensor | None = None,
     ) -> ParameterPlan:
         """Make a parameter's plan, in place of the one that is not valid any more."""
-        known, part, index_map = self.get(parameter), memory(parameter), index_map_of(parameter)
+        known, part, index_map = self.get(parameter), memory(parameter), find_index_map(parameter)
         stored = tuple(local(state[key]) for key in spec.tensors)
         plan = ParameterPlan(
             reference=self.reference(parameter),
@@ -424,7 +424,7 @@ class PlanCache(TensorMap[ParameterPlan]):
             shape=index_map.shape,
             stride=part.stride(),
             contiguous=part.is_contiguous(),
-            component_addresses=tuple(other.data_ptr() for other in own_parts(parameter)[1:]),
+            component_addresses=tuple(other.data_ptr() for other in list_own_tensors(parameter)[1:]),
             plain=part is parameter,
             tracks_writes=bool(spec.auxiliary_names) and not parameter.is_inference(),
             record=ParameterRecord() if known is None else known.record,
@@ -439,15 +439,15 @@ class PlanCache(TensorMap[ParameterPlan]):
     def step_spec(
         self, rule: UpdateRule, group: Mapping[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
     ) -> StepSpec:
-        """Return a parameter's step specification, as `step_spec_of` does; equal ones on one device are one object."""
+        """Return a parameter's step specification, as `choose_step_spec`; equal ones on one device are one object."""
         if memory(parameter) is not parameter:
-            return self._share_spec(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            return self._share_spec(choose_step_spec(rule, group, parameter, gradient, name), parameter)
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
         states = _comparable_state_dtype(group["state_dtype"])
         key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
         found = self._specs_by_options.get(key)
         if found is None:
-            spec = self._share_spec(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            spec = self._share_spec(choose_step_spec(rule, group, parameter, gradient, name), parameter)
             found = self._specs_by_options[key] = spec, given
         return found[0]
 
@@ -500,13 +500,13 @@ def as_plain_gradient(
     if isinstance(gradient, ScaledTensor):
         if isinstance(parameter, ScaledTensor):
             payload = cast("ScaledTensor", gradient.detach()).payload
-            return plain(payload, f"the gradient of {name}"), gradient.scale.detach()
+            return to_plain_memory(payload, f"the gradient of {name}"), gradient.scale.detach()
         gradient = cast("ScaledTensor", gradient.detach()).decode()
     elif isinstance(gradient, MCTensor):
         gradient = cast("MCTensor", gradient.detach()).decode(torch.float32)
     if gradient.layout is not torch.strided:
         return gradient, 1.0  # refused, or kept sparse, where its dtype is looked at
-    return plain(gradient, f"the gradient of {name}"), 1.0
+    return to_plain_memory(gradient, f"the gradient of {name}"), 1.0
 
 
 def choose_gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:

@@ -23,7 +23,7 @@ from ..parameters._step_spec import (
     SUM_SCALES,
     Draw,
     StepSpec,
-    draws_of,
+    list_draws,
     pointer_count,
     state_pointers,
 )
@@ -109,7 +109,7 @@ class _StepRecorder:
             for k, codec in spec.scaled_states.items():
                 self.trace.gather_sum("max", finite_word(codec.measured(new[k])))
             return
-        weight_draws, state_draws = draws_of(spec)
+        weight_draws, state_draws = list_draws(spec)
         written = self.write_weight(p, held, w, g, u, [self.draw_bits(draw) for draw in weight_draws])
         if spec.update.feeds_back and spec.rule.error_feedback is not None:
             lost = (w + u) - written

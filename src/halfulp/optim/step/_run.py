@@ -21,15 +21,15 @@ from ...kernels import (
     cut_into_chunks,
     has_own_memory,
     note_fallback,
-    plain,
     require_same_bits,
     run_chunks,
     select_engine,
+    to_plain_memory,
 )
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_weights
-from ..parameters._local_tensors import is_dtensor, local, placed_like, scale_of, shard_of
+from ..parameters._local_tensors import cut_shard, is_dtensor, local, place_like, scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, pointer_count
 from ._batch import Batch
@@ -122,7 +122,7 @@ def _write_step(batch: Batch) -> None:
     keys = _make_keys(batch).tolist()
     for row, plan in enumerate(batch.plans):
         if not has_own_memory(batch.gradients[row]):  # freed, or not written out
-            batch.gradients[row] = plain(batch.gradients[row], f"the gradient of {plan.name}")
+            batch.gradients[row] = to_plain_memory(batch.gradients[row], f"the gradient of {plan.name}")
         lost = reference_step(
             spec,
             batch.parts(row),
@@ -225,7 +225,7 @@ def _point_at_gradients(batch: Batch) -> None:
     pointers[:, GRADIENT] = found
     if not all(found):  # empty ones, and those that torch has not written out
         for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
-            gradients[row] = plain(gradients[row], f"the gradient of {batch.plans[row].name}")
+            gradients[row] = to_plain_memory(gradients[row], f"the gradient of {batch.plans[row].name}")
             pointers[row, GRADIENT] = address(gradients[row])
     for row, one in enumerate(batch.prepared_tensors):
         pointers[row, -1] = address(one)
@@ -370,7 +370,7 @@ class WholeTensors:
 
     def _gather_shards(self, value: torch.Tensor) -> torch.Tensor:
         parameter = self._plan.parameter
-        placed = placed_like(value, parameter)
+        placed = place_like(value, parameter)
         return placed.full_tensor() if is_dtensor(placed) else value
 
 
@@ -381,7 +381,7 @@ def prepare_batch(batch: Batch) -> None:
         return
     for row, (group, age) in enumerate(batch.rule_steps):
         made, late = prepare(WholeTensors(batch, row), group, age)
-        own = shard_of(made, batch.plans[row].index_map)
+        own = cut_shard(made, batch.plans[row].index_map)
         # A copy of a shard, so that nothing keeps the whole.
         batch.prepared_tensors.append(own.to(torch.float32, copy=own.numel() < made.numel()).contiguous())
         batch.constants[row] = (*batch.constants[row], *late)

@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from ...kernels import torch_operators
 from ...subclass import group_size
-from ...subclass._collectives import eager_rules, run_and_wait
+from ...subclass._collectives import make_eager_collective_rules, run_and_wait
 from .. import _powers_of_two as _powers
 from .._operands import make_scaled
 from .._payloads import to_float32, to_storage
@@ -128,5 +128,5 @@ _rules_by_collective: dict[Any, Callable[..., Any]] = {
 }
 for _packet, _rule in _rules_by_collective.items() if dist.is_available() else ():
     implements(_packet.default, family="collectives")(_rule)
-for _eager, _rule in eager_rules(RULES, write_values).items():
+for _eager, _rule in make_eager_collective_rules(RULES, write_values).items():
     implements(_eager, family="collectives")(_rule)

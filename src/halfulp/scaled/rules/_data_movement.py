@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import require_float64, torch_operators
-from ...subclass._foreach import foreach_rule
+from ...subclass._foreach import make_foreach_rule
 from .. import _powers_of_two as _powers
 from .._operands import as_operand, encode_values, first_scaled
 from .._payloads import decode_values
@@ -331,7 +331,7 @@ def _register_foreach_operators() -> None:
         packet, _, overload = name.removeprefix("aten::").partition(".")
         if name.startswith("aten::_foreach_") and not overload.endswith("out"):
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            rule = foreach_rule(operator)
+            rule = make_foreach_rule(operator)
             if rule is not None:
                 implements(operator, family="foreach")(rule)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...kernels import present, torch_operators
+from ...kernels import present_operators, torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
 from .._operands import as_operand, encode_values, first_scaled, logical_dtype, make_scaled, result_storage
@@ -53,7 +53,7 @@ def register_zero_at_zero(*operators: OpOverload) -> None:
     op(p s) computed on values in float32. Its scale is s where that is below 1, as f(x) is about x there and would
     vanish under the scale 1; else 1, or what the largest result needs.
     """
-    for operator in present(operators):
+    for operator in present_operators(operators):
         implements(operator, family="unit output")(_make_value_rule(operator, vanishes=True))
 
 
@@ -62,7 +62,7 @@ def register_growing(*operators: OpOverload) -> None:
 
     op(p s) computed on values in float32, under the scale 1 or what the largest finite result needs.
     """
-    for operator in present(operators):
+    for operator in present_operators(operators):
         implements(operator, family="unit output")(_make_value_rule(operator, vanishes=False))
 
 

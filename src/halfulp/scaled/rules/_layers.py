@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import torch_operators
-from ...subclass._rule_table import arguments_by_name
+from ...subclass._rule_table import map_arguments_by_name
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
@@ -332,7 +332,7 @@ def _register_attention(operator: OpOverload) -> None:
     """
 
     def attend(*arguments: Any, **options: Any) -> tuple:
-        given = arguments_by_name(operator, arguments, options)
+        given = map_arguments_by_name(operator, arguments, options)
         inputs = [given[name] for name in _ATTENTION_INPUT_NAMES]
         query, key, value, storage = _scale_attention_operands(inputs, given)
         dtype = logical_dtype(inputs)
@@ -355,7 +355,7 @@ def _register_attention_backward(operator: OpOverload) -> None:
     """
 
     def attend_backward(*arguments: Any, **options: Any) -> tuple:
-        given = arguments_by_name(operator, arguments, options)
+        given = map_arguments_by_name(operator, arguments, options)
         of_output = next(name for name in given if name.startswith("grad_out"))
         tensors = [given[name] for name in (of_output, *_ATTENTION_INPUT_NAMES, "out")]
         gradient, query, key, value, output, storage = _scale_attention_operands(tensors, given)

@@ -26,7 +26,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..._names import unknown
-from ...kernels import present, torch_operators
+from ...kernels import present_operators, torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
@@ -358,7 +358,7 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
 
     The payload moves, the scale stays: view, gather, clone. A view shares the scale with what it is a view of.
     """
-    for operator in present(operators):
+    for operator in present_operators(operators):
         implements(operator, family=family)(_make_data_movement_rule(operator, operator.is_view))
 
 
@@ -408,7 +408,7 @@ def homogeneous(
     Raises:
         ValueError: an operator has no argument of a name, or has a rule already, or the family is not registered.
     """
-    for operator in present(operators):
+    for operator in present_operators(operators):
         rule = _make_rule_of_degrees(operator, degrees, terms) if degrees else _make_homogeneous_rule(operator, degree)
         implements(operator, family=family)(rule)
 
@@ -470,7 +470,7 @@ def unit_scale(*operators: OpOverload, family: str = "own") -> None:
 
     sigmoid, softmax, cos: computed on values; a larger scale where the largest finite result needs it.
     """
-    for operator in present(operators):
+    for operator in present_operators(operators):
         implements(operator, family=family)(_make_value_rule(operator, True))
 
 
@@ -480,7 +480,7 @@ def measured_scale(*operators: OpOverload, family: str = "own", scaled: int = 0)
     lgamma, histc, linear solvers: computed on values; r is a power of two. Results beyond the first `scaled` ones stay
     plain, such as what a layer saves for its backward pass.
     """
-    for operator in present(operators):
+    for operator in present_operators(operators):
         is_product = family in FAMILIES and FAMILIES[family].operands == "home"
         implements(operator, family=family)(_make_value_rule(operator, False, scaled, is_product))
 
@@ -510,7 +510,7 @@ def _encode_result(y: Any, storage: torch.dtype, dtype: torch.dtype, is_unit: bo
 
 def decoded(*operators: OpOverload, family: str = "own") -> None:
     """Register operators with plain results, computed by value: booleans, indices, complex numbers."""
-    for operator in present(operators):
+    for operator in present_operators(operators):
         implements(operator, family=family)(_make_plain_rule(operator))
 
 
@@ -531,7 +531,7 @@ def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False
         at_least_one: results do not vanish where arguments do, so that their scale is at least 1: softplus.
         of: the name of the argument whose scale stays; the first by default.
     """
-    for operator in present(operators):
+    for operator in present_operators(operators):
         implements(operator, family=family)(_make_gate_rule(operator, of, at_least_one))
 
 
@@ -554,7 +554,7 @@ def aligned(*operators: OpOverload, family: str = "own") -> None:
 
     Numbers and plain tensors without dimensions are constants: see `align_with_constants`.
     """
-    for operator in present(operators):
+    for operator in present_operators(operators):
         implements(operator, family=family)(_make_aligned_rule(operator))
 
 

@@ -66,7 +66,7 @@ def check_module(given: object, what: str) -> None:
         raise TypeError(f"{what} takes a torch.nn.Module, got {a_kind(given)}")
 
 
-def module_parameters(model: nn.Module, constants: bool = False) -> Iterator[ParameterRef]:
+def list_module_parameters(model: nn.Module, constants: bool = False) -> Iterator[ParameterRef]:
     """Yield every parameter under each of its names; with `constants` floating buffers that are not saved, too."""
     for path, module in model.named_modules():
         values = dict(module._parameters)
@@ -78,7 +78,7 @@ def module_parameters(model: nn.Module, constants: bool = False) -> Iterator[Par
                 yield ParameterRef(f"{path}.{key}" if path else key, module, key, value)
 
 
-def matching_parameters(found: Iterable[ParameterRef], where: Where) -> list[ParameterRef]:
+def list_matching_parameters(found: Iterable[ParameterRef], where: Where) -> list[ParameterRef]:
     """Return the parameters that match under any of their names, each under all of its names.
 
     Raises:
@@ -115,7 +115,7 @@ def matcher(where: Where, names: list[str], what: str = "where", of: str = "para
     return lambda module, name: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def with_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
+def copy_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
     """Copy the attributes that users set on a parameter (marks for weight decay, say), but for its class's own."""
     own = {*getattr(old, "_own", ()), "_is_param", _state_dict.SAVED_ATTRIBUTE}
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})
@@ -126,7 +126,7 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _CHECKPOINT_ADVICE = "checkpoint the whole model instead, or run it without checkpointing"
 
 
-def capture_hooks(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
+def capture_recomputation(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
     """Wrap the function that torch.utils.checkpoint(use_reentrant=False) recomputes; `what` names the caller in errors.
 
     Its frame is reached through the hook that packs saved tensors while the checkpointed function runs; hooks of others
@@ -150,7 +150,7 @@ def capture_hooks(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
     frame.recompute_fn._wrapped_by = wrap
 
 
-def capture_node(node: Any, name: str, wrap: Wrapper, what: str) -> None:
+def capture_reentrant_recomputation(node: Any, name: str, wrap: Wrapper, what: str) -> None:
     """Wrap the function that reentrant checkpointing (torch.utils.checkpoint) recomputes in the backward pass."""
     if name.endswith("CheckpointFunctionBackward"):
         if not callable(getattr(node, "run_function", None)):
@@ -229,7 +229,7 @@ def converted(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Te
     return found
 
 
-def decoded_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
+def decode_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
     """Return a parameter or buffer of a subclass as a plain one, its gradient too, each value rounded once.
 
     Raises:
@@ -245,7 +245,7 @@ def decoded_parameter(ref: ParameterRef, dtype: torch.dtype | None) -> Tensor:
     if old.grad is not None:
         grad = old.grad.detach()
         new.grad = grad.decode(value.dtype) if hasattr(grad, "decode") else grad.to(value.dtype)
-    return with_attributes(new, old)
+    return copy_attributes(new, old)
 
 
 def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:

@@ -17,7 +17,7 @@ from ..._torch_versions import is_exporting, saved_tensor_hooks
 from ...arithmetic._float32_products import NAMES_BY_PRODUCT_FUNCTION, iterate_tensors, multiply_in_float32
 from ...environment._narrow_products import widened_dtypes
 from ...kernels import constant_result, note_fallback
-from ._conversion import capture_hooks, check_module
+from ._conversion import capture_recomputation, check_module
 from ._parameter_holders import EMULATED
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -278,7 +278,7 @@ class _ProductMode(TorchFunctionMode):
             hooks = saved_tensor_hooks()
             # A checkpoint around the model's modules runs them again, and they come back here by themselves.
             if hooks is not None and hooks != _thread_state.hooks_at_entry:
-                capture_hooks(hooks[0], _recompute_under_mode, "hu.float32_products")
+                capture_recomputation(hooks[0], _recompute_under_mode, "hu.float32_products")
         return multiply_in_float32(function, args, kwargs)
 
 

@@ -41,7 +41,7 @@ _UNSENDABLE_DTYPES = (torch.int16, torch.uint16)
 _wrapped_checkpoints: list[bool] = []
 
 
-def watch_checkpoints() -> None:
+def wrap_checkpoint_functions() -> None:
     """Wrap torch's checkpoint functions, now or as soon as torch imports them."""
     if not _wrapped_checkpoints:
         _wrapped_checkpoints.append(True)
@@ -189,7 +189,7 @@ def install_registration_hooks() -> None:
     if not _registration_hooks:
         _registration_hooks.append(register_module_module_registration_hook(_hook_data_parallel))
         _registration_hooks.append(register_module_parameter_registration_hook(_refuse_dtensor))
-        watch_checkpoints()
+        wrap_checkpoint_functions()
 
 
 def _hook_data_parallel(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
@@ -277,7 +277,7 @@ class Wrappers:
         """Let fully_shard read and pad the shards again, as module.to() does."""
         with torch.no_grad():
             for module in self.sharded:
-                for group in shard_groups(module):
+                for group in list_shard_groups(module):
                     for shard in group.fsdp_params:
                         shard.reset_sharded_param()
 
@@ -324,19 +324,19 @@ def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> Wrappers
                 f"parameter {name!r} lies in memory that other processes share: {what} would take it out of theirs; "
                 f"call share_memory() after {what}"
             )
-    for name, kind in holding_optimizers(unique) if replaced else ():
+    for name, kind in list_holding_optimizers(unique) if replaced else ():
         raise ValueError(
             f"{kind} holds parameter {name!r} and would train nothing, as parameters become new objects: delete "
             f"it and make the optimizer after {what}"
         )
     fsdp = sys.modules.get("torch.distributed.fsdp")
     flat = living(fsdp.FullyShardedDataParallel) if fsdp is not None and torch.distributed.is_initialized() else []
-    for kind, modules in (("DistributedDataParallel", data_parallel_modules()), ("FSDP1", flat)):
+    for kind, modules in (("DistributedDataParallel", list_data_parallel_modules()), ("FSDP1", flat)):
         for module in modules:
             for parameter in module.parameters():
                 if id(parameter) in names:
                     _refuse_wrapped(names[id(parameter)], kind, what)
-    check_overlaps(unique, what)
+    refuse_overlapping_memory(unique, what)
     return _find_sharded_modules(unique, what)
 
 
@@ -363,7 +363,7 @@ def refuse_hooked_parameter(name: str, tensor: Tensor) -> None:
             )
 
 
-def check_overlaps(named: NamedTensors, what: str) -> None:
+def refuse_overlapping_memory(named: NamedTensors, what: str) -> None:
     """Raise for two parameters whose memory overlaps, from each one's first byte to its last."""
     lying = defaultdict(list)
     for name, tensor in named:
@@ -410,7 +410,7 @@ def _count_spanned_bytes(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def holding_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
+def list_holding_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
     """Return the parameters that living optimizers hold, by name, with each optimizer's class."""
     names = {id(tensor): name for name, tensor in named}
 
@@ -434,25 +434,25 @@ def living(kind: type) -> list[Any]:
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 
-def living_modules() -> list[nn.Module]:
+def list_living_modules() -> list[nn.Module]:
     """Return every module in this process."""
     return [module for module in living(nn.Module) if "_parameters" in module.__dict__]
 
 
-def data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
+def list_data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
     """Return every DistributedDataParallel in this process."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
     return [module for module in living(nn.parallel.DistributedDataParallel) if "reducer" in module.__dict__]
 
 
-def sharded_modules() -> list[nn.Module]:
+def list_sharded_modules() -> list[nn.Module]:
     """Return every module of fully_shard in this process."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else living(fsdp.FSDPModule)
 
 
-def shard_groups(module: nn.Module) -> list[Any]:
+def list_shard_groups(module: nn.Module) -> list[Any]:
     """fully_shard's groups of parameters at a module."""
     state = _read_fsdp_state(module)
     # torch 2.12 has one group at a module, or None.
@@ -473,11 +473,11 @@ def _find_sharded_modules(named: list[tuple[str, Tensor]], what: str) -> Wrapper
     """
     names = {id(tensor): name for name, tensor in named if hasattr(tensor, "_local_tensor")}
     found = Wrappers()
-    for module in sharded_modules() if names else ():
+    for module in list_sharded_modules() if names else ():
         held = [*module.parameters(recurse=False)]
-        held += [one.sharded_param for group in shard_groups(module) for one in group.fsdp_params]
+        held += [one.sharded_param for group in list_shard_groups(module) for one in group.fsdp_params]
         mine = [names[id(tensor)] for tensor in held if id(tensor) in names]
-        if mine and shard_groups(module):
+        if mine and list_shard_groups(module):
             if getattr(_read_fsdp_state(module), "_is_root", None) is not None:
                 raise ValueError(
                     f"parameter {mine[0]!r} is sharded by fully_shard, and the model has run: its buffers have the old "
@@ -488,7 +488,7 @@ def _find_sharded_modules(named: list[tuple[str, Tensor]], what: str) -> Wrapper
     return found
 
 
-def replace_data(parameter: Tensor, value: Tensor) -> None:
+def replace_parameter_data(parameter: Tensor, value: Tensor) -> None:
     """Give a parameter, plain or a DTensor, numbers of another dtype, in place: it stays the object that others hold.
 
     A gradient that waits for a step is cast to that dtype.
@@ -503,7 +503,7 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
         parameter.grad = gradient.to(value.dtype)
 
 
-def refuses_fully_shard(kind: TensorClass) -> TensorClass:
+def refuse_fully_shard_for(kind: TensorClass) -> TensorClass:
     """Add attributes to a tensor class by which fully_shard refuses it with a message (a decorator)."""
     # It asks for the first one before it changes a parameter, and older versions for the others after that.
     for name in ("_fsdp_orig_uid", "fsdp_pre_all_gather", "fsdp_post_all_gather"):
