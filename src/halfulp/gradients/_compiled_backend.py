@@ -32,7 +32,7 @@ from ._compiled_placement import (
     find_viewed_node,
     is_cast_to_float16,
     is_float16,
-    join_path,
+    name_nested_function,
 )
 from ._functions import OperatorKind, classify_function, get_function_name
 from ._site import GLOBAL_KEY, multiply_by_power
@@ -431,7 +431,7 @@ class _SitePlanner:
                 body = getattr(module, node.args[0].target)
                 self._sites[node] = self._visit_checkpoint(body, node, tuple(stack or ()))
             elif node.op in ("call_function", "call_method") and stack:
-                self._visit_node(node, join_path(stack))
+                self._visit_node(node, name_nested_function(stack))
 
     def _visit_checkpoint(self, body: GraphModule, node: Node, stack: tuple) -> Any:
         """Return the sites of the results of a body that runs again during backward.

@@ -208,7 +208,7 @@ class SitePlan:
         return -1 if key == GLOBAL_KEY else self.site_ranks.get(key, 0)
 
 
-def join_path(stack: Sequence[tuple]) -> str:
+def name_nested_function(stack: Sequence[tuple]) -> str:
     """Return the name of a graph's function, behind the names of the functions that it is nested in."""
     return "/".join(name for name, _ in stack)
 
@@ -289,7 +289,7 @@ class SitePlacement:
     def _find_forward_path(self, node: Node) -> str | None:
         """Return the forward function to whose derivative a node belongs."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
-        paths = (join_path(stack[:end]) for end in range(len(stack), 0, -1))
+        paths = (name_nested_function(stack[:end]) for end in range(len(stack), 0, -1))
         return next((path for path in paths if path in self._plan.site_keys), None)
 
     def _find_site_key(self, node: Node) -> str:

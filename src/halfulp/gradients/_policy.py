@@ -190,7 +190,7 @@ class Constant(Policy):
         return None
 
     def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int:
-        """Return None: the global exponent stays."""
+        """Return the exponent as it is."""
         return exponent
 
 

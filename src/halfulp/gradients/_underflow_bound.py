@@ -100,7 +100,7 @@ def widen_to_float32(x: Tensor) -> Tensor:
 
 # The papers' constants.
 PAPER_UNDERFLOW_SHARE = 1e-3
-PAPER_LEAST_PRODUCT = 1e-15  # abs_range takes no product of minima for smaller than this
+PAPER_FLOOR_OF_PRODUCT = 1e-15  # abs_range takes no product of minima for smaller than this
 
 RuleVersion = Literal["product", "sum"]
 
@@ -245,7 +245,7 @@ def abs_range(gradient: TensorMoments, weight: TensorMoments, fan: int, *, u_min
     if not (gradient.amax and weight.amax):
         return NO_BOUNDS
     log_fan = math.log2(fan)
-    least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_LEAST_PRODUCT))
+    least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_FLOOR_OF_PRODUCT))
     largest = math.log2(gradient.amax) + math.log2(weight.amax)
     return LogScale(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))
 

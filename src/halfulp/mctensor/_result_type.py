@@ -246,7 +246,7 @@ def limit_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[Pa
 
 
 def limit_large_elements(result: Parts, operands: Sequence[Any], own: Parts | None = None) -> Parts:
-    """Return a result's float64 components, those that are large brought nearer to the others if an operand is plain.
+    """Return a result's float64 components; what stands for infinity (2^24 and above) in plain operands is clamped.
 
     Args:
         result: of an operator that writes at places, or element by element.

@@ -18,7 +18,7 @@ _FIRST_RANGE_IN_STEPS = 32.0
 _RANGE_MARGIN = 1.5
 _MOST_RANGE_CHANGE = 4.0
 # What all parameters share, beside their groups and states.
-_SHARED_ATTRIBUTES = ("_steps", "_norms", "_written", "_clipped")
+_SAVED_ATTRIBUTES = ("_steps", "_norms", "_written", "_clipped")
 
 
 class HALP(torch.optim.Optimizer):
@@ -216,11 +216,11 @@ class HALP(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle, of which torch's leaves out what all parameters share."""
-        return super().__getstate__() | {name: getattr(self, name) for name in _SHARED_ATTRIBUTES}
+        return super().__getstate__() | {name: getattr(self, name) for name in _SAVED_ATTRIBUTES}
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, and beside it under "halp" what all parameters share."""
-        return super().state_dict() | {"halp": tuple(getattr(self, name) for name in _SHARED_ATTRIBUTES)}
+        return super().state_dict() | {"halp": tuple(getattr(self, name) for name in _SAVED_ATTRIBUTES)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned: a run goes on with the same bits.
@@ -231,7 +231,7 @@ class HALP(torch.optim.Optimizer):
         if "halp" not in state_dict:
             raise ValueError("this is no state dict of hu.optim.HALP: it has no entry 'halp'")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "halp"})
-        vars(self).update(zip(_SHARED_ATTRIBUTES, state_dict["halp"], strict=True))
+        vars(self).update(zip(_SAVED_ATTRIBUTES, state_dict["halp"], strict=True))
         for group, parameter, _ in self._walk_parameters():
             state = self.state[parameter]
             if "offset" in state:  # torch has made them the parameter's dtype

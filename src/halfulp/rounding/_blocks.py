@@ -57,7 +57,7 @@ from ._target import (
 # ruff: noqa: F821  names that are free here (scale_of, payload, ...) are bound when a kernel is compiled
 
 
-class BlockWords(NamedTuple):
+class BlockConstants(NamedTuple):
     """The constants of a kernel about blocks: for scales that are powers of two, and for any."""
 
     first: Any = 0
@@ -343,7 +343,7 @@ def bind_device_functions(kind: BlockKind) -> dict[str, object]:
 
 def _record_table(dtype: torch.dtype, kind: BlockKind, rounds: bool) -> Table:
     pieces, wide = container_functions(dtype, kind.is_inexact), dtype == torch.float64
-    element = Recording(2, 2 * WORD_COUNT + len(BlockWords._fields), "w64" if wide else "w32")
+    element = Recording(2, 2 * WORD_COUNT + len(BlockConstants._fields), "w64" if wide else "w32")
     i, (source, target), (c, d, of_block) = element.index, element.arrays, split_words(element.constants)
     w, names = pieces["load"](source, i), bind_device_functions(kind)
     if rounds:
@@ -356,10 +356,10 @@ def _record_table(dtype: torch.dtype, kind: BlockKind, rounds: bool) -> Table:
     return Table(element.trace, 2, count, start, int(WEYL_STEP), kind.block, partial=True)
 
 
-def split_words(constants: Sequence[Any]) -> tuple[RoundingWords, RoundingWords, BlockWords]:
+def split_words(constants: Sequence[Any]) -> tuple[RoundingWords, RoundingWords, BlockConstants]:
     """Return the words of a table's constants: of the elements, of the scales, and of blocks."""
     of_element, of_scale = constants[:WORD_COUNT], constants[WORD_COUNT : 2 * WORD_COUNT]
-    return RoundingWords(*of_element), RoundingWords(*of_scale), BlockWords(*constants[2 * WORD_COUNT :])
+    return RoundingWords(*of_element), RoundingWords(*of_scale), BlockConstants(*constants[2 * WORD_COUNT :])
 
 
 def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float, unit: float) -> np.ndarray:
@@ -376,7 +376,7 @@ def _make_block_words(target: BlockTarget, layout: WordLayout, tensor: float, un
     if target.has_power_scales:
         first, second = scale_threshold(target, layout.mantissa)
         highest = int(np.frexp(target.scale.max)[1]) - 1
-        words = BlockWords(
+        words = BlockConstants(
             first=first % (1 << layout.width),
             second=second,
             smallest=max(0, target.scale.tiny_exponent + layout.bias),
@@ -387,7 +387,7 @@ def _make_block_words(target: BlockTarget, layout: WordLayout, tensor: float, un
     else:
         with np.errstate(over="ignore"):  # an infinity, as in `compute_tensor_scale`
             divisor = float(np.float32(target.element.max * target.scale.max)) if target.tensor_scale else 0.0
-        words = BlockWords(
+        words = BlockConstants(
             unit=layout.encode_number(unit), tensor=layout.encode_number(tensor), divisor=layout.encode_number(divisor)
         )
     return np.array(words, np.uint32 if layout.width == 32 else np.uint64)
@@ -457,7 +457,7 @@ def _reference_layout(dtype: torch.dtype) -> WordLayout:
 @cache
 def _record_block_scale(kind: BlockKind, width: int) -> RecordedFunction:
     """Return the device function that makes a scale of a block's largest magnitude."""
-    element = Recording(0, 2 * WORD_COUNT + len(BlockWords._fields), f"w{width}")
+    element = Recording(0, 2 * WORD_COUNT + len(BlockConstants._fields), f"w{width}")
     word = element.add_input("word", f"w{width}")
     scale = bind_names(compute_block_scale, bind_device_functions(kind))(word, *split_words(element.constants))
     return RecordedFunction(element.trace, (scale.number,))
@@ -469,7 +469,7 @@ def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget, layout: Word
     words = make_block_constants(target, layout, 1.0, target.element.max)
     kind = BlockKind.of(dtype, target, layout)._replace(scales_by_amax=target.tensor_scale)
     # The largest magnitude on which a tensor's scale depends lies in the device's memory.
-    in_memory = (2 * WORD_COUNT + BlockWords._fields.index("amax"),) if kind.scales_by_amax else ()
+    in_memory = (2 * WORD_COUNT + BlockConstants._fields.index("amax"),) if kind.scales_by_amax else ()
     kernel = TensorKernel(rounding_table(dtype, kind), in_memory)
     measure = TensorKernel(amax_table(dtype, kind)) if target.tensor_scale else None
     measured = () if measure is None else measure.constant_arguments(words)

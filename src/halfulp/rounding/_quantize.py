@@ -212,7 +212,9 @@ def _find_integers(
     if not torch.compiler.is_compiling():
         return _make_integers(format, rounding, overflow, dtype)
     known = get_block(format) if isinstance(format, BlockFormat) or names_block(format) else get(format)
-    flat, error, message = _graph_integers(known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype)
+    flat, error, message = _target_integers_in_graph(
+        known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype
+    )
     if error:
         raise _ERROR_KINDS[error](message)
     return flat
@@ -224,7 +226,7 @@ _ERROR_KINDS: dict[str, type[Exception]] = {
 
 
 @constant_result
-def _graph_integers(
+def _target_integers_in_graph(
     key: str, in_blocks: bool, rounding: str, overflow: str | None, dtype: torch.dtype
 ) -> tuple[tuple[int, ...] | None, str, str]:
     fields = literal_eval(key)

@@ -18,7 +18,7 @@ from . import _write
 from ._operands import encode_values, keep_nonzero, logical_dtype, make_scaled_to_fit, result_storage
 from ._payloads import decode_values, to_float32
 from ._powers_of_two import is_concrete
-from ._registry import RULES, RULES_OF_LATER_OPERATORS, register_rule_derivation, rule_of
+from ._registry import RULES, RULES_OF_OPERATORS_TO_COME, register_rule_derivation, rule_of
 from ._scaled_tensor import ScaledTensor, enable_lazy_conjugates, to_plain, wrap
 from ._write import check_indexed_write, write_values
 
@@ -38,8 +38,8 @@ def derive_rule(operator: OpOverload) -> Callable:
     name = operator._schema.name.removeprefix("aten::")
     if name in _PRIMITIVE_OPERATORS:
         return rule_of(_PRIMITIVE_OPERATORS[name])
-    if name in RULES_OF_LATER_OPERATORS:
-        return RULES_OF_LATER_OPERATORS[name]
+    if name in RULES_OF_OPERATORS_TO_COME:
+        return RULES_OF_OPERATORS_TO_COME[name]
     if operator._schema.is_mutable:
         return _derive_write_rule(operator, name)
     if operator._can_decompose():

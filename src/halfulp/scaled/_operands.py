@@ -291,7 +291,7 @@ def _find_size_under_factor(storage: torch.dtype, factor: Any) -> float:
 
 
 def saturate_stand_ins(values: Tensor, scale: Tensor, storage: torch.dtype, *large: Tensor | None) -> Tensor:
-    """Return a result's float32 payload, clamped to what the storage holds where large elements have led beyond it."""
+    """Return a result's float32 payload, clamped to the storage's range where operands hold infinity's stand-ins."""
     places = [place for place in large if place is not None]
     if storage == torch.float32 or not places:
         return values

@@ -166,7 +166,7 @@ for _family in (
 
 
 # Rules of operators that torch defines after this package is imported, by the operators' names.
-RULES_OF_LATER_OPERATORS: dict[str, Rule] = {}
+RULES_OF_OPERATORS_TO_COME: dict[str, Rule] = {}
 
 _rule_table = RuleTable()
 RULES = _rule_table.rules

@@ -136,7 +136,10 @@ def differentiable(
 
 _PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 # How a model becomes plain, by the tensor class.
-_PLAIN_MODEL_FUNCTIONS = {"ScaledTensor": "halfulp.scaled.unscalify", "MCTensor": "halfulp.mctensor.single_component"}
+_PLAIN_MODEL_MAKERS = {
+    "ScaledTensor": "halfulp.scaled.unscalify",
+    "MCTensor": "halfulp.mctensor.single_component",
+}
 
 
 def refuse_make_fx(kind: str) -> None:
@@ -171,7 +174,7 @@ def refuse_recorders_at_call(model: nn.Module, arguments: tuple) -> None:
     """Raise as a model is called if torch.jit.trace records it, or torch.func.jvp would derive it in several dtypes."""
     if torch._C._is_tracing():
         kinds = {type(p.data).__name__ for p in model.parameters()}
-        for kind in kinds & _PLAIN_MODEL_FUNCTIONS.keys():
+        for kind in kinds & _PLAIN_MODEL_MAKERS.keys():
             refuse_jit_trace(kind)
     if getattr(sys.modules.get("torch._functorch.eager_transforms"), "JVP_NESTING", 0):
         parts = [p for p in model.parameters() if type(p.data).__name__ == "MCTensor"]
@@ -181,6 +184,6 @@ def refuse_recorders_at_call(model: nn.Module, arguments: tuple) -> None:
 def _make_refusal_text(recorder: str, kind: str) -> str:
     return (
         f"{recorder} would record constants in place of {kind}s, which are made of several tensors: record a plain "
-        f"copy of the model, {_PLAIN_MODEL_FUNCTIONS[kind]}(copy.deepcopy(model)), or run the model as it is by "
+        f"copy of the model, {_PLAIN_MODEL_MAKERS[kind]}(copy.deepcopy(model)), or run the model as it is by "
         "torch.compile"
     )

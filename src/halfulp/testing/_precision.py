@@ -150,7 +150,7 @@ TWIN_FACTOR = 4
 GRADIENT_NORM_FLOOR = 0.1
 # Losses that are small differences are measured beside their terms: by a share that makes an allowance of 32 eps
 # one of 4 eps of the terms.
-TERM_SHARE = 0.125
+LOSS_FLOOR_SHARE = 0.125
 _MOST_SHOWN = 8
 
 
@@ -346,7 +346,9 @@ def _list_differences(
     """Return the differences of a run from float32's, the one that is farthest beyond its allowance first."""
     rows: list[tuple[str, Tensor, Tensor, Tensor | None, float]] = []
     ours, other, theirs = (torch.tensor(x.losses, dtype=torch.float64, device="cpu") for x in (plain, twin, narrow))
-    rows.append((f"losses of {len(plain.losses)} steps", ours, other, theirs, TERM_SHARE * math.hypot(*plain.terms)))
+    rows.append(
+        (f"losses of {len(plain.losses)} steps", ours, other, theirs, LOSS_FLOOR_SHARE * math.hypot(*plain.terms))
+    )
     gradients = [x for name, x in plain.results.items() if name.startswith(GRADIENT_PREFIX)]
     elements = sum(x.numel() for x in gradients)
     typical = math.sqrt(sum(float(x.square().sum()) for x in gradients) / max(1, elements))

@@ -165,7 +165,7 @@ def test_abs_range_is_the_formula(seed):
         for _ in range(10):
             g, w, fan = wild(9, 7, low=low, high=low + 8), wild(7, 5), int(torch.randint(1, 500, ()))
             a, b = ([mpmath.mpf(abs(n)) for n in x.flatten().tolist() if n] for x in (g, w))
-            least = max(min(a) * min(b), mpmath.mpf(rules.PAPER_LEAST_PRODUCT))
+            least = max(min(a) * min(b), mpmath.mpf(rules.PAPER_FLOOR_OF_PRODUCT))
             wanted = least_and_most(U["u_min"] / (fan * least), U["u_max"] / (fan * max(a) * max(b)))
             found = rules.abs_range(rules.TensorMoments.measure(g), rules.TensorMoments.measure(w), fan, **U)
             assert found == pytest.approx(wanted, abs=NEAR)
@@ -316,6 +316,6 @@ def test_power_of_two_is_the_exact_floor(seed):
         moments = (rules.TensorMoments.measure(torch.tensor(number, dtype=torch.float64)) for number in (g, w))
         found = rules.floor_to_exponent(rules.abs_range(*moments, 1, u_min=u_min, u_max=u_max))
         product = abs(Fraction(g) * Fraction(w))
-        lower = Fraction(u_min) / max(product, Fraction(rules.PAPER_LEAST_PRODUCT))
+        lower = Fraction(u_min) / max(product, Fraction(rules.PAPER_FLOOR_OF_PRODUCT))
         alpha = min(max(lower, Fraction(1)), Fraction(u_max) / product)
         assert Fraction(2) ** found <= alpha < Fraction(2) ** (found + 1)

@@ -14,8 +14,8 @@ from halfulp.trials.tasks._full_batch import (
     CancerMLP,
     LinearRegression,
     Logistic,
-    decode_float64,
     encode_as_weights,
+    to_plain_float64,
 )
 
 KINDS = (LinearRegression, Logistic, CancerLogistic, CancerMLP)
@@ -58,7 +58,7 @@ def test_data_are_held_as_the_weights_are() -> None:
     assert encode_as_weights(HALF, x).dtype == torch.float16
     two = encode_as_weights(recipes.get("fp16-mc2"), x)
     assert isinstance(two, MCTensor)
-    assert (decode_float64(two) - x).abs().max() < 2**-22
+    assert (to_plain_float64(two) - x).abs().max() < 2**-22
 
 
 @pytest.mark.parametrize("recipe", [HALF, *map(recipes.get, ("fp32", "fp64", "fp16-mc2", "fp16-mc3", "bf16-kahan"))])

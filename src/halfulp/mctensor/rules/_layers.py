@@ -247,7 +247,7 @@ def _make_interpolation_rule(step: Callable, taps: Callable) -> Callable:
     return interpolate
 
 
-def _make_rule_by_factors(taps: Callable) -> Callable:
+def _make_interpolation_by_factors(taps: Callable) -> Callable:
     """Return the rule of the overload that takes a size or factors."""
     interpolate = _make_interpolation_rule(_resample_axis, taps)
 
@@ -269,7 +269,7 @@ for _name, _taps in (
     ("bicubic2d", _find_cubic_weights),
 ):
     INTERPOLATION_RULES[getattr(aten, f"upsample_{_name}").default] = _make_interpolation_rule(_resample_axis, _taps)
-    INTERPOLATION_RULES_BY_FACTORS[getattr(aten, f"upsample_{_name}").vec] = _make_rule_by_factors(_taps)
+    INTERPOLATION_RULES_BY_FACTORS[getattr(aten, f"upsample_{_name}").vec] = _make_interpolation_by_factors(_taps)
     _INTERPOLATION_GRADIENT_RULES[getattr(aten, f"upsample_{_name}_backward").default] = _make_interpolation_rule(
         _resample_gradient, _taps
     )

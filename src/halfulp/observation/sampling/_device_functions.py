@@ -90,7 +90,7 @@ def make_block_counts_table(kind: BlockKind) -> Table:
     normal, those of `rounding.blocks`, and two of the float64 that is the largest of all finite blocks. Sums: elements
     of finite blocks, those that become zero, those that become subnormal, and zeros in blocks whose largest stays.
     """
-    element = Recording(2, 2 + 2 * WORD_COUNT + len(b.BlockWords._fields) + 2, "w32")
+    element = Recording(2, 2 + 2 * WORD_COUNT + len(b.BlockConstants._fields) + 2, "w32")
     (nonzero, normal), words, amax = element.constants[:2], element.constants[2:-2], element.constants[-2:]
     c, d, of_block = b.split_words(words)
     if kind.scales_by_amax:

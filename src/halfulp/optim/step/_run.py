@@ -495,10 +495,10 @@ def _runs_of_meshes(batch: Batch) -> Iterator[tuple[DTensor, list[int]]]:
     """Yield the first DTensor and the rows of those that follow each other on one mesh, replicated along the same."""
     parameters = [] if batch.table.is_plain else [plan.parameter for plan in batch.plans]
     sharded = [(row, held) for row, held in enumerate(parameters) if is_dtensor(held)]
-    for _, run in itertools.groupby(sharded, lambda one: _find_mesh(one[1])):
+    for _, run in itertools.groupby(sharded, lambda one: _make_mesh_key(one[1])):
         members = [*run]
         yield members[0][1], [row for row, _ in members]
 
 
-def _find_mesh(parameter: DTensor) -> tuple[int, tuple[bool, ...]]:
+def _make_mesh_key(parameter: DTensor) -> tuple[int, tuple[bool, ...]]:
     return id(parameter.device_mesh), tuple(placement.is_replicate() for placement in parameter.placements)

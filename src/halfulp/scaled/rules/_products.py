@@ -36,7 +36,7 @@ from .._operands import (
 )
 from .._payloads import to_float32
 from .._powers_of_two import nearest_power
-from .._registry import EIGHT_BITS, RULES_OF_LATER_OPERATORS, ComplexOperand, implements
+from .._registry import EIGHT_BITS, RULES_OF_OPERATORS_TO_COME, ComplexOperand, implements
 from .._scaled_tensor import ScaledTensor, wrap
 from ._aligned import add
 from ._vocabulary import (
@@ -532,7 +532,7 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
     return keep_nonzero(held, torch.where((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
 
 
-RULES_OF_LATER_OPERATORS["prims::fma"] = fma
+RULES_OF_OPERATORS_TO_COME["prims::fma"] = fma
 
 
 measured_scale(

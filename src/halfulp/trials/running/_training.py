@@ -98,7 +98,7 @@ def open_training_run(
     overwrite: bool,
     make: type[Evidence] = Evidence,
 ) -> Generator[TrainingRun, None, None]:
-    """Yield a Training; at the end of the block its folder, if there is one, gets compare.json and compare.html.
+    """Yield a `TrainingRun`; at the end of the block its folder, if there is one, gets compare.json and compare.html.
 
     ``first`` are the trials that are known already, and the class of the evidence says what its files are called.
     """

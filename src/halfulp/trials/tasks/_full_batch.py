@@ -98,7 +98,7 @@ class FullBatchTask(Task):
     def _score_model(self, model: nn.Module, part: Batch | list[Tensor], failed: bool) -> dict[str, float | None]:
         if failed:
             return {"loss": None, "accuracy": None}
-        logits, targets = (decode_float64(x) for x in (model(part[0]), part[1]))
+        logits, targets = (to_plain_float64(x) for x in (model(part[0]), part[1]))
         return {"loss": float(self.loss(logits, targets)), "accuracy": self.compute_accuracy(logits, targets)}
 
 
@@ -108,7 +108,7 @@ def encode_as_weights(recipe: Recipe, x: Tensor) -> Tensor:
     return MCTensor.encode(x, recipe.components, dtype) if recipe.components else x.to(dtype)
 
 
-def decode_float64(x: Tensor) -> Tensor:
+def to_plain_float64(x: Tensor) -> Tensor:
     """Return a plain tensor or an MCTensor in float64."""
     return x.decode(torch.float64) if isinstance(x, MCTensor) else x.double()
 
@@ -116,7 +116,7 @@ def decode_float64(x: Tensor) -> Tensor:
 def decode_weights(model: nn.Module, optimizer: MeasuredOptimizer) -> dict[str, Tensor]:
     """Return the weights in float64, with what the optimizer keeps beside them."""
     if any(isinstance(parameter, MCTensor) or parameter.dtype == torch.float64 for parameter in model.parameters()):
-        return {name: decode_float64(parameter.detach()) for name, parameter in model.named_parameters()}
+        return {name: to_plain_float64(parameter.detach()) for name, parameter in model.named_parameters()}
     return {name: value.double() for name, value in optimizer.float32_state_dict(model).items()}
 
 
