@@ -177,7 +177,7 @@ before = model.weight.detach().clone()
 optimizer.step()
 assert not torch.equal(before, model.weight)
 assert hu.quantize(torch.tensor([1.3]), "e5m2").tolist() == [1.25]
-from halfulp.environment import describe
+from halfulp.environment import describe_environment
 assert describe()["processor"]["cores"] >= 1
 from halfulp.trials.running import _pool
 assert _pool.describe_exit(-15) == "was killed by SIGTERM"

@@ -54,8 +54,8 @@ def test_without_torch(in_bare_process) -> None:
     program = """
         import sys
         sys.modules["torch"] = None
-        from halfulp.environment import describe
-        found = describe()
+        from halfulp.environment import describe_environment
+        found = describe_environment()
         assert found["processor"]["cores"] >= 1
         assert found["versions"]["halfulp"]
         for part in ("torch", "products", "devices"):
@@ -120,12 +120,12 @@ def test_devices_have_names_and_what_a_driver_does_not_tell_is_its_error(hip, mo
 
 def test_products_follow_what_switches_instructions_off(in_bare_process) -> None:
     # oneDNN reads its variable once: before it does, in some versions of torch as torch._dynamo is imported.
-    program = "from halfulp.environment import describe\nprint(describe()['products'])"
+    program = "from halfulp.environment import describe_environment\nprint(describe_environment()['products'])"
     assert "'bfloat16': 'float32 (no instructions)'" in in_bare_process(program, ONEDNN_MAX_CPU_ISA="SSE41")
 
 
 def test_a_misspelt_wish_for_products_is_said(in_process) -> None:
-    program = "from halfulp.environment import describe\nprint(describe()['products'])"
+    program = "from halfulp.environment import describe_environment\nprint(describe_environment()['products'])"
     said = in_process(program, HALFULP_FLOAT32_PRODUCTS="yes")
     assert "HALFULP_FLOAT32_PRODUCTS='yes' is unknown: choose one of auto, always, never" in said
 

@@ -121,9 +121,9 @@ def cast_source(name: str, dtype: torch.dtype) -> str:
 def word_function_source(name: str, piece: RecordedFunction) -> str:
     """Return the source of a device function of words.
 
-    >>> from halfulp.kernels._device_function import record_words
+    >>> from halfulp.kernels._device_function import record_word_function
     >>> from halfulp.kernels._operations import add, mul
-    >>> print(piece_source("twice", record_words(lambda x: add(x, x), "w32")))
+    >>> print(word_function_source("twice", record_word_function(lambda x: add(x, x), "w32")))
     @triton.jit
     def twice(x0):
         v0 = x0
