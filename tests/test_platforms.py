@@ -178,7 +178,7 @@ optimizer.step()
 assert not torch.equal(before, model.weight)
 assert hu.quantize(torch.tensor([1.3]), "e5m2").tolist() == [1.25]
 from halfulp.environment import describe_environment
-assert describe()["processor"]["cores"] >= 1
+assert describe_environment()["processor"]["cores"] >= 1
 from halfulp.trials.running import _pool
 assert _pool.describe_exit(-15) == "was killed by SIGTERM"
 assert _pool.describe_exit(-9) == "was killed by SIGKILL, as where memory is short"
