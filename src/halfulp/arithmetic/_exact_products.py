@@ -455,9 +455,8 @@ def _row_exponent_kernel() -> ElementwiseKernels:
 
 
 _MOST_WAITING_PRODUCTS = 7  # products that wait for being summed
-_COST_OF_SINGLE_ENTRY = (
-    250  # what a product of two numbers costs in an entry computed alone, compared with one in a matrix product
-)
+# What a product of two numbers costs in an entry computed alone, compared with one in a matrix product.
+_COST_OF_SINGLE_ENTRY = 250
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -267,13 +268,13 @@ def limit_updated_elements(result: Parts, name: str, operands: Sequence[Any], ow
     Args:
         result: of an elementwise function.
         name: of the function: "mul", "addcmul" for x + b c, "addcdiv" for x + b / c, or another.
-        operands: x, and one other, or b, c and a number.
+        operands: x, and one other, or b, c and numbers that multiply them.
         own: components that are written over; where they are large, so may be the result.
     """
     factors = operands[1:]
     if name in ("addcmul", "addcdiv") and not any(isinstance(x, MCTensor) for x in factors):
-        first, second = (x.double() if isinstance(x, Tensor) else float(x) for x in factors[:2])
-        operands = (first / second if name == "addcdiv" else first * second,)
+        first, second, *numbers = (x.double() if isinstance(x, Tensor) else float(x) for x in factors)
+        operands = (math.prod(numbers, start=first / second if name == "addcdiv" else first * second),)
     found = [_find_stand_ins(x, among_zeros=name != "mul") for x in operands if is_plain(x) and x.dim()]
     places = _find_large_elements(result[0]) & ~_find_large_elements(own[0])
     if not any(map(_may_hold_any, found)) or not _may_hold_any(places):

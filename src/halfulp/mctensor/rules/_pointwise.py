@@ -354,7 +354,7 @@ def _register_product(name: str, divide: bool) -> None:
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
         factors = _find_product_factors(b, c, value, divide, result_type((x, b, c)))
-        return _update_in_place("addcmul", x, x, *factors, given=(name, (x, b, c)))
+        return _update_in_place("addcmul", x, x, *factors, given=(name, (x, b, c, value)))
 
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
