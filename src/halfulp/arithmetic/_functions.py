@@ -9,6 +9,7 @@ the quotient's size; a rounded quotient would decide wrongly beside every intege
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -632,7 +633,7 @@ def evaluate_far_angles(name: str, parts: Sequence[torch.Tensor]) -> tuple[torch
     One element at a time, which `halfulp.kernels.report()` counts.
     """
     note_fallback("arithmetic", "angles beyond 2^20 are computed one by one, exactly and slowly")
-    mp, right, one = known.make_precise_context(_SINE_BITS), known.compute_right_angle(_ANGLE_BITS), 1 << _ANGLE_BITS
+    mp, right, one = _make_sine_context(), known.compute_right_angle(_ANGLE_BITS), 1 << _ANGLE_BITS
     functions = (mp.sin, mp.cos, lambda rest: -mp.sin(rest), lambda rest: -mp.cos(rest))
     first, rows = ("sin", "cos").index(name), []
     for terms in zip(*(part.tolist() for part in parts)):
@@ -648,6 +649,10 @@ def evaluate_far_angles(name: str, parts: Sequence[torch.Tensor]) -> tuple[torch
             left -= _to_fixed_point(row[-1])
         rows.append(row)
     return tuple(torch.tensor(column, dtype=torch.float64, device=parts[0].device) for column in zip(*rows))
+
+
+# Its sines and cosines only read its precision: threads may share it.
+_make_sine_context = functools.cache(lambda: known.make_precise_context(_SINE_BITS))
 
 
 def _to_fixed_point(x: float) -> int:
