@@ -129,6 +129,8 @@ def test_printing_shows_the_digits_it_holds():
     assert "gradients='components'" in repr(x)
     assert "-4.5" in repr(x)
     assert "..." in repr(MCTensor.encode(torch.zeros(2000)))
+    columns = MCTensor.encode(torch.arange(1500.0).reshape(500, 3).T, 1)
+    assert "3.000000, 6.000000, ..., 1491.000, 1494.000, 1497.000" in repr(columns)
     assert f"{MCTensor.encode(0.125):.2f}" == "0.12"
     assert "size=(0, 3)" in repr(MCTensor.encode(torch.zeros(0, 3)))
     assert "scale=2**" in repr(MCTensor.encode([1.0], dtype=torch.float16))

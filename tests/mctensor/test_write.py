@@ -167,3 +167,20 @@ def test_large_elements_of_ones_own_stay_beside_a_constant():
     x, mask = MCTensor.encode([2.0**25, 1.0, 3.0], 2, torch.float16), torch.tensor([0.0, -1e9, 0.0])
     x.add_(mask)
     assert x.decode()[0] == 2.0**25
+
+
+@pytest.mark.parametrize(
+    ("value", "factor"),
+    [([1.0, 1e-3], torch.tensor(1e9)), ([1.0, 1e-3], torch.tensor([1e9, 1e9])), ([2.0**20, 1, 3], [2.0**10, 1, 1e9])],
+)
+def test_a_product_with_large_numbers_is_no_stand_in(value, factor):
+    x = MCTensor.encode(value, 2, torch.float16)
+    wanted = x.decode() * torch.as_tensor(factor)
+    x.mul_(torch.as_tensor(factor))
+    assert torch.allclose(x.decode(), wanted, rtol=2.0**-19)
+
+
+def test_a_large_product_stays_beside_a_constant_elsewhere():
+    x, c = MCTensor.encode([1.0, 1.0, 3.0], 2, torch.float16), MCTensor.encode([2.0**20, 1.0, 1.0], 2, torch.float16)
+    x.addcmul_(c, torch.tensor([2.0**10, 0.0, -1e9]))
+    assert x.decode()[0] == pytest.approx(2.0**30, rel=2.0**-19)

@@ -285,10 +285,10 @@ def _merge_kernel(work: torch.dtype, dtype: torch.dtype, count: int) -> Elementw
 
 @functools.cache
 def _split_kernel(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> ElementwiseKernels:
-    def cut(*count_slice_products: Any) -> Terms:
+    def cut(*products: Any) -> Terms:
         if work == torch.float32:
-            return _cut_components(count_slice_products[0], dtype, components)
-        terms = list(count_slice_products)
+            return _cut_components(products[0], dtype, components)
+        terms = list(products)
         if pieces > 1:
             terms = finish_special_values(functools.reduce(operator.add, terms), distill_terms(terms, 2))
         return round_to_components(terms, dtype, components) if dtype != work else terms[:1]
@@ -455,9 +455,8 @@ def _row_exponent_kernel() -> ElementwiseKernels:
 
 
 _MOST_WAITING_PRODUCTS = 7  # products that wait for being summed
-_COST_OF_SINGLE_ENTRY = (
-    250  # what a product of two numbers costs in an entry computed alone, compared with one in a matrix product
-)
+# What a product of two numbers costs in an entry computed alone, compared with one in a matrix product.
+_COST_OF_SINGLE_ENTRY = 250
 
 
 @dataclass(frozen=True)

@@ -549,9 +549,9 @@ def _describe_operands(flat: Sequence[torch.Tensor], shape: torch.Size, count: i
     alive: list[torch.Tensor | array.array[Any]] = []
     for part in map(to_plain_memory, flat):
         if part.shape != shape:
-            held, read_class_docstring = _repeat_operand_values(part, shape, row)
+            held, sizes = _repeat_operand_values(part, shape, row)
             alive.append(held)
-            words += read_class_docstring
+            words += sizes
         else:
             part = part.contiguous()
             alive.append(part)

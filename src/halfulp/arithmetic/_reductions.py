@@ -28,9 +28,8 @@ from ._error_free import Terms, two_sum
 from ._operators import add, divide_in_range, gather_terms, multiply, round_to_components
 from ._pointwise import PRECISION, Parts, pointwise
 
-_LARGE_MATRIX_ELEMENTS = (
-    2**17
-)  # elements of a matrix from which on its rows are reduced in segments, each by one thread
+# Of a matrix from which on its rows are reduced in segments, each by one thread.
+_LARGE_MATRIX_ELEMENTS = 2**17
 _SEGMENT_ELEMENTS = 2**16  # elements of a segment
 
 

@@ -401,14 +401,20 @@ def _format_elements(parts: Parts, scale: Tensor | None) -> str:
         return f"..., size={tuple(first.shape)}"
     if not first.numel():
         return f"[], size={tuple(first.shape)}"
-    flat, factor = [part.detach().reshape(-1) for part in parts], _convert_scale_to_fraction(scale)
+    threshold, parts = 1000, tuple(part.detach() for part in parts)
+    if first.numel() > threshold:  # of a long dimension numpy shows three elements at each end and none between
+        for dim, size in enumerate(first.shape):
+            if size > 7:
+                parts = tuple(torch.cat([part.narrow(dim, 0, 4), part.narrow(dim, size - 3, 3)], dim) for part in parts)
+        threshold = 0
+    flat, factor = [part.reshape(-1) for part in parts], _convert_scale_to_fraction(scale)
 
     def format_element(index: int) -> str:
         value = _add_up_exactly(tuple(float(part[index]) for part in flat), factor)
         return format_decimal(value, count_held_digits(parts))
 
     formatter: Any = {"int": format_element}
-    places = np.arange(first.numel()).reshape(first.shape)
+    places = np.arange(flat[0].numel()).reshape(parts[0].shape)
     return np.array2string(
-        places, 100, separator=", ", prefix="MCTensor(", formatter=formatter, threshold=1000, edgeitems=3
+        places, 100, separator=", ", prefix="MCTensor(", formatter=formatter, threshold=threshold, edgeitems=3
     )

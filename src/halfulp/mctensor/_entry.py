@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -274,6 +275,29 @@ _KEYS_BELOW_ENTRY = torch._C._dispatch_keyset_full_after(ENTRY_DISPATCH_KEY)
 _aten_library = torch.library.Library("aten", "IMPL")
 
 
+class _MkldnnSwitch:
+    """Switches mkldnn off for the process while any thread is inside, and then back to what it was."""
+
+    def __init__(self) -> None:
+        self._lock, self._entered, self._before = threading.Lock(), 0, True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._entered:
+                self._before = torch._C._get_mkldnn_enabled()
+                torch._C._set_mkldnn_enabled(False)
+            self._entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered:
+                torch._C._set_mkldnn_enabled(self._before)
+
+
+mkldnn_switch = _MkldnnSwitch()
+
+
 def _make_entry(operator: OpOverload) -> Callable:
     """Return an operator's kernel for the key: its function in OWN, else torch's steps on operands with components."""
     own, is_promoted, is_encoded = (
@@ -298,12 +322,8 @@ def _make_entry(operator: OpOverload) -> Callable:
                     arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
         if operator is not aten.lstm.input:
             return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
-        fused = torch._C._get_mkldnn_enabled()
-        torch._C._set_mkldnn_enabled(False)  # its kernel reads memory as plain numbers
-        try:
+        with mkldnn_switch:  # its kernel reads memory as plain numbers
             return operator.redispatch(keys & _KEYS_BELOW_ENTRY, *arguments, **options)
-        finally:
-            torch._C._set_mkldnn_enabled(fused)
 
     return untraced(entered)
 

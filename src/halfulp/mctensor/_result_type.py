@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -245,29 +247,49 @@ def limit_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[Pa
     return [_clamp_components(parts, large[i], limit) if i in large else parts for i, parts in enumerate(wide)]
 
 
-def limit_large_elements(result: Parts, operands: Sequence[Any], own: Parts | None = None) -> Parts:
+def limit_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
     """Return a result's float64 components; what stands for infinity (2^24 and above) in plain operands is clamped.
 
     Args:
-        result: of an operator that writes at places, or element by element.
+        result: of an operator that writes at places.
         operands: all that it was given.
-        own: components that are written over; where they are large, so may be the result.
     """
     if not any(_may_hold_any(_find_stand_ins(x)) for x in operands if is_plain(x)):
         return result
-    places = (
-        _find_large_elements(result[0])
-        if own is None
-        else _find_large_elements(result[0]) & ~_find_large_elements(own[0])
-    )
+    places = _find_large_elements(result[0])
     if not _may_hold_any(places):
         return result
-    return _clamp_components(result, places, _find_limit(find_magnitude(torch.where(places, 0.0, result[0]))))
+    return _clamp_at_places(result, places)
 
 
-def _find_stand_ins(x: Tensor) -> Tensor:
+def limit_updated_elements(result: Parts, name: str, operands: Sequence[Any], own: Parts) -> Parts:
+    """Return float64 components, brought nearer to the others where large constants among plain operands stand.
+
+    Args:
+        result: of an elementwise function.
+        name: of the function: "mul", "addcmul" for x + b c, "addcdiv" for x + b / c, or another.
+        operands: x, and one other, or b, c and numbers that multiply them.
+        own: components that are written over; where they are large, so may be the result.
+    """
+    factors = operands[1:]
+    if name in ("addcmul", "addcdiv") and not any(isinstance(x, MCTensor) for x in factors):
+        first, second, *numbers = (x.double() if isinstance(x, Tensor) else float(x) for x in factors)
+        operands = (math.prod(numbers, start=first / second if name == "addcdiv" else first * second),)
+    found = [_find_stand_ins(x, among_zeros=name != "mul") for x in operands if is_plain(x) and x.dim()]
+    places = _find_large_elements(result[0]) & ~_find_large_elements(own[0])
+    if not any(map(_may_hold_any, found)) or not _may_hold_any(places):
+        return result
+    stand_ins = functools.reduce(torch.logical_or, found)
+    return _clamp_at_places(result, places & stand_ins)
+
+
+def _clamp_at_places(parts: Parts, places: Tensor) -> Parts:
+    return _clamp_components(parts, places, _find_limit(find_magnitude(torch.where(places, 0.0, parts[0]))))
+
+
+def _find_stand_ins(x: Tensor, among_zeros: bool = True) -> Tensor:
     large = _find_large_elements(x)
-    return find_infinity_stand_ins(x, LEAST_STAND_IN) if _may_hold_any(large) else large
+    return find_infinity_stand_ins(x, LEAST_STAND_IN, among_zeros) if _may_hold_any(large) else large
 
 
 def _find_large_elements(x: Tensor) -> Tensor:

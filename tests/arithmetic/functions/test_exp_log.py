@@ -121,6 +121,9 @@ def test_angles_of_any_size(seed):
     low = torch.tensor([1e-12, -3e5, 0.0, 0.0, 1e-17], dtype=torch.float64)
     for name in ("sin", "cos"):
         check(name, (x, low), pointwise(name, (x, low), components=2, dtype=torch.float64))
+        for special in (math.nan, math.inf):
+            got = pointwise(name, (x[:1], torch.full_like(x[:1], special)), components=2, dtype=torch.float64)
+            assert torch.isnan(got[0]).all()
 
 
 def test_powers(seed):

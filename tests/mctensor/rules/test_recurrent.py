@@ -8,6 +8,7 @@ from torch import nn
 
 from halfulp.mctensor import MCTensor
 from halfulp.mctensor._convert_model import multicomponent
+from halfulp.mctensor._entry import mkldnn_switch
 from halfulp.subclass import strict
 
 
@@ -56,3 +57,12 @@ def test_a_recurrent_layer_is_as_in_float64(kind, options, dtype, gradients, see
         assert isinstance(mine, MCTensor) == (gradients == "components")
         found = mine.decode() if isinstance(mine, MCTensor) else mine.double()
         assert (found - value).abs().max() <= most * max(1, value.abs().max()), name
+
+
+def test_the_kernel_of_plain_lstms_is_off_while_any_thread_is_inside_and_then_as_before():
+    before = torch._C._get_mkldnn_enabled()
+    with mkldnn_switch:
+        with mkldnn_switch:
+            pass
+        assert not torch._C._get_mkldnn_enabled()
+    assert torch._C._get_mkldnn_enabled() == before

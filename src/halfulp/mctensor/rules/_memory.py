@@ -23,9 +23,8 @@ from ._comparison import copy_elements, map_components
 
 aten = torch_operators("aten")
 
-_LEAST_OVERFLOW = (
-    2.0**132
-)  # what float16 components under no scale of ours hold: it becomes infinite, the others keep theirs
+# What float16 components under no scale of ours hold: it becomes infinite, the others keep theirs.
+_LEAST_OVERFLOW = 2.0**132
 
 
 @implements(aten.clone.default)
@@ -338,8 +337,8 @@ _IN_PLACE_VIEW_OPERATORS = {
     aten.as_strided_.default: aten.as_strided.default,
     aten.detach_.default: aten.detach.default,
 }
-for _operator, _functional_collectives in _IN_PLACE_VIEW_OPERATORS.items():
-    implements(_operator)(_make_in_place_view_rule(_operator, _functional_collectives))
+for _operator, _functional in _IN_PLACE_VIEW_OPERATORS.items():
+    implements(_operator)(_make_in_place_view_rule(_operator, _functional))
 for _operator in _VIEW_OPERATORS:
     implements(_operator)(_make_view_rule(_operator))
 

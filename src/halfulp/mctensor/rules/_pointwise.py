@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
@@ -21,7 +22,7 @@ from .._result_type import (
     SUM_FUNCTION_NAMES,
     ResultType,
     convert_operands,
-    limit_large_elements,
+    limit_updated_elements,
     make_result,
     result_type,
     run_function,
@@ -33,9 +34,12 @@ from ._comparison import compare_by_value, is_nan, select_elements
 aten = torch_operators("aten")
 
 
+_split_constant = functools.lru_cache(64)(split_into_floats)
+
+
 def make_constant(value: Any, like: Tensor) -> MCTensor:
     """Return a number of any precision as a 0-d MCTensor of four float64."""
-    terms = split_into_floats(value, MOST)
+    terms = _split_constant(value, MOST)
     return MCTensor.from_components([torch.scalar_tensor(x, dtype=torch.float64, device=like.device) for x in terms])
 
 
@@ -286,8 +290,8 @@ def _make_in_place_binary_rule(name: str) -> Callable:
     return lambda x, other: _update_in_place(name, x, x, other)
 
 
-def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...] = ()) -> Tensor:
-    """Write f(operands) into x; `given` are operands that some of them were made of."""
+def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...] | None = None) -> Tensor:
+    """Write f(operands) into x; `given` is the function and the operands of which they were made."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
         return write_value(x, run_function(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
@@ -298,7 +302,7 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...
     form = choose_computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     if x._scale is not None:
-        result = limit_large_elements(result, (*operands, *given), to_components(x, x.device))
+        result = limit_updated_elements(result, *(given or (name, operands)), to_components(x, x.device))
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
     return write_components(x, result, exact, is_sum=name in SUM_FUNCTION_NAMES)
 
@@ -350,7 +354,7 @@ def _register_product(name: str, divide: bool) -> None:
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
         factors = _find_product_factors(b, c, value, divide, result_type((x, b, c)))
-        return _update_in_place("addcmul", x, x, *factors, given=(b, c))
+        return _update_in_place("addcmul", x, x, *factors, given=(name, (x, b, c, value)))
 
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:
