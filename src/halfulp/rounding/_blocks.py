@@ -264,7 +264,7 @@ class BlockKind(NamedTuple):
 
     Attributes:
         mode: of the elements' rounding.
-        rounding_path, keeps_signs, saturates: as in `Constants`, of the elements.
+        rounding_path, keeps_signs, saturates: as in `TargetConstants`, of the elements.
         block: elements that share a scale.
         has_power_scales: whether scales are powers of two.
         rounds_to_nearest: whether a scale is the closest.

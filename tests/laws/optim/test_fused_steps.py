@@ -116,7 +116,7 @@ def test_a_literal_in_a_rule_is_a_float32(seed):
 def test_a_step_that_is_compiled_to_other_bits_is_named(seed, monkeypatch):
     spec = _own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: (lr * g, m, v))
     other = _own_rule(spec, lambda w, g, m, v, lr: (lr * (g + g), m, v))
-    monkeypatch.setattr(_run_module, "compiled", lambda _: compile_step(other))
+    monkeypatch.setattr(_run_module, "compile_step", lambda _: compile_step(other))
     with pytest.raises(KernelMismatchError, match="of_mine"):
         compile_and_check(spec)
 

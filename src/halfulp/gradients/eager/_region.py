@@ -166,7 +166,7 @@ SlotHooks = tuple[tuple[int, GradientHook], ...]
 
 
 class ArgumentMoves:
-    """SlotHooks the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
+    """Moves the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
 
     Autograd runs nodes in the reverse of the order in which they were made, and adds up what they send to a tensor in
     that order. A node in between, such as a view's, would send what several nodes of one call make later, and as one

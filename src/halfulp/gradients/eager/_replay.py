@@ -154,7 +154,7 @@ class LearnedGraph:
         self._hooks: list[tuple[int, Callable]] = []
 
     def attach_hooks(self, nodes: list[Any]) -> list[Site]:
-        """GradientHook the nodes for the present exponents; return the sites of the outputs' gradients."""
+        """Hook the nodes for the present exponents; return the sites of the outputs' gradients."""
         exponents = [(site.exponent, site.follows_global) for site in self._all_sites]
         if exponents != self._exponents:
             self._exponents = exponents
