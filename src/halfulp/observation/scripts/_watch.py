@@ -1,4 +1,4 @@
-"""ScriptWatch the trainings of an unmodified script, and report what they show."""
+"""Watch the trainings of an unmodified script, and report what they show."""
 
 from __future__ import annotations
 
