@@ -1,4 +1,4 @@
-"""The notebook of an observation: the record that hooks write to, the step that runs, and rows for sinks."""
+"""The recorder of an observation: the record that hooks write to, the step that runs, and rows for sinks."""
 
 from __future__ import annotations
 
