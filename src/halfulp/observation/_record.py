@@ -193,6 +193,11 @@ class ParameterRecord:
     state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     rounding: RoundingRecord | None = None
 
+    @property
+    def is_of_halfulp(self) -> bool:
+        """Whether one of halfulp's optimizers holds it."""
+        return self.optimizer_module.startswith("halfulp.")
+
 
 @dataclass(slots=True)
 class AverageRecord:

@@ -161,10 +161,14 @@ def loses_state_decay(rate: float, dtype: torch.dtype | None) -> bool:
 IMPORT_LINE = "import halfulp as hu"
 KAHAN_ARGUMENT = 'weight_update="kahan"'
 _PLACE_COMMENT = "# behind the line that makes the optimizer: its groups keep their options"
+_GROUPS_COMMENT = "# behind the line that makes the optimizer, before its first step"
 
 
-def write_optimizer_code(name: str | None, argument: str) -> str:
+def write_optimizer_code(name: str | None, argument: str, is_halfulp: bool = False) -> str:
     """Return the lines that make an optimizer anew as one of hu.optim's, with its groups and a further argument.
+
+    Groups of halfulp's own optimizers have the argument already, and would keep it: there it is written into them.
+    Of LBFGS, which hu.optim does not wrap, the lines are none.
 
     >>> print(write_optimizer_code("AdamW", KAHAN_ARGUMENT))
     import halfulp as hu
@@ -174,7 +178,16 @@ def write_optimizer_code(name: str | None, argument: str) -> str:
     optimizer = hu.optim.wrap(torch.optim.ASGD, optimizer.param_groups, weight_update="kahan")
     >>> print(write_optimizer_code(None, KAHAN_ARGUMENT).splitlines()[2])
     optimizer = hu.optim.AdamW(optimizer.param_groups, weight_update="kahan")  # or SGD, Adam, Lion, as it was
+    >>> print(write_optimizer_code("AdamW", KAHAN_ARGUMENT, is_halfulp=True))
+    # behind the line that makes the optimizer, before its first step
+    for group in optimizer.param_groups:
+        group["weight_update"] = "kahan"
     """
+    if is_halfulp:
+        key, _, value = argument.partition("=")
+        return f'{_GROUPS_COMMENT}\nfor group in optimizer.param_groups:\n    group["{key}"] = {value}'
+    if name == "LBFGS":
+        return ""
     made = f"hu.optim.{name or 'AdamW'}("
     if name is not None and name not in OPTIMIZERS:
         made = f"hu.optim.wrap({f'torch.optim.{name}' if hasattr(torch.optim, name) else name}, "

@@ -123,7 +123,11 @@ def test_distributed_checkpoints(tmp_path, needs_torch):
     save(model.state_dict(), storage_writer=FileSystemWriter(str(tmp_path / "flat")), no_dist=True)
     check(tmp_path / "flat", model)
     for file in (tmp_path / "flat").glob("*.distcp"):
-        file.write_bytes(file.read_bytes()[:-400])
+        whole = file.read_bytes()
+        file.write_bytes(bytes(len(whole)))
+        with pytest.raises(ValueError, match="it is damaged"):
+            next(iter(open_checkpoint(tmp_path / "flat").tensors.values())).read()
+        file.write_bytes(whole[:-400])
     with pytest.raises(ValueError, match="truncated"):
         open_checkpoint(tmp_path / "flat")
 

@@ -167,6 +167,21 @@ def test_the_code_that_is_copied_mends_what_the_card_shows(losing: hu.observatio
     assert [one.code for one in run_in_bfloat16(LOSING + first["write"]).findings if one.severity != "note"] == []
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        'hu.optim.AdamW(model.parameters(), lr=3e-6, weight_update="nearest")',
+        'hu.optim.wrap(torch.optim.NAdam, model.parameters(), lr=3e-6, weight_update="nearest")',
+    ],
+)
+def test_the_code_for_optimizers_of_ones_own_changes_their_groups(made: str) -> None:
+    script = f"import halfulp as hu\noptimizer = {made}\n"
+    (first, *_) = run_in_bfloat16(script).to_dict()["causes"]
+    assert first["code"] == "updates-lost"
+    mended = run_in_bfloat16(script + first["write"])
+    assert "updates-lost" not in [one.code for one in mended.findings if one.severity != "note"]
+
+
 def test_the_code_for_several_groups_keeps_their_options() -> None:
     groups = """optimizer = torch.optim.AdamW(
     [{"params": model["mlp"][0].parameters(), "weight_decay": 0.1},

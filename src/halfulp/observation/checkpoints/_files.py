@@ -203,7 +203,12 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
         target = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner({name: target}, index)
-        reader.read_data(planner.create_local_plan(), planner)
+        try:
+            reader.read_data(planner.create_local_plan(), planner)
+        except (pickle.UnpicklingError, *_READING_ERRORS) as error:
+            raise ValueError(
+                f"{folder} cannot be read at {name!r} ({type(error).__name__}): it is damaged; copy it again"
+            ) from None
         return target
 
     paths = index.planner_data if isinstance(index.planner_data, dict) else {}

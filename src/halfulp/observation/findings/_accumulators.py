@@ -225,7 +225,7 @@ class SecondMomentStuck(FindingKind):
                     continue
                 dtype = parameter.state_dtypes.get(state)
                 # Nothing to write for an optimizer that is not here.
-                code = write_optimizer_code(parameter.optimizer, "state_dtype=torch.float32")
+                code = write_optimizer_code(parameter.optimizer, "state_dtype=torch.float32", parameter.is_of_halfulp)
                 yield self.found(
                     name,
                     "note" if is_wide_dtype(dtype or parameter.dtype) else "warning",

@@ -124,7 +124,7 @@ class FreezeAhead(FindingKind):
                 1.0 if worst.updates == SIZES_FROM_STATE else 0.8,
                 _describe_freeze(layers, worst, dtype, forecast.start),
                 says=FROZEN_FROM_START_DIAGNOSIS if worst.freeze_step == forecast.start else self.says,
-                write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT),
+                write=write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp),
                 cure=self.cure_in(worst.dtype),
                 freeze_step=worst.freeze_step,
                 freeze_lr=worst.freeze_lr,
@@ -268,7 +268,7 @@ class UpdatesLost(FindingKind):
                 said,
                 cure=self.cure_in(parameter.dtype),
                 says=self.says if update.known else "",
-                write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT),
+                write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp),
                 **make_change_evidence(update, parameter.dtype),
                 lr=read_option(parameter.options, "lr"),
             )
@@ -288,7 +288,8 @@ class UpdatesLost(FindingKind):
                 said += ", unless wider weights are kept elsewhere"
             too_small = not is_wide_dtype(row.b.dtype) and state.lost_by.get("kahan", 0) > 0.5
             cure = SPLIT_CURE if too_small else self.cure_in(row.b.dtype)
-            code = write_optimizer_code(None, 'weight_update="split"') if too_small else None
+            argument = 'weight_update="split"' if too_small else KAHAN_ARGUMENT
+            code = write_optimizer_code(None, argument, state.weight_update is not None)
             yield self.found(
                 name, severity, confidence, said, cure=cure, write=code, **_make_lost_evidence(update, state, row)
             )
@@ -349,7 +350,7 @@ class WeightDecayLost(FindingKind):
             if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED_WARNING:
                 sure = compute_confidence(decay.seen, FEWEST_UPDATES)
                 told = {"realised": realised, "seen": decay.seen}
-                code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT)
+                code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
                 yield self._report_lost_decay(
                     [name], parameter.dtype, decay.lost_share, parameter.options, sure, code, told
                 )
@@ -365,7 +366,8 @@ class WeightDecayLost(FindingKind):
                 and realised < REALISED_ERROR
             ):
                 told = make_change_evidence(decay, row.b.dtype)
-                yield self._report_lost_decay([name], row.b.dtype, decay.lost_share, state.options, 1.0, None, told)
+                code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
+                yield self._report_lost_decay([name], row.b.dtype, decay.lost_share, state.options, 1.0, code, told)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
@@ -378,7 +380,7 @@ class WeightDecayLost(FindingKind):
         if losing:
             lost, worst = max(losing, key=lambda pair: pair[0])
             options = {"lr": worst.lr, "weight_decay": worst.weight_decay}
-            code = write_optimizer_code(forecast.rule, KAHAN_ARGUMENT)
+            code = write_optimizer_code(forecast.rule, KAHAN_ARGUMENT, forecast.is_halfulp)
             names = [layer.name for _, layer in losing]
             yield self._report_lost_decay(names, worst.dtype, lost, options, 1.0, code, {}, ahead=True)
 
@@ -449,6 +451,7 @@ class WeightFrozen(FindingKind):
                 continue
             if is_update_kept_beside(parameter) and not _is_movement_due(record, parameter):
                 continue
+            code = write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT, parameter.is_of_halfulp)
             yield self.found(
                 name,
                 "note" if rounded and is_wide_dtype(parameter.dtype) else "error",
@@ -458,7 +461,7 @@ class WeightFrozen(FindingKind):
                 + ("" if rounded else ", though updates changed it"),
                 cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK_CURE,
                 says=self.says if rounded else "",
-                write=write_optimizer_code(parameter.optimizer, KAHAN_ARGUMENT) if rounded else "",
+                write=code if rounded else "",
                 moved=0.0,
                 sampled_steps=steps,
                 seen=update.seen,
@@ -493,7 +496,8 @@ class WeightFrozen(FindingKind):
             yield self.found(row.name, "note", 0.9, said, cure=NO_GRADIENT_CURE, **evidence)
         else:
             sure = 1.0 if row.numel >= FEWEST_UPDATES else 0.9
-            yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), **evidence)
+            code = write_optimizer_code(None, KAHAN_ARGUMENT, state.weight_update is not None)
+            yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), write=code, **evidence)
 
     def _find_never_stepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {dtype_name(row.a.dtype)}"

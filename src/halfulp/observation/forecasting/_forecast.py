@@ -25,6 +25,7 @@ class Forecast:
         start, steps: steps made so far, and of the whole run.
         notes: what could not be read or is not known, in sentences.
         learning_rates: (step, learning rate of the first group) at steps spread over the schedule.
+        is_halfulp: whether the optimizer is one of halfulp's.
         findings: the plan's problems, the worst first.
     """
 
@@ -35,6 +36,7 @@ class Forecast:
     steps: int
     notes: tuple[str, ...] = ()
     learning_rates: tuple[tuple[int, float], ...] = ()
+    is_halfulp: bool = False
     findings: list[Finding] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

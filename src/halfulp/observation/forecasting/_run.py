@@ -170,7 +170,7 @@ def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> 
             "optimizer that has made a step with momentum, or a model that holds gradients"
         )
     total, curve = start + rates.shape[1], _sample_rate_curve(rates[0], start)
-    made = Forecast(layers, inputs.rule, schedule, start, total, tuple(notes), curve)
+    made = Forecast(layers, inputs.rule, schedule, start, total, tuple(notes), curve, inputs.is_halfulp)
     return replace(made, findings=collect_findings("forecast", made))
 
 

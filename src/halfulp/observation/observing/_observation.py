@@ -162,7 +162,7 @@ class Observation(StepWatcher):
 
     @property
     def overhead(self) -> float | None:
-        """Share of the run's time that was spent in make_safe_method; None before any time passed."""
+        """Share of the run's time that was spent in watching; None before any time passed."""
         wall = self._wall + (0.0 if self._began is None else time.perf_counter() - self._began)
         own = wall - self.recorder.seconds
         return self.recorder.seconds / own if own > 0 else None
@@ -392,7 +392,7 @@ class RunSummary:
         record: what was counted.
         steps: how many optimizer steps were observed.
         interval: one step in so many was sampled.
-        overhead: share of the run's time that was spent in make_safe_method; None where no time passed.
+        overhead: share of the run's time that was spent in watching; None where no time passed.
     """
 
     record: Record

@@ -56,7 +56,7 @@ class RankComparison:
     are late are named in the record's `unseen`; nothing hangs, and no step waits.
 
     Attributes:
-        others: ranks to compare with, none before `begin` and behind `end`.
+        other_ranks: ranks to compare with, none before `begin_observing` and behind `compare_ranks`.
     """
 
     def __init__(self, recorder: Recorder, model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The notebook of an observation: the record that hooks write to, the step that runs, and rows for sinks."""
+"""The recorder of an observation: the record that hooks write to, the step that runs, and rows for sinks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Recorder:
         sampling: whether tensors of the running step are looked at.
         position: how many tensors were looked at in this step.
         scale: the loss scale of the running backward pass.
-        seconds: time spent in make_safe_method.
+        seconds: time spent in watching.
         fixed: names that are sampled at the same places in every step, so that directions of rounding can be compared.
         uses: who took and who handed on what.
     """
@@ -215,7 +215,7 @@ def make_safe_method(function: WatchedMethod) -> WatchedMethod:
 
 
 def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: Any) -> None:
-    """Call a function as one that is `make_safe_method`."""
+    """Call a function as a method of `make_safe_method` is called."""
     if torch.compiler.is_compiling() or not recorder.begin_watching():
         return
     begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""UpdateWatcher: samples of weights, gradients and states around an optimizer's step, beside what was wanted."""
+"""Updates: samples of weights, gradients and states around an optimizer's step, beside what was wanted."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ...pages import Cell, Table, format_count, format_number, format_share, make_table, write_whole
+from ...pages import Cell, Table, format_count, format_share, make_table, write_whole
 from .._finding import choose_headline, count_causes_in_words
 from .._text import KEPT_TITLE, LOST_TITLE, pluralize
 from ._findings import (
@@ -83,7 +83,7 @@ def _make_groups_table(groups: Sequence[PlainData]) -> Table:
         (
             "median, ulps",
             "number",
-            lambda one: Cell(" to ".join(dict.fromkeys(map(format_number, one["median_change_ulps"])))),
+            lambda one: Cell(" to ".join(dict.fromkeys(number_cell(end).text for end in one["median_change_ulps"]))),
         ),
     ]
     return make_table("groups", "Layer by layer", groups, columns, "filter, as norm")

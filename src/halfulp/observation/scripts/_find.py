@@ -199,7 +199,7 @@ class ScriptTraining:
             sinks=sinks,
         )
         observation.start()
-        # FoundTraining by the garbage collector together with the observation, whose record it saves.
+        # Found by the garbage collector together with the observation, whose record it saves.
         vars(observation)["_guard"] = _EndGuard(self, observation)
         self._observation = weakref.ref(observation)
 
