@@ -98,7 +98,7 @@ def bind_names(function: Callable, names: Mapping[str, object]) -> Callable:
 
     >>> def scaled(x):
     ...     return x * FACTOR
-    >>> bound(scaled, {"FACTOR": 3})(2)
+    >>> bind_names(scaled, {"FACTOR": 3})(2)
     6
     """
     return _bind_function(function, names, {})

@@ -48,7 +48,7 @@ def require_float64(device: torch.device, what: str) -> None:
 def to_float64(x: Tensor) -> Tensor:
     """Return x in float64, on the CPU where its device has none.
 
-    >>> in_float64(torch.ones(2)).dtype
+    >>> to_float64(torch.ones(2)).dtype
     torch.float64
     """
     return x.double() if has_float64(x.device) else x.cpu().double()

@@ -110,11 +110,11 @@ def choose_engine(device: str) -> tuple[str, str]:
         return _choose_for_triton(device, wish)
     if wish == "reference" or device != "cpu":
         return "reference", ""
+    check_features()
     if why := _explain_missing_package("llvmlite") or explain_unsupported():
         if wish == "llvm":
             raise ImportError(f"engine 'llvm' was asked for, but {why}; {ENVIRONMENT}")
         return "reference", f"{why}: kernels run as plain torch, slower and with the same bits"
-    check_features()
     return "llvm", ""
 
 

@@ -94,10 +94,10 @@ CHUNK_ELEMENTS = 16_384
 
 
 def cut_into_chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
-    """Cut a tensor's runs at the global indices that are multiples of CHUNK.
+    """Cut a tensor's runs at the global indices that are multiples of CHUNK_ELEMENTS.
 
-    A block whose length divides CHUNK is thus never cut but by the shard itself, and no piece crosses a multiple of
-    2^32, where the high word of the index changes.
+    A block whose length divides CHUNK_ELEMENTS is thus never cut but by the shard itself, and no piece crosses a
+    multiple of 2^32, where the high word of the index changes.
 
     Args:
         index_map: the tensor's place in the whole.

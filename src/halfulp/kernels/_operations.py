@@ -92,7 +92,7 @@ store4, store8, store16, store32, store64 = map(_make_store, (4, 8, 16, 32, 64))
 
 
 def deposit64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
-    """Add a word to the 64-bit element i of an array, or of a copy of it; see `Trace.deposit`."""
+    """Add a word to the 64-bit element i of an array, or of a copy of it; see `Trace.emit_deposit`."""
     _find_trace(address).emit_deposit(address, i, w, apart)
 
 

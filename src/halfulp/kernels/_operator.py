@@ -79,7 +79,7 @@ def torch_operators(namespace: str) -> TorchOperators:
     >>> aten = torch_operators("aten")
     >>> aten.add.Tensor is torch.ops.aten.add.Tensor, aten.gone_since.default
     (True, <aten::gone_since.default, which torch ... lacks>)
-    >>> present([aten.neg.default, aten.gone_since.default])
+    >>> present_operators([aten.neg.default, aten.gone_since.default])
     [<OpOverload(op='aten.neg', overload='default')>]
     """
     return TorchOperators(namespace, getattr(torch.ops, namespace))

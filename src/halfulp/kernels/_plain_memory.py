@@ -77,7 +77,7 @@ def to_plain_memory(x: Tensor, what: str = "a tensor") -> Tensor:
             the meta device, or one that is sparse, quantized, nested or freed.
 
     >>> turned = torch.complex(torch.zeros(2), torch.ones(2)).conj().imag
-    >>> turned.is_neg(), plain(turned).is_neg()
+    >>> turned.is_neg(), to_plain_memory(turned).is_neg()
     (True, False)
     """
     if type(x) in _PLAIN_CLASSES and x.layout is torch.strided:

@@ -322,7 +322,7 @@ class _TraceRun:
 def to_signed_integer(word: int, width: int) -> int:
     """Return the signed integer with a word's bits.
 
-    >>> as_signed(0xFFFFFFFF, 32)
+    >>> to_signed_integer(0xFFFFFFFF, 32)
     -1
     """
     half = 1 << width - 1

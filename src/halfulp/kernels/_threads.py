@@ -30,7 +30,7 @@ _LEAST_NORMAL_FLOAT64 = 2.0**-1022
 def flushes_subnormals() -> bool:
     """Return whether this thread's arithmetic takes subnormal numbers for 0.
 
-    >>> flushes()
+    >>> flushes_subnormals()
     False
     """
     return _LEAST_NORMAL_FLOAT64 * 0.5 == 0.0

@@ -143,8 +143,8 @@ class Trace:
     def emit_deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
         """Add a 64-bit word of each element to an entry of an array of such words.
 
-        Where copies of the counters lie `apart`, COPIES in all, a writer may spread the elements over them, since
-        additions to one word wait for each other.
+        Where copies of the counters lie `apart`, COUNTER_COPIES in all, a writer may spread the elements over them,
+        since additions to one word wait for each other.
         """
         self.deposits.append((address.number, place.number, word.number, apart))
 

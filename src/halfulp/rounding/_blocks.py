@@ -188,7 +188,7 @@ class BlockTarget(NamedTuple):
         element: what payloads are rounded to.
         scale: what scales are rounded to, saturating.
         block: elements that share a scale.
-        scale_rounding: FLOOR, RAISED or CLOSEST.
+        scale_rounding: SCALE_DOWN, SCALE_UP or SCALE_NEAREST.
         tensor_scale: whether the tensor has a scale of its own.
     """
 
@@ -270,7 +270,7 @@ class BlockKind(NamedTuple):
         rounds_to_nearest: whether a scale is the closest.
         is_inexact: whether results may lie between two numbers of the dtype, which has 16 bits, and are
             rounded to it.
-        scales_by_amax: whether the tensor has a scale of its own that the kernel computes from the word AMAX.
+        scales_by_amax: whether the tensor has a scale of its own that the kernel computes from the word `amax`.
     """
 
     mode: int

@@ -1,7 +1,7 @@
 """Device functions that round one word: a mode, a path, overflow, the sign; and the codec of 8-bit floats.
 
-A piece serves 32- and 64-bit words alike. `c` are the `Words` of `_target`. Every choice is a select between two values
-that are both computed, so that LLVM vectorizes the loop.
+A piece serves 32- and 64-bit words alike. `c` are the `RoundingWords` of `_target`. Every choice is a select between
+two values that are both computed, so that LLVM vectorizes the loop.
 """
 
 from __future__ import annotations

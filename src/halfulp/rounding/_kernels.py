@@ -77,7 +77,7 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], 
 
 
 def mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
-    """Return the functions bound to the free names of `rounded`, for a mode and a kind of `TargetConstants`."""
+    """Return the functions bound to the free names of `round_word`, for a mode and a kind of `TargetConstants`."""
     path, plain, saturating = kind
     bind: dict[str, Callable] = {
         "magnitude": _PATH_FUNCTIONS[path],

@@ -82,7 +82,7 @@ def mix64_all(*values: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def stream_start(key_low: Word, key_high: Word, index: Word) -> tuple[Word, Word]:
     """Device function: the counter of the element at a global index, and what its hash is xored with.
 
-    Neighbours' counters differ by WEYL, and the second word is the same for all elements up to 2^32 apart.
+    Neighbours' counters differ by WEYL_STEP, and the second word is the same for all elements up to 2^32 apart.
     """
     own = add(key_high, mul(high_word(index), HIGH_WORD_FACTOR))
     return add(mul(low_word(index), WEYL_STEP), bit_xor(key_low, mul(own, STREAM_FACTOR))), own

@@ -28,7 +28,7 @@ class Target(NamedTuple):
         mantissa_bits: explicit bits of the significand.
         emin: exponent of the smallest normal number.
         max_word: the bits of the largest number as a float64.
-        policy: position in POLICIES.
+        policy: position in OVERFLOW_POLICIES.
         subnormals: whether numbers below 2^emin exist beside zero.
         zero, signed, signed_zero: whether 0, negative numbers and -0 exist.
     """

@@ -70,3 +70,21 @@ def test_more_states_under_scales_than_a_kernel_takes_are_refused_with_the_cure(
         assert all((optimizer.state[p][name].float() == 1).all() for name in "d")
     plain = torch.nn.Parameter(torch.ones(8, 32).bfloat16())
     Sums([plain], {})
+
+
+def test_a_rule_whose_values_are_not_those_of_its_update_is_refused():
+    def step(w, g, lr):
+        return (-(lr * g),)
+
+    with pytest.raises(TypeError, match="values is a function"):
+        UpdateRule("named", step, (), ("lr",), lambda group, step: (0.1,))
+    for values in ((), (0.1, 0.2)):
+
+        class Wrong(hu.optim.Optimizer):
+            _rule = UpdateRule("wrong", step, (), lambda group, step, values=values: values)
+
+        p = torch.nn.Parameter(torch.ones(8))
+        p.grad = torch.ones(8)
+        with pytest.raises(ValueError, match=r"values of rule 'wrong' .* takes \('lr',\)"):
+            Wrong([p], {}).step()
+        assert (p == 1).all()

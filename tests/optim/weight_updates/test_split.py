@@ -5,6 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.optim.weight_updates._weight_update import find_weight_update
 
 from ...laws.optim.cases import Adder
 
@@ -91,3 +92,11 @@ def test_split_is_for_bfloat16_and_says_what_else():
 def test_other_numbers_of_bits_are_refused(bits):
     with pytest.raises(ValueError, match="16"):
         hu.Split(bits=bits)
+
+
+@pytest.mark.parametrize("name", ["split", "split-stochastic"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_split_is_known_by_the_rounding_that_files_name_too(name, rounding):
+    given = {"name": name, "rounding": rounding}
+    wanted = "split-stochastic" if "stochastic" in (rounding, *name.split("-")) else "split"
+    assert find_weight_update(given) == find_weight_update(wanted)

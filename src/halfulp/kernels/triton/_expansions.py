@@ -143,7 +143,7 @@ def lay_out_operands(
     return held, modes, columns
 
 
-_TILE_COLUMNS = 128  # columns of a program, where there are at least ACROSS
+_TILE_COLUMNS = 128  # columns of a program, where there are at least NARROW_LANES
 # Instructions of a step up to which a block's rows are written out, so that they load together.
 _UNROLLED_INSTRUCTIONS = 40
 _SIZE_ARGUMENTS = ("rows", "columns", "length", "segments", "divisor", "several", "tiles")

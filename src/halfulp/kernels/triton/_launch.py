@@ -346,7 +346,7 @@ class TableKernel:
 
     Args:
         table: what is read, computed and written.
-        tile: elements of a program, a power of two that divides CHUNK.
+        tile: elements of a program, a power of two that divides CHUNK_ELEMENTS.
     """
 
     def __init__(self, table: Table, tile: int = TILE_ELEMENTS) -> None:

@@ -63,7 +63,7 @@ def module_source(functions: Iterable[str], kernel: str, size: int = 0) -> str:
     Args:
         functions: sources, those that are called first.
         kernel: its source.
-        size: instructions; beyond LONG the kernel's tile has at most a vector of float64 per thread.
+        size: instructions; beyond LONG_TRACE the kernel's tile has at most a vector of float64 per thread.
     """
     known = {name: f for name, f in vars(operations).items() if inspect.isfunction(f)}
     texts = {name: f"@triton.jit\n{inspect.getsource(function).rstrip()}" for name, function in known.items()}
@@ -97,7 +97,7 @@ def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str
 def function_sources(name: str, trace: Trace, results: Sequence[int]) -> list[str]:
     """Return the sources of a device function of reals x0, x1, ... and of those that it calls, which come first.
 
-    Each takes `tables` behind its inputs, the address of the values of `tables_of(trace)`, and returns its results.
+    Each takes `tables` behind its inputs, the address of the values of `join_tables(trace)`, and returns its results.
     """
     found: dict[str, str] = {}
     _collect_functions(name, trace, results, _find_table_offsets(trace), found)

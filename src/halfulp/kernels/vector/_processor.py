@@ -10,7 +10,7 @@ from ..._messages import ENVIRONMENT
 
 
 def processor() -> tuple[str, str, str]:
-    """Return its LLVM triple, name and features (``"+avx2,-avx512f"``); part of every cache key.
+    """Return its LLVM triple, name and features (``"+avx2,+f16c"``); part of every cache key.
 
     Named "generic", it is any 64-bit processor of this kind that kernels run on, and has no further features but those
     that are given.

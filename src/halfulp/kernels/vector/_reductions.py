@@ -55,12 +55,12 @@ def compile_reduction(
         steps: its device functions.
         stored: dtype in memory of each of a row's components.
         written: of each of the result's.
-        shape: of the matrices: "line" (one column), "narrow" (fewer than ACROSS), "wide" (at least as many).
+        shape: of the matrices: "line" (one column), "narrow" (fewer than NARROW_LANES), "wide" (at least as many).
 
     The table is an int64 array: rows and columns of a matrix, rows of a segment, segments of a matrix, rows that lie
-    side by side in the lanes of a narrow matrix (at most ACROSS / columns; ACROSS of a line), elements in all, the
-    number for `close`; then the addresses of the matrices' components, which lie one after another without gaps, and of
-    the results', one row for each segment.
+    side by side in the lanes of a narrow matrix (at most NARROW_LANES / columns; NARROW_LANES of a line), elements in
+    all, the number for `close`; then the addresses of the matrices' components, which lie one after another without
+    gaps, and of the results', one row for each segment.
     """
     pieces = steps.record_steps(len(stored))
     told = [(trace.digest(), numbers) for trace, numbers in pieces]

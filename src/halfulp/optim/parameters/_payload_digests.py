@@ -6,8 +6,8 @@ chunk's bytes as little-endian words of 64 bits, zeros behind the last one, and 
     sum_j  v_j + low(v_j xor k_j) high(v_j xor k_j)  mod 2^64,
 
 the product of the halves of 32 bits. Bits that differ cancel by chance alone, once in about 2^32 chunks. Digests live
-in one process and are not saved: files hold checksums of rows (`_checksums`), on which processes that share a parameter
-agree.
+in one process and are not saved: files hold checksums of rows (`compute_checksums`), on which processes that share a
+parameter agree.
 """
 
 from __future__ import annotations

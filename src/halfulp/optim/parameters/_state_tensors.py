@@ -91,8 +91,8 @@ def refuse_other_update(state: Mapping, before: StepSpec | None, spec: StepSpec,
     if left:
         raise ValueError(
             f"weight_update={spec.update.name!r}, but the state of parameter {name} holds {listed(left)} of another: "
-            "put the group's weight_update and the parameter's dtype back, or make a new optimizer and give it the "
-            "weights by float32_state_dict and load_float32_state_dict"
+            "put the group's weight_update and the parameter's dtype back; to go on under another, take the weights by "
+            "float32_state_dict then, and give them to a new optimizer by load_float32_state_dict"
         )
 
 

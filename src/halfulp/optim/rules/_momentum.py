@@ -183,10 +183,3 @@ SCHEDULE_FREE_SGD = UpdateRule("schedule_free_sgd", schedule_free_sgd, _Z_STATES
 SCHEDULE_FREE_ADAMW = UpdateRule(
     "schedule_free_adamw", schedule_free_adamw, _AVERAGED_ADAMW_STATES, _schedule_free_adamw_constants, betas=2
 )
-SCHEDULE_FREE_ADAMW = UpdateRule(
-    "schedule_free_adamw",
-    schedule_free_adamw,
-    _AVERAGED_ADAMW_STATES,
-    _schedule_free_adamw_constants,
-    betas=2,
-)

@@ -128,6 +128,8 @@ class UpdateRule:
     follows_from_step: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not callable(self.values):
+            raise TypeError(f"rule {self.name!r}: values is a function of a group's options and the step, no names")
         if len(self.reductions) > 2:
             raise ValueError(f"rule {self.name!r} has {len(self.reductions)} reductions: at most two fit into a step")
         if self.late_values is not None and not self.reductions:

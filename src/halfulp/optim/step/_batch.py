@@ -337,6 +337,11 @@ class Roster:
                 if True in [BEGUN in entry for entry in entries]:
                     ages = [step - entry.get(BEGUN, 0) for step, entry in zip(own, entries)]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
+                if not rule.is_late and any(len(one) != len(rule.constants) for one in made.values()):
+                    raise ValueError(
+                        f"the values of rule {rule.name!r} are {[*made.values()]}, but its update takes "
+                        f"{rule.constants}: give a number for each of these"
+                    )
                 constants += [*made.values()] * len(ages) if len(made) == 1 else [made[age] for age in ages]
                 if rule.is_late:
                     counted += [(groups[number], age) for age in ages]

@@ -63,7 +63,7 @@ class ParameterColumns:
 def triton_source(spec: StepSpec) -> str:
     """Return the module's source: the kernel `step(chunks, parameters, meter, aligned)`.
 
-    Where parameters are scaled it takes `scales` too, a row of `scale_columns` for each, before `aligned_count`.
+    Where parameters are scaled it takes `scales` too, a row of `scale_columns` for each, before `aligned`.
 
     One that finds the largest magnitudes is given, in place of the meter, the words of the largest so far: int32
     (parameters, of the weight, of each scaled state, of the payload).
@@ -226,7 +226,8 @@ def _choose_fixed_scales(spec: StepSpec, kernel: TensorKernel | None, device: to
     """Return the columns of scales and the tensors of the new ones after a choice; by plain torch without a kernel."""
     held, largest = (torch.from_numpy(rows).to(device) for rows in _make_fixed_scales(spec))
     if kernel is None:
-        columns = torch.ones(len(scale_columns(spec)) + len(spec.scaled_states), held.shape[1], dtype=torch.float32)
+        count = len(scale_columns(spec)) + len(spec.scaled_states)
+        columns = torch.ones(count, held.shape[1], dtype=torch.float32, device=device)
         columns[_present_columns(spec)] = held
         run_on_tensors(scale_table(spec).trace, [*columns, *largest.t().contiguous()])
         new_scale = columns[scale_columns(spec).index("new_scale")]
@@ -299,7 +300,7 @@ def step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
 
 
 def scaled_kernels(spec: StepSpec, amax: StepSpec, device: torch.device, trial: Callable) -> ScaledKernels | None:
-    """Do what `step_kernel` does for a step of scaled parameters; `amax_spec` finds the largest magnitudes."""
+    """Do what `step_kernel` does for a step of scaled parameters; `amax` finds the largest magnitudes."""
     largest, step = step_kernel(amax, device, trial), step_kernel(spec, device, trial)
     if largest is None or step is None:
         return None

@@ -169,4 +169,6 @@ def find_weight_update(given: WeightUpdate | str | dict[str, Any]) -> WeightUpda
     if not isinstance(given, dict):
         return found
     fields = {k: find_weight_update(v) if isinstance(v, dict) else v for k, v in given.items() if k != "name"}
+    if name in ("split", "split-stochastic") and fields.pop("rounding", None) == "stochastic":
+        found = WEIGHT_UPDATES["split-stochastic"]  # files say so in a field too
     return dataclasses.replace(found, **fields)
