@@ -262,25 +262,31 @@ def limit_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
     return _clamp_at_places(result, places)
 
 
-def limit_updated_elements(result: Parts, name: str, operands: Sequence[Any], own: Parts) -> Parts:
-    """Return float64 components, brought nearer to the others where large constants among plain operands stand.
+def limit_updated_elements(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
+    """Return a result's float64 components, brought nearer to the others where plain operands make it large.
 
     Args:
         result: of an elementwise function.
-        name: of the function: "mul", "addcmul" for x + b c, "addcdiv" for x + b / c, or another.
+        name: of the function: "div", a name of another with factors, "addcmul" for x + b c, "addcdiv" for x + b / c.
         operands: x, and one other, or b, c and numbers that multiply them.
-        own: components that are written over; where they are large, so may be the result.
     """
-    factors = operands[1:]
-    if name in ("addcmul", "addcdiv") and not any(isinstance(x, MCTensor) for x in factors):
-        first, second, *numbers = (x.double() if isinstance(x, Tensor) else float(x) for x in factors)
-        operands = (math.prod(numbers, start=first / second if name == "addcdiv" else first * second),)
-    found = [_find_stand_ins(x, among_zeros=name != "mul") for x in operands if is_plain(x) and x.dim()]
-    places = _find_large_elements(result[0]) & ~_find_large_elements(own[0])
-    if not any(map(_may_hold_any, found)) or not _may_hold_any(places):
+    if name in ("addcmul", "addcdiv") and not any(isinstance(x, MCTensor) for x in operands[1:]):
+        first, second, *factors = (x.double() if isinstance(x, Tensor) else float(x) for x in operands[1:])
+        product = math.prod(factors, start=first / second if name == "addcdiv" else first * second)
+        large = [_find_stand_ins(product) if isinstance(product, Tensor) and product.dim() else None]
+    else:
+        large = [_find_causes_of_large_results(x, name) for x in operands if is_plain(x)]
+    places = [place for place in large if place is not None and _may_hold_any(place)]
+    if not places or result[0].shape != torch.broadcast_shapes(result[0].shape, *(p.shape for p in places)):
         return result
-    stand_ins = functools.reduce(torch.logical_or, found)
-    return _clamp_at_places(result, places & stand_ins)
+    return _clamp_at_places(result, functools.reduce(torch.logical_or, places).expand(result[0].shape))
+
+
+def _find_causes_of_large_results(x: Tensor, name: str) -> Tensor | None:
+    if not x.dim():
+        return None
+    factors = torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x
+    return _find_stand_ins(factors, among_zeros=name != "mul")
 
 
 def _clamp_at_places(parts: Parts, places: Tensor) -> Parts:

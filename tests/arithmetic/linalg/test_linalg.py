@@ -251,6 +251,15 @@ def test_a_stack_of_easy_and_hard_matrices(seed):
         assert all(torch.equal(part[k], own) for part, own in zip(found, alone))
 
 
+def test_a_stack_of_matrices_of_which_one_has_no_float64_factor(seed):
+    """Stacks of two dimensions are taken apart, and each matrix has the factor that it has alone."""
+    hard, a = _hilbert(14, 2), torch.randn(14, 14, dtype=F64)
+    easy = _expansion(a @ a.mT + 14 * torch.eye(14, dtype=F64), 2, F64)
+    found = linalg.cholesky(tuple(torch.stack(parts).unsqueeze(1) for parts in zip(easy, hard)), 2, F64)
+    for k, matrix in enumerate((easy, hard)):
+        assert all(torch.equal(part[k, 0], own) for part, own in zip(found, linalg.cholesky(matrix, 2, F64)))
+
+
 def test_a_determinant_beyond_float64_is_exact(seed):
     a = (_conditioned(8, 20),)
     found = sum(mpmath.mpf(float(part)) for part in linalg.det(a, 2, F64))

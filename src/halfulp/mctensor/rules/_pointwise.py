@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -290,7 +290,7 @@ def _make_in_place_binary_rule(name: str) -> Callable:
     return lambda x, other: _update_in_place(name, x, x, other)
 
 
-def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...] | None = None) -> Tensor:
+def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[str, Sequence[Any]] | None = None) -> Tensor:
     """Write f(operands) into x; `given` is the function and the operands of which they were made."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
@@ -302,7 +302,7 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...
     form = choose_computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
     if x._scale is not None:
-        result = limit_updated_elements(result, *(given or (name, operands)), to_components(x, x.device))
+        result = limit_updated_elements(result, *(given or (name, operands)))
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
     return write_components(x, result, exact, is_sum=name in SUM_FUNCTION_NAMES)
 

@@ -233,12 +233,17 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
     )
 
 
-for _operator in (
-    *(aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default, aten.soft_margin_loss_backward.default),
-    *(aten.binary_cross_entropy_backward.default, aten.multi_margin_loss_backward.default),
-    *(aten.multilabel_margin_loss_backward.default, aten.nll_loss_backward.default, aten.nll_loss2d_backward.default),
-):
-    _place = [argument.name for argument in _operator._schema.arguments].index("reduction")
+# By operator, the position of its argument `reduction`.
+for _operator, _place in {
+    aten.smooth_l1_loss_backward.default: 3,
+    aten.huber_loss_backward.default: 3,
+    aten.soft_margin_loss_backward.default: 3,
+    aten.binary_cross_entropy_backward.default: 4,
+    aten.multi_margin_loss_backward.default: 6,
+    aten.multilabel_margin_loss_backward.default: 3,
+    aten.nll_loss_backward.default: 4,
+    aten.nll_loss2d_backward.default: 4,
+}.items():
     homogeneous(_operator, family="loss", terms=functools.partial(_mean_divisor, _place), grad_output=1)
 
 
