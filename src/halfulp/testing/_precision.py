@@ -288,7 +288,7 @@ def assert_precision_ok(
     ...     print(*str(error).splitlines()[:3], sep="\\n")
     bf16 FAILS: Sequential, 8 steps of AdamW at lr 0.0001
     7 findings, of one cause:
-    error    updates-lost: up, head and norm lose up to 100% of their updates: bf16 weights at lr 0.0001
+    error    updates-lost: up, head, norm lose up to 100% of their updates: bf16 weights at lr 0.0001
     """
     recipe = recipes.get(recipe)
     check_float32_model(model)
