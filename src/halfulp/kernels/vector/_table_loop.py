@@ -14,7 +14,7 @@ from .._device_function import CHUNK_COLUMNS, STREAM_ALIGNMENT, STREAM_INPUTS, D
 from .._trace import COUNTER_COPIES, RecordedFunction
 from ._builder import VectorBuilder, lane_type
 from ._instructions import InstructionWriter
-from ._loop import Phases, find_operands, schedule_lines
+from ._loop import Phases, Stages, find_operands, schedule_lines
 from ._machine_function import Kernel, machine_function
 from ._processor import vector_bits
 
@@ -71,6 +71,8 @@ class TableLoop(VectorBuilder):
         self.copied = table.partial or self.padded != table.block
         self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _ELEMENTS_AT_ONCE // self.padded))
         self.phases = Phases.split_trace(self.trace)
+        several = not (table.block or self.trace.sums or self.trace.deposits)
+        self.stages = Stages.split_trace(self.trace, several)
         lines = self.trace.lines
         self.kinds = InstructionWriter(builder, self.trace, 1)
         self.constant_inputs = [
@@ -202,8 +204,11 @@ class TableLoop(VectorBuilder):
                 self.copy_rest_in(b.add(begin, whole), rest, copies)
             used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
-            with self.loop(zero, limit, self.width) as i:
-                self.write_turn(used, i, b.add(before, i), [], None)
+            if self.stages.carried_lines:
+                self.write_stages(limit, before, used)
+            else:
+                with self.loop(zero, limit, self.width) as i:
+                    self.write_turn(used, i, b.add(before, i), [], None)
             with b.if_then(is_rest):
                 self.copy_rest_out(b.add(begin, whole), rest, copies)
 
@@ -219,6 +224,46 @@ class TableLoop(VectorBuilder):
         self.add_deposits(values, limit)
         self.add_to_totals(values, i, totals, limit, range(len(self.trace.lines)))
 
+    def write_stages(self, limit, before, bases: dict) -> None:
+        """Write the loop over whole vectors in stages, the last of which stores.
+
+        In the first turns only earlier stages have elements; in the last turns those compute again what is there.
+        """
+        b, lines_of_stages, zero = self.b, self.stages.carried_lines, self.word(0)
+        late = len(lines_of_stages) * self.width
+        last = b.sub(limit, self.word(self.width))
+        last = b.select(b.icmp_signed(">", last, zero), last, zero)
+        carried = [
+            self.ir.Constant(self.vector_type_of(k), None) for lines in lines_of_stages for k in lines for _ in range(2)
+        ]
+        with self.loop(zero, b.add(limit, self.word(late)), self.width, carried) as i:
+            held, given = [], iter(carried)
+            for lines in lines_of_stages:
+                held.append([dict(pair) for pair in zip(*[[(k, next(given)) for _ in range(2)] for k in lines])])
+            with b.if_then(b.icmp_signed(">=", i, self.word(late))):
+                at = b.sub(i, self.word(late))
+                self.store_results(self.compute_stage(-1, at, before, bases, held[-1]), self.stores, bases, at)
+            carried.clear()
+            self.prefetch_arrays(bases, i)
+            for number, lines in enumerate(lines_of_stages):
+                at = b.sub(i, self.word(number * self.width))
+                at = self.select_lesser(b.select(b.icmp_signed(">", at, zero), at, zero), last)
+                values = self.compute_stage(number, at, before, bases, held[number - 1] if number else None)
+                for k in lines:
+                    carried += [values[half][k] for half in range(2)]
+
+    def compute_stage(self, number: int, i, before, bases: dict, known: list[dict] | None) -> list[list]:
+        """Return the values of two vectors in one stage, those known from earlier ones too."""
+        lines, loaded = self.stages.stage_lines[number], {}
+        for k in lines:
+            name, operands, extra = self.trace.lines[k]
+            if name == "load":
+                array = (operands[0], *extra)
+                loaded[array] = self.load_both(bases[array], i, array[1])
+        given = loaded, self.b.add(before, i), known
+        [values] = self.compute_in_turns([given], lines | set(known[0] if known else ()))
+        return values
+
     def prefetch_arrays(self, bases: dict, i) -> None:
         """Ask for the cache lines that are needed some turns later; they need not be ones that can be read.
 
@@ -231,11 +276,10 @@ class TableLoop(VectorBuilder):
         for array in arrays:
             size = array[1] // 8
             first = self.b.add(bases[array], self.b.mul(i, self.word(size)))
+            ahead = self.b.add(first, self.word(_BYTES_FAR_AHEAD if far else _BYTES_AHEAD))
             for line in range(0, self.width * size, _CACHE_LINE):
                 # Far ones come into the second level, whose queue of pending lines is longer.
-                self.prefetch_line(
-                    self.b.add(first, self.word((_BYTES_FAR_AHEAD if far else _BYTES_AHEAD) + line)), 2 if far else 3
-                )
+                self.prefetch_line(self.b.add(ahead, self.word(line)), 2 if far else 3)
 
     def copy_rest_in(self, start, rest, copies: dict) -> None:
         """Copy the last elements, and the last of them again up to a whole vector."""
@@ -311,10 +355,8 @@ class TableLoop(VectorBuilder):
         b = self.b
         for array in dict.fromkeys(self.loads):
             kind, align = self.ir.IntType(array[1]), array[1] // 8
-            vectors, vector = (
-                b.sub(self.round_up_to_vectors(size), self.word(self.width)),
-                self.vector_type(kind, self.width),
-            )
+            vectors = b.sub(self.round_up_to_vectors(size), self.word(self.width))
+            vector = self.vector_type(kind, self.width)
             with self.loop(self.word(0), vectors, self.width) as j:
                 value = b.load(self.pointer(bases[array], j, vector), align=align)
                 b.store(value, b.bitcast(b.gep(copies[array], [j]), vector.as_pointer()), align=align)
@@ -359,9 +401,8 @@ class TableLoop(VectorBuilder):
                 self.prefetch_next_block(bases, i)
                 for number, of_block in zip(some, known):
                     held = self.load_crossing_values(b.add(b.mul(number, self.word(self.padded)), i), buffers)
-                    turns.append(
-                        ({}, b.add(self.find_block_start(first, number), i), [of_block | half for half in held])
-                    )
+                    place = b.add(self.find_block_start(first, number), i)
+                    turns.append(({}, place, [of_block | half for half in held]))
                 values = self.compute_in_turns(turns, phases.late_and_free_lines)
                 behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.late_lines}
                 for base, pair in zip(bases, values):
@@ -382,11 +423,8 @@ class TableLoop(VectorBuilder):
     def write_up_to_largest(self, bases: dict, first, k, size, totals: list, buffers: list) -> list:
         """Write the loop over a block, number k behind the block `first`, up to its largest words; return those."""
         b, phases = self.b, self.phases
-        start, room, shared = (
-            self.find_block_start(first, k),
-            b.mul(k, self.word(self.padded)),
-            self.load_entries(bases),
-        )
+        start, room = self.find_block_start(first, k), b.mul(k, self.word(self.padded))
+        shared = self.load_entries(bases)
         own = [array for array in dict.fromkeys(self.loads) if not array[2]]
         stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.late_lines}
         kept = len(totals)
