@@ -233,7 +233,7 @@ class _SavedOperands:
         Raises:
             RuntimeError: an operand was written into since.
         """
-        held = kept.held if self._outer is None else self._outer[1](kept.held)
+        held = kept.tensor if self._outer is None else self._outer[1](kept.tensor)
         if kept.view is None:
             return held
         if kept.version is not None and held._version != kept.version:
@@ -248,10 +248,10 @@ class _SavedOperands:
 class _SavedTensor:
     """A tensor as autograd holds it: itself, or a narrow operand and which view of its float32 copy was meant."""
 
-    __slots__ = ("held", "version", "view")
+    __slots__ = ("tensor", "version", "view")
 
-    def __init__(self, held: Any, view: tuple | None, version: int | None) -> None:
-        self.held, self.view, self.version = held, view, version
+    def __init__(self, tensor: Any, view: tuple | None, version: int | None) -> None:
+        self.tensor, self.view, self.version = tensor, view, version
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:

@@ -103,10 +103,10 @@ class TorchOperators:
     """
 
     def __init__(self, name: str, held: Any) -> None:
-        self._name, self._held = name, held
+        self._name, self._torch_object = name, held
 
     def __getattr__(self, name: str) -> Any:
-        found, is_namespace = getattr(self._held, name, None), "::" not in self._name
+        found, is_namespace = getattr(self._torch_object, name, None), "::" not in self._name
         # Such as __wrapped__, though torch has aten.__and__. No overload begins with an underscore: unittest.mock's
         # call asks everything that doctest finds for _mock_name.
         if found is None and name.startswith("__" if is_namespace else "_"):
@@ -120,7 +120,11 @@ class TorchOperators:
         return found
 
     def __repr__(self) -> str:
-        return f"<{self._name}, which torch {torch.__version__} lacks>" if self._held is None else f"<{self._name}>"
+        return (
+            f"<{self._name}, which torch {torch.__version__} lacks>"
+            if self._torch_object is None
+            else f"<{self._name}>"
+        )
 
     def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
         raise NotImplementedError(
@@ -129,10 +133,10 @@ class TorchOperators:
 
     def overloads(self) -> list[str]:
         """Return the names of the overloads of an operator."""
-        if self._held is None:
+        if self._torch_object is None:
             _absent_names.add(self._name)
             return []
-        return self._held.overloads()
+        return self._torch_object.overloads()
 
 
 Function = TypeVar("Function", bound=Callable)

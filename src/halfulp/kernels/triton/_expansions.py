@@ -34,7 +34,7 @@ class PointwiseKernel:
     def __init__(
         self, trace: Trace, results: Sequence[int], stored: Sequence[torch.dtype], written: Sequence[torch.dtype]
     ) -> None:
-        self._given = trace, tuple(results), tuple(stored), tuple(written)
+        self._source_arguments = trace, tuple(results), tuple(stored), tuple(written)
         self.size = trace.count_instructions()
         self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG_TRACE else 256  # whose values registers hold
         self.values = join_tables(trace)
@@ -49,7 +49,7 @@ class PointwiseKernel:
             ImportError: triton is not installed.
             NotImplementedError: an operation that has no form on Triton's blocks.
         """
-        return load_module(pointwise_source(*self._given))["kernel"]
+        return load_module(pointwise_source(*self._source_arguments))["kernel"]
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape and device) from inputs that broadcast to them."""
@@ -159,7 +159,7 @@ class ReductionKernel:
     """
 
     def __init__(self, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype]) -> None:
-        self._given = steps, tuple(stored), tuple(written)
+        self._source_arguments = steps, tuple(stored), tuple(written)
 
     @functools.cached_property
     def jit_function(self) -> Any:
@@ -169,7 +169,7 @@ class ReductionKernel:
             ImportError: triton is not installed.
             NotImplementedError: an operation that has no form on Triton's blocks.
         """
-        return load_module(reduction_source(*self._given))["kernel"]
+        return load_module(reduction_source(*self._source_arguments))["kernel"]
 
     def __call__(
         self, parts: Sequence[torch.Tensor], made: Sequence[torch.Tensor], cut: Sequence[int], divisor: int
