@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from .._torch_versions import name_of_reduction
+from ..kernels import torch_operators
 from ._rule_table import Rule
 
 # Operators in which processes meet. Those of c10d write into their arguments; of the others torch.compile, DTensor and
@@ -124,7 +125,28 @@ def _make_list_rule(run: Rule) -> Rule:
     return run_each
 
 
-def make_eager_collective_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverload, Rule]:
+def register_collectives(
+    implements: Callable[[Any], Callable[[Rule], Rule]],
+    functional_rules: Mapping[str, Rule],
+    rules: Mapping[OpOverload, Rule],
+    write: Write,
+) -> None:
+    """Register a class's rules of collectives: of the functional forms, and of c10d's operators, which follow.
+
+    Args:
+        implements: the class's decorator, by operator.
+        functional_rules: by the name of the form, as of `PLAIN_FORMS`, and of its wait.
+        rules: all of the class, in which c10d's operators look up their functional forms.
+        write: writes a value into a tensor of the class.
+    """
+    functional = torch_operators("_c10d_functional")
+    for name, rule in functional_rules.items() if torch.distributed.is_available() else ():
+        implements(getattr(functional, name).default)(rule)
+    for operator, rule in _make_eager_rules(rules, write).items():
+        implements(operator)(rule)
+
+
+def _make_eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[OpOverload, Rule]:
     """Return rules of c10d's operators, which write into their arguments, made of their functional forms' rules.
 
     They are synchronous: callers may read before they wait for a handle.

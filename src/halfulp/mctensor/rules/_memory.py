@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
 from ...arithmetic import PRECISION
 from ...kernels import present_operators, require_float64, torch_operators
-from ...subclass._collectives import make_eager_collective_rules, run_and_wait
+from ...subclass._collectives import register_collectives, run_and_wait
 from ...subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
 from .._encode import choose_scale, divide_by_scale, find_magnitude
 from .._mctensor import RULES, MCTensor, decode_to_plain, implements, round_to_plain, wrap_parts
@@ -393,14 +392,10 @@ def wait_tensor(x: MCTensor) -> MCTensor:
     return wrap_parts(x._parts, x._scale, x._gradients)
 
 
-_functional_collectives = torch_operators("_c10d_functional")
-_collective_rules: dict[Any, Callable[..., Any]] = {
-    _functional_collectives.all_gather_into_tensor: all_gather,
-    _functional_collectives.all_to_all_single: all_to_all,
-    _functional_collectives.broadcast: broadcast,
-    _functional_collectives.wait_tensor: wait_tensor,
+_functional_rules: dict[str, Callable[..., Any]] = {
+    "all_gather_into_tensor": all_gather,
+    "all_to_all_single": all_to_all,
+    "broadcast": broadcast,
+    "wait_tensor": wait_tensor,
 }
-for _packet, _rule in _collective_rules.items() if dist.is_available() else ():
-    implements(_packet.default)(_rule)
-for _eager, _rule in make_eager_collective_rules(RULES, copy_received).items():
-    implements(_eager)(_rule)
+register_collectives(implements, _functional_rules, RULES, copy_received)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 
-from ...kernels import torch_operators
 from ...subclass import group_size
-from ...subclass._collectives import make_eager_collective_rules, run_and_wait
+from ...subclass._collectives import register_collectives, run_and_wait
 from .. import _powers_of_two as _powers
 from .._operands import make_scaled
 from .._payloads import to_float32, to_storage
@@ -117,16 +116,12 @@ def wait_tensor(x: ScaledTensor) -> ScaledTensor:
     return wrap(x._payload, x._scale, x.dtype)
 
 
-_functional_collectives = torch_operators("_c10d_functional")
-_rules_by_collective: dict[Any, Callable[..., Any]] = {
-    _functional_collectives.all_reduce: all_reduce,
-    _functional_collectives.reduce_scatter_tensor: reduce_scatter,
-    _functional_collectives.all_gather_into_tensor: all_gather,
-    _functional_collectives.all_to_all_single: all_to_all,
-    _functional_collectives.broadcast: broadcast,
-    _functional_collectives.wait_tensor: wait_tensor,
+_functional_rules: dict[str, Callable[..., Any]] = {
+    "all_reduce": all_reduce,
+    "reduce_scatter_tensor": reduce_scatter,
+    "all_gather_into_tensor": all_gather,
+    "all_to_all_single": all_to_all,
+    "broadcast": broadcast,
+    "wait_tensor": wait_tensor,
 }
-for _packet, _rule in _rules_by_collective.items() if dist.is_available() else ():
-    implements(_packet.default, family="collectives")(_rule)
-for _eager, _rule in make_eager_collective_rules(RULES, write_values).items():
-    implements(_eager, family="collectives")(_rule)
+register_collectives(functools.partial(implements, family="collectives"), _functional_rules, RULES, write_values)
