@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -56,7 +57,7 @@ def choose_new_scales(
     """
     first, names = len(spec.rule.constants), scale_columns(spec)
     present = torch.tensor([row[first:] for row in constants], dtype=torch.float32, device="cpu").T
-    columns = torch.ones(len(names) + len(spec.scaled_states), len(plans), dtype=torch.float32, device="cpu")
+    columns = make_unit_columns(spec, len(plans), "cpu")
     columns[: len(names)] = present
     largest = torch.zeros(amax.shape[1] + 1, len(plans), dtype=torch.float32, device="cpu")
     largest[:-1] = torch.from_numpy(amax.T)
@@ -91,18 +92,35 @@ def _compile_scale_kernel(spec: StepSpec) -> Callable[..., None]:
     table = scale_table(spec)
     kernel = compile_table("scales", table)
 
-    def fill(run: Callable[[list[torch.Tensor]], object]) -> list[torch.Tensor]:
-        powers = torch.exp2(torch.arange(-126, 128, 11, dtype=torch.float32, device="cpu"))
-        arrays = [powers.roll(3 * k) * (1.5 if k % 2 else 1.0) for k in range(table.columns)]
-        run(arrays)
-        return arrays
-
     check_bits(
         f"the scales of optimizer step {spec.name}",
-        lambda: fill(functools.partial(_run_scale_kernel, kernel)),
-        lambda: fill(functools.partial(run_on_tensors, table.trace)),
+        lambda: [fill_fixed_columns(spec, functools.partial(_run_scale_kernel, kernel))],
+        lambda: [fill_fixed_columns(spec, functools.partial(run_on_tensors, table.trace))],
     )
     return kernel
+
+
+_FIXED_EXPONENTS = (-149, -127, -126, -60, -13, 0, 1, 15, 16, 60, 119, 127)
+
+
+def fill_fixed_columns(spec: StepSpec, run: Callable[[list[torch.Tensor]], object]) -> torch.Tensor:
+    """Return the columns of scales after a choice among fixed magnitudes; `run` fills the table's arrays in place."""
+    held, largest = map(torch.from_numpy, make_fixed_scales(spec))
+    columns = make_unit_columns(spec, held.shape[1], "cpu")
+    columns[present_columns(spec)] = held
+    run([*columns, *largest.t().contiguous()])
+    return columns
+
+
+def make_fixed_scales(spec: StepSpec) -> tuple[np.ndarray, np.ndarray]:
+    """Return scales (a row each, of as many parameters) and the largest magnitudes of each parameter, fixed ones."""
+    ends = [0.0, *(f * 2.0**k for k in _FIXED_EXPONENTS for f in (1.0, 1.5)), float(np.finfo(np.float32).max)]
+    payloads = [x for x in ends if x <= torch.finfo(spec.store.dtype).max]
+    present = [2.0**k for k in (-126, -125, -20, 0, 1, 63, 127)]
+    rows = np.array([*itertools.product(present, ends, payloads[:: len(payloads) // 5])], np.float32)
+    held = np.stack([np.roll(rows[:, 0], shift) for shift in range(2 + len(spec.scaled_states))])
+    largest = [np.roll(rows[:, 1], 3 * shift) for shift in range(1 + len(spec.scaled_states))]
+    return held, np.stack([*largest, rows[:, 2]], 1)
 
 
 def write_kept_scales(spec: StepSpec, plan: ParameterPlan, constants: ConstantRow) -> None:
@@ -117,6 +135,17 @@ def write_kept_scales(spec: StepSpec, plan: ParameterPlan, constants: ConstantRo
 def scale_columns(spec: StepSpec) -> tuple[str, ...]:
     """Return the columns of the table of scales: the constants of a step that are not the rule's."""
     return spec.constants[len(spec.rule.constants) :]
+
+
+def present_columns(spec: StepSpec) -> list[int]:
+    """Return the columns of the present scales: of weights, of gradients, and of each scaled state."""
+    names = ["weight_scale", "gradient_scale", *(f"scale_{k}" for k in spec.scaled_states)]
+    return [spec.constant_places[name] - len(spec.rule.constants) for name in names]
+
+
+def make_unit_columns(spec: StepSpec, count: int, device: torch.device | str) -> torch.Tensor:
+    """Return the columns of `scale_table` but for the largest magnitudes, all 1, for so many parameters."""
+    return torch.ones(len(scale_columns(spec)) + len(spec.scaled_states), count, dtype=torch.float32, device=device)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ them launches each kernel once, and nothing waits for a number.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +31,14 @@ from ...kernels.triton._launch import (
 from ...kernels.triton._writer import COMPILE_OPTIONS, element_source, load_module, module_source, word_function_source
 from ..parameters._step_spec import StepSpec, pointer_count, state_pointers
 from ._kernel import make_step_table, record_step
-from ._scales import scale_columns, scale_table
+from ._scales import (
+    fill_fixed_columns,
+    make_fixed_scales,
+    make_unit_columns,
+    present_columns,
+    scale_columns,
+    scale_table,
+)
 
 METER_NAMES = ("seen", "cancelled", "wanted", "kept")
 
@@ -179,9 +185,8 @@ class ScaleColumns:
     @classmethod
     def read(cls, spec: StepSpec, held: np.ndarray, device: torch.device) -> ScaleColumns:
         """Copy the present scales into the columns."""
-        count = len(scale_columns(spec)) + len(spec.scaled_states)
-        scales = cls(spec, held, torch.ones(count, held.shape[1], dtype=torch.float32, device=device))
-        copy_words(held, scales._addresses(_present_columns(spec)), device)
+        scales = cls(spec, held, make_unit_columns(spec, held.shape[1], device))
+        copy_words(held, scales._addresses(present_columns(spec)), device)
         return scales
 
     def choose(self, kernel: TensorKernel, largest: torch.Tensor) -> None:
@@ -212,26 +217,12 @@ class ScaleColumns:
         return address(self.columns) + 4 * places[list(columns)]
 
 
-def _present_columns(spec: StepSpec) -> list[int]:
-    """Return the columns of the present scales: of weights, of gradients, and of each scaled state."""
-    names = ["weight_scale", "gradient_scale", *(f"scale_{k}" for k in spec.scaled_states)]
-    return [spec.constant_places[name] - len(spec.rule.constants) for name in names]
-
-
 _COPY_TILE = 32
-_FIXED_EXPONENTS = (-149, -127, -126, -60, -13, 0, 1, 15, 16, 60, 119, 127)
 
 
-def _choose_fixed_scales(spec: StepSpec, kernel: TensorKernel | None, device: torch.device) -> list[torch.Tensor]:
-    """Return the columns of scales and the tensors of the new ones after a choice; by plain torch without a kernel."""
-    held, largest = (torch.from_numpy(rows).to(device) for rows in _make_fixed_scales(spec))
-    if kernel is None:
-        count = len(scale_columns(spec)) + len(spec.scaled_states)
-        columns = torch.ones(count, held.shape[1], dtype=torch.float32, device=device)
-        columns[_present_columns(spec)] = held
-        run_on_tensors(scale_table(spec).trace, [*columns, *largest.t().contiguous()])
-        new_scale = columns[scale_columns(spec).index("new_scale")]
-        return [columns, torch.stack([new_scale, held[1], *columns[len(scale_columns(spec)) :]])]
+def _choose_fixed_scales(spec: StepSpec, kernel: TensorKernel, device: torch.device) -> list[torch.Tensor]:
+    """Return the columns of scales and the tensors of the new ones after a choice among fixed magnitudes."""
+    held, largest = (torch.from_numpy(rows).to(device) for rows in make_fixed_scales(spec))
     addresses = address(held) + 4 * np.arange(held.numel(), dtype=np.int64).reshape(held.shape)
     scales = ScaleColumns.read(spec, addresses, device)
     scales.choose(kernel, largest)
@@ -239,15 +230,11 @@ def _choose_fixed_scales(spec: StepSpec, kernel: TensorKernel | None, device: to
     return [scales.columns.cpu(), held.cpu()]
 
 
-def _make_fixed_scales(spec: StepSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Return scales (a row each, of as many parameters) and the largest magnitudes of each parameter, fixed ones."""
-    ends = [0.0, *(f * 2.0**k for k in _FIXED_EXPONENTS for f in (1.0, 1.5)), float(np.finfo(np.float32).max)]
-    payloads = [x for x in ends if x <= torch.finfo(spec.store.dtype).max]
-    present = [2.0**k for k in (-126, -125, -20, 0, 1, 63, 127)]
-    rows = np.array([*itertools.product(present, ends, payloads[:: len(payloads) // 5])], np.float32)
-    held = np.stack([np.roll(rows[:, 0], shift) for shift in range(2 + len(spec.scaled_states))])
-    largest = [np.roll(rows[:, 1], 3 * shift) for shift in range(1 + len(spec.scaled_states))]
-    return held, np.stack([*largest, rows[:, 2]], 1)
+def _expect_fixed_scales(spec: StepSpec) -> list[torch.Tensor]:
+    """Return what `_choose_fixed_scales` must return, by plain torch."""
+    columns = fill_fixed_columns(spec, functools.partial(run_on_tensors, scale_table(spec).trace))
+    names, gradient = scale_columns(spec), present_columns(spec)[1]
+    return [columns, torch.stack([columns[names.index("new_scale")], columns[gradient], *columns[len(names) :]])]
 
 
 VECTOR_BYTES = 16
@@ -311,7 +298,7 @@ def scaled_kernels(spec: StepSpec, amax: StepSpec, device: torch.device, trial: 
         device,
         lambda: TensorKernel(scale_table(spec)),
         functools.partial(_choose_fixed_scales, spec),
-        lambda: _choose_fixed_scales(spec, None, torch.device("cpu")),
+        lambda: _expect_fixed_scales(spec),
     )
     return None if choose is None else ScaledKernels(largest, choose, step, amax)
 
