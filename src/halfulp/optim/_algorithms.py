@@ -455,7 +455,8 @@ class Muon(Optimizer):
         Embeddings and heads are told by their names. A group that says `use_muon` stays as it is.
 
         Args:
-                use_muon: which parameters are Muon's instead: a glob over names or several, or a function of name and
+            params: parameters, pairs of name and parameter, or groups of either.
+            use_muon: which parameters are Muon's instead: a glob over names or several, or a function of name and
                 parameter.
 
         Raises:
