@@ -117,18 +117,16 @@ def test_a_name_stands_for_one_function_whatever_it_closes_over(registered, firs
         registered(rounding("closing", made(not first)))
 
 
-def test_names_with_one_number_and_classes_that_are_not_registered_are_refused(registered):
-    registered(rounding("plumless", nearest))
-    with pytest.raises(ValueError, match="'buckeroo' has the number of 'plumless'"):
-        registered(rounding("buckeroo", up))
-    for name in ("nearest", "plumless", "unknown"):
+def test_classes_that_are_not_registered_are_refused(registered):
+    registered(rounding("known", nearest))
+    for name in ("nearest", "known", "unknown"):
         with pytest.raises(TypeError, match="Own is no registered rounding"):
             hu.quantize(torch.ones(2), "e4m3fn", rounding(name, up)())
 
 
 def test_the_number_of_a_rounding_that_nobody_registered_says_so(registered):
     registered(rounding("gone", nearest))
-    code = _modes.encode_rounding(_modes.MODES["gone"]())
+    code = _modes.encode_rounding("gone")
     del _modes.MODES["gone"]
     with pytest.raises(ValueError, match=f"rounding number {code} is not known in this process"):
         _modes.decode_rounding(code)

@@ -301,12 +301,12 @@ def is_widened(target: Target, dtype: torch.dtype) -> bool:
 class RoundingPlan(NamedTuple):
     """A target's kernel for tensors of a dtype, checked, its constants with their address, and an element's bytes."""
 
-    target: Target
-    dtype: torch.dtype
     kernel: Kernel
-    words: np.ndarray
     words_address: int
     element_size: int
+    target: Target
+    dtype: torch.dtype
+    words: np.ndarray
 
 
 # Bytes of a result from which on it fits in no cache beside its input: stored past them it takes a fifth less time.
@@ -328,10 +328,19 @@ def note_write(out: torch.Tensor) -> None:
 def prepare_plan(target: Target, dtype: torch.dtype, streams: bool = False) -> RoundingPlan:
     """Return the plan of rounding tensors of a dtype by a compiled kernel; it may store past the caches."""
     known = make_constants(target, WORD64 if dtype == torch.float64 else WORD32)
-    kernel = _compile_kernel(dtype, target.mode, known[:3], streams)
-    plan = RoundingPlan(target, dtype, kernel, known.words, address_of(known.words), dtype.itemsize)
-    _check_kernel(plan, (dtype, target.mode, *known[:3], streams))
-    return plan
+    kernel, at = _compile_kernel(dtype, target.mode, known[:3], streams), address_of(known.words)
+    x = make_fixed_elements(dtype)
+
+    def fast() -> list[torch.Tensor]:
+        out = torch.empty_like(x)
+        number, _, table = _make_chunk_table(x.numel())
+        kernel(0, number, table, at, 0, FIXED_KEY, address(x), address(out))
+        return [out]
+
+    # Once per kind of kernel.
+    name, kind = f"quantize ({dtype}, {known.rounding_path})", ("quantize", dtype, target.mode, *known[:3], streams)
+    check_bits(name, fast, lambda: [round_by_reference(x, target, FIXED_KEY)], kind)
+    return RoundingPlan(kernel, at, dtype.itemsize, target, dtype, known.words)
 
 
 @cache
@@ -341,14 +350,15 @@ def _compile_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool],
 
 def round_memory(plan: RoundingPlan, source: int, goal: int, count: int, key: int) -> None:
     """Round so many elements from one address to another."""
-    if count * plan.element_size >= STREAMED_BYTES and goal != source and goal % STREAM_ALIGNMENT == 0:
-        plan = prepare_plan(plan.target, plan.dtype, True)
+    kernel, words, size, target, dtype, _ = plan
+    if count * size >= STREAMED_BYTES and goal != source and goal % STREAM_ALIGNMENT == 0:
+        kernel = prepare_plan(target, dtype, True).kernel
     number, lengths, table = _make_chunk_table(count)
-    kernel, key = plan.kernel, key - (key >> 63 << 64)
+    key -= key >> 63 << 64
     if (count < SERIAL_ELEMENTS or torch.get_num_threads() == 1) and not flushes_subnormals():
-        kernel.run(kernel.pack(0, number, table, plan.words_address, 0, key, source, goal))
+        kernel.run(kernel.pack(0, number, table, words, 0, key, source, goal))
     else:
-        run_chunks(kernel, lengths, table, plan.words_address, 0, key, source, goal)
+        run_chunks(kernel, lengths, table, words, 0, key, source, goal)
 
 
 def overlap_partly(x: torch.Tensor, out: torch.Tensor) -> bool:
@@ -365,17 +375,3 @@ def _make_chunk_table(numel: int) -> tuple[int, np.ndarray, int]:
 
 
 increment_version = torch._C._increment_version  # torch.autograd.graph's, which first asks what it was given
-
-
-def _check_kernel(plan: RoundingPlan, kind: tuple[Hashable, ...]) -> None:
-    """Compare a compiled kernel's bits on fixed elements with the reference's, once per kind of kernel (a canary)."""
-    x = make_fixed_elements(plan.dtype)
-
-    def fast() -> list[torch.Tensor]:
-        out = torch.empty_like(x)
-        number, _, table = _make_chunk_table(x.numel())
-        plan.kernel(0, number, table, plan.words_address, 0, FIXED_KEY, address(x), address(out))
-        return [out]
-
-    name = f"quantize ({plan.dtype}, {kind[2]})"
-    check_bits(name, fast, lambda: [round_by_reference(x, plan.target, FIXED_KEY)], ("quantize", *kind))

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
+from torch.compiler import is_compiling
 
 from ..formats import BlockFormat, Format, block_names, get, get_block
 from ..kernels import constant_result, define_operator, plain_address, untraced
@@ -76,7 +77,7 @@ def quantize(
     >>> quantize(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), "bf16")   # through float32 it would be 1
     tensor([1.0078], dtype=torch.float64)
     """
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         made = _quantize_plain_memory(x, format, rounding, overflow, counter, out)
         if made is not None:
             return made
@@ -84,7 +85,7 @@ def quantize(
     check_tensor(x)
     if out is not None:
         check_out(out, x)
-    target, x = _find_integers(format, rounding, overflow, x.dtype), x.detach()
+    target, x = find_integers(format, rounding, overflow, x.dtype), x.detach()
     if target is None:
         return x.clone() if out is None else out.copy_(x.clone())  # they may overlap
     in_blocks = len(target) > _TARGET_SIZE
@@ -195,11 +196,11 @@ def find_target(
     format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> Target | None:
     """Return `make_target`'s result, cached where no compiler traces."""
-    flat = _find_integers(format, rounding, overflow, dtype)
+    flat = find_integers(format, rounding, overflow, dtype)
     return None if flat is None else Target(*flat)
 
 
-def _find_integers(
+def find_integers(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> tuple[int, ...] | None:
     """Return the integers of a target, or of a block target; None where rounding changes nothing.
@@ -209,7 +210,7 @@ def _find_integers(
     arithmetic of variables; a string is compared as a whole. What is raised is raised inside the trace, where a graph
     can break and the caller sees it as it is.
     """
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         return _make_integers(format, rounding, overflow, dtype)
     known = get_block(format) if isinstance(format, BlockFormat) or names_block(format) else get(format)
     flat, error, message = _target_integers_in_graph(
@@ -254,21 +255,11 @@ def check_tensor(x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
     # A graph may not ask for a layout inside of a backward; what it calls as it runs has no sparse tensors.
-    if not torch.compiler.is_compiling() and (x.layout is not torch.strided or x.is_nested):
+    if not is_compiling() and (x.layout is not torch.strided or x.is_nested):
         refuse_tensor(x, "x")
     if x.dtype not in FLOAT_DTYPES:
-        if x.dtype.is_complex:
-            remedy = "round the parts: torch.view_as_real(x)"
-        elif x.dtype.is_floating_point:
-            remedy = "widen it first: x.to(torch.float32)"
-        else:
-            remedy = "convert it first: x.to(torch.float32)"
+        remedy = "round the parts: torch.view_as_real(x)" if x.dtype.is_complex else "convert it: x.to(torch.float32)"
         raise TypeError(f"x is float16, bfloat16, float32 or float64; got {x.dtype}: {remedy}")
-
-
-def check_format(x: torch.Tensor, format: AnyFormat, rounding: Rounding, overflow: str | None) -> None:
-    """Check a format as `quantize` does."""
-    _find_integers(format, rounding, overflow, x.dtype)
 
 
 def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -278,12 +269,11 @@ def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
             f"out has x's dtype, shape and device ({x.dtype}, {tuple(x.shape)}, {x.device}); "
             f"got {out.dtype}, {tuple(out.shape)}, {out.device}"
         )
-    is_traced = torch.compiler.is_compiling()
-    if not is_traced and out.is_neg():
+    if not is_compiling() and out.is_neg():
         raise ValueError(
             "out is a view whose signs torch flips when it is read: give memory of its own, as its clone()"
         )
-    if not is_traced and out.is_inference() and not torch.is_inference_mode_enabled():
+    if not is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError("out is a tensor of inference mode, which nothing else may write: give its clone()")
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError("out requires gradients and would be written in place: write under torch.no_grad()")

@@ -13,9 +13,8 @@ import torch
 from ..formats import Format, get
 from ._modes import Rounding, encode_rounding
 
-NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(
-    5
-)  # as `encode_rounding` numbers them; behind them the registered ones
+# As `encode_rounding` numbers them; behind them the registered ones.
+NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(5)
 OVERFLOW_POLICIES = ("inf", "nan", "saturate")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -71,7 +70,7 @@ def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype:
     if _changes_nothing(format, policy, dtype):
         return None
     return Target(
-        encode_rounding(rounding),
+        encode_rounding(rounding.name),
         format.mantissa_bits,
         format.emin,
         struct.unpack("<q", struct.pack("<d", format.max))[0],
