@@ -92,13 +92,6 @@ def count_series_terms(n: int, bits: float, growth=lambda k: 1.0) -> int:
     return k + 1
 
 
-def evaluate_small_expm1(r: Terms, n: int) -> Terms:
-    """e^r - 1 for |r| <= log(2) / 256."""
-    count = count_series_terms(n, 8.5, lambda k: math.factorial(k + 1))
-    h = evaluate_series(r, [Fraction(1, math.factorial(k + 1)) for k in range(count)], n, 8.5)
-    return multiply(r, h, n)
-
-
 def split_exp(x: Terms, n: int) -> tuple[Value, Terms]:
     """q and y with e^x = 2^q (1 + y), -0.3 < y < 0.42."""
     large, low = x[0] > 800.0, x[0] < -800.0
@@ -111,7 +104,9 @@ def split_exp(x: Terms, n: int) -> tuple[Value, Terms]:
     r = distill_terms(_interleave_terms([head, *x[1:]], steps), n)
     q = floor(k * (1.0 / 128.0) + 0.5)
     e = look_up_terms(known.make_fractional_power_tables(), k - q * 128.0 + 64.0, n)
-    p = evaluate_small_expm1(r, n)
+    count = count_series_terms(n, 8.5, lambda k: math.factorial(k + 1))
+    h = evaluate_series(r, [Fraction(1, math.factorial(k + 1)) for k in range(count)], n, 8.5)
+    p = multiply(r, h, n)  # e^r - 1 for |r| <= log(2) / 256
     return q, add(e, add(p, multiply(e, p, n), n), n)
 
 
@@ -193,17 +188,11 @@ def log(operands: list[Terms], n: int) -> Terms:
     return finish_log(operands[0][0], evaluate_log(operands[0], n))
 
 
-def evaluate_log1p(x: Terms, n: int) -> tuple[Value, Terms]:
-    """1 + x, and its logarithm."""
-    total = distill_terms([*make_constants(x[0], [1.0]), *x], n + 1)
-    return total[0], evaluate_log(total, n)
-
-
 def log1p(operands: list[Terms], n: int) -> Terms:
     """log(1 + x), relatively accurate near zero."""
     x = operands[0]
-    total, made = evaluate_log1p(x, n)
-    return keep_sign_of_zero(x, finish_log(select(is_finite(x[0]), total, x[0]), made))
+    total = distill_terms([*make_constants(x[0], [1.0]), *x], n + 1)
+    return keep_sign_of_zero(x, finish_log(select(is_finite(x[0]), total[0], x[0]), evaluate_log(total, n)))
 
 
 _LEAST_LARGE_ARGUMENT = 2.0**120  # from here on sqrt(x^2 + 1) is |x| to all components
@@ -287,10 +276,7 @@ def asinh(operands: list[Terms], n: int) -> Terms:
 def acosh(operands: list[Terms], n: int) -> Terms:
     """log1p(t + sqrt(t (t + 2))) for t = x - 1."""
     x = operands[0]
-    near = [
-        select(x[0] > _LEAST_LARGE_ARGUMENT, make_constant(x[0], 1.0), x[0]),
-        *(select(x[0] > _LEAST_LARGE_ARGUMENT, 0.0, t) for t in x[1:]),
-    ]
+    near = _limit_terms(x[0] > _LEAST_LARGE_ARGUMENT, make_constant(x[0], 1.0), x)
     t = distill_terms([near[0], *make_constants(x[0], [-1.0]), *near[1:]], n)
     inner = multiply(t, add(t, make_constants(x[0], [2.0]), n), n)
     rest = add(t, take_root_in_range(inner, n), n)
@@ -390,15 +376,9 @@ def erf(operands: list[Terms], n: int) -> Terms:
     size = _take_absolute(x)
     far = size[0] > last / 16
     size = _limit_terms(far, make_constant(x[0], last / 16), size)
-    index = nearest_integer(size[0] * 16.0)
-    r = distill_terms([size[0], -(index * (1.0 / 16.0)), *size[1:]], n)
-    slope = multiply(r, [index * (-1.0 / 8.0)], n)
-    square = scale_terms(multiply(r, r, n), -2.0)
-    total = _integrate_bell(slope, square, n, last / 16)
-    value, bell = (look_up_terms(table, index, n) for table in known.make_erf_tables(last + 1))
-    made = add(value, multiply(multiply(bell, r, n), total, n), n)
+    _, value, area = _integrate_bell(size, 16.0, known.make_erf_tables(last + 1), n, last / 16)
     one = make_constants(x[0], [1.0])
-    made = _select_terms(far, fit_term_count(one, n), made)
+    made = _select_terms(far, fit_term_count(one, n), add(value, area, n))
     made = _copy_sign(x[0], made)
     return keep_sign_of_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
 
@@ -410,21 +390,22 @@ def erfc(operands: list[Terms], n: int) -> Terms:
     size = _take_absolute(x)
     far = size[0] > _LAST_ERFC_INDEX / 32
     size = _limit_terms(far, zero + _LAST_ERFC_INDEX / 32, size)
-    index = nearest_integer(size[0] * 32.0)
-    r = distill_terms([size[0], -(index * (1.0 / 32.0)), *size[1:]], n)
-    slope = multiply(r, [index * (-1.0 / 16.0)], n)
-    total = _integrate_bell(slope, scale_terms(multiply(r, r, n), -2.0), n, _LAST_ERFC_INDEX / 64)
-    value, bell = (look_up_terms(table, index, n) for table in known.make_erfc_tables(_LAST_ERFC_INDEX + 1)[:2])
-    made = add(value, negate(multiply(multiply(bell, r, n), total, n)), n)
-    shift = gather(known.make_erfc_tables(_LAST_ERFC_INDEX + 1)[2], index)
-    made = [select(far, zero, times_power(t, -shift)) for t in made]
+    *tables, shifts = known.make_erfc_tables(_LAST_ERFC_INDEX + 1)
+    index, value, area = _integrate_bell(size, 32.0, tables, n, _LAST_ERFC_INDEX / 64)
+    shift = gather(shifts, index)
+    made = [select(far, zero, times_power(t, -shift)) for t in add(value, negate(area), n)]
     left = add([one + one], negate(made), n)
     made = _select_terms(x[0] < 0.0, left, made)
     return [select(x[0] == x[0], made[0], x[0]), *made[1:]]
 
 
-def _integrate_bell(slope: Terms, square: Terms, n: int, largest: float) -> Terms:
-    """sum t_k / (k + 1)."""
+def _integrate_bell(
+    size: Terms, steps: float, tables: Sequence[list[tuple[float, ...]]], n: int, largest: float
+) -> tuple[Value, Terms, Terms]:
+    """Return the tables' index next to a size, the first one's entry, and the other's times r sum t_k / (k + 1)."""
+    index = nearest_integer(size[0] * steps)
+    r = distill_terms([size[0], -(index * (1.0 / steps)), *size[1:]], n)
+    slope, square = multiply(r, [index * (-2.0 / steps)], n), scale_terms(multiply(r, r, n), -2.0)
     earlier, term = None, make_constants(slope[0], [1.0])
     total, k = term, 0
     before, bound = 0.0, 1.0
@@ -439,7 +420,8 @@ def _integrate_bell(slope: Terms, square: Terms, n: int, largest: float) -> Term
         k += 1
         share = make_constants(slope[0], known.split_into_floats(Fraction(1, k + 1), width))
         total = add(total, multiply(term, share, width), n)
-    return total
+    value, bell = (look_up_terms(table, index, n) for table in tables)
+    return index, value, multiply(multiply(bell, r, n), total, n)
 
 
 # A quotient that is rounded three times is less than this much too large.
@@ -538,7 +520,7 @@ def floor_divide(operands: list[Terms], n: int) -> Terms:
     return _finish_irregular(_is_regular(a, b), select(is_finite(plain), plain, 0.0) * 0.0, less, head)
 
 
-LARGEST_ANGLE = 2.0**20
+LARGEST_ANGLE = 2.0**20  # of the kernels' reduction
 
 
 def _reduce_angle(x: Terms, n: int) -> tuple[Value, Terms]:
@@ -594,7 +576,7 @@ def atan(operands: list[Terms], n: int) -> Terms:
     size = _take_absolute(x)
     steep, far = size[0] > 1.0, size[0] > 2.0**400
     inside = _limit_terms(far, one, size)
-    top = [select(steep, one, inside[0]), *(select(steep, zero, t) for t in inside[1:])]
+    top = _limit_terms(steep, one, inside)
     bottom = [select(steep, inside[0], one), *(select(steep, t, zero) for t in inside[1:])]
     index = nearest_integer(top[0] / bottom[0] * 32.0)
     c = [index * (1.0 / 32.0)]
@@ -619,12 +601,6 @@ def _add_product_exactly(a: Terms, c: Terms, b: Terms, n: int) -> Terms:
 
 _ANGLE_BITS = 1700  # float64 has 1024 binades above 1; as many digits again must be right behind the point
 _SINE_BITS = 340  # four float64 have 212; mpmath takes twice the time beyond 400
-
-
-def find_far_angles(head: torch.Tensor) -> torch.Tensor | None:
-    """Return which finite angles are beyond the kernels' reduction; None if none is."""
-    far = (head.abs() > LARGEST_ANGLE) & torch.isfinite(head)
-    return far if bool(far.any()) else None
 
 
 def evaluate_far_angles(name: str, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -73,21 +73,14 @@ def add(x: Terms, y: Terms, n: int) -> Terms:
     if len(x) == 1:
         return fit_term_count(list(two_sum(x[0], y[0])), n)
     if n <= 2 and len(x) == 2:
-        return (_add_plain(x, y[0]) if len(y) == 1 else _add_two(x, y))[:n]
+        high, low = two_sum(x[0], y[0])
+        if len(y) == 1:
+            return list(fast_two_sum(high, x[1] + low))[:n]
+        t, t1 = two_sum(x[1], y[1])
+        v, w = fast_two_sum(high, low + t)
+        return list(fast_two_sum(v, t1 + w))[:n]
     merged = [t for pair in zip(x, y) for t in pair] + list(x[len(y) :])
     return distill_terms(merged, n)
-
-
-def _add_plain(x: Terms, y) -> Terms:
-    high, low = two_sum(x[0], y)
-    return list(fast_two_sum(high, x[1] + low))
-
-
-def _add_two(x: Terms, y: Terms) -> Terms:
-    s, s1 = two_sum(x[0], y[0])
-    t, t1 = two_sum(x[1], y[1])
-    v, w = fast_two_sum(s, s1 + t)
-    return list(fast_two_sum(v, t1 + w))
 
 
 @shared_network
@@ -100,19 +93,12 @@ def multiply(x: Terms, y: Terms, n: int) -> Terms:
     if len(x) == 1:
         return fit_term_count(list(two_product(x[0], y[0])), n)
     if n == 2:
-        return _multiply_plain(x, y[0]) if len(y) == 1 else _multiply_two(x, y)
+        high, low = two_product(x[0], y[0])
+        if len(y) > 1:
+            return list(fast_two_sum(high, low + (x[0] * y[1] + x[1] * y[0])))
+        t, t1 = fast_two_sum(high, x[1] * y[0])
+        return list(fast_two_sum(t, t1 + low))
     return _distill_product(x, y, n)
-
-
-def _multiply_plain(x: Terms, y) -> Terms:
-    c, c1 = two_product(x[0], y)
-    t, t1 = fast_two_sum(c, x[1] * y)
-    return list(fast_two_sum(t, t1 + c1))
-
-
-def _multiply_two(x: Terms, y: Terms) -> Terms:
-    c, c1 = two_product(x[0], y[0])
-    return list(fast_two_sum(c, c1 + (x[0] * y[1] + x[1] * y[0])))
 
 
 def _distill_product(x: Terms, y: Terms, n: int) -> Terms:
