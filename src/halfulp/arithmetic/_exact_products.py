@@ -22,8 +22,16 @@ import torch
 
 from .._torch_versions import has_whole_products
 from ..kernels import exponent, floor, is_finite, power, select, times_power
-from ._error_free import Terms, distill_terms, sweep_terms, two_product, two_sum
-from ._operators import finish_special_values, round_to_components, to_float64_terms
+from ._operators import (
+    Terms,
+    distill_terms,
+    finish_special_values,
+    round_to_components,
+    sweep_terms,
+    to_float64_terms,
+    two_product,
+    two_sum,
+)
 from ._pointwise import MOST, PRECISION, ElementwiseKernels, Parts, pointwise
 
 _PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time

@@ -426,7 +426,7 @@ def exact_sum(
     (0.0, 1.0, 1.0)
     """
     _check_operand(x, "exact_sum")
-    return _sum_differentiably(x, _normalize_dims(x.dim(), dim), keepdim, _check_result_dtype(dtype, x.dtype))
+    return _sum_differentiably(x, normalize_dims(x.dim(), dim), keepdim, _check_result_dtype(dtype, x.dtype))
 
 
 def exact_dot(
@@ -457,7 +457,7 @@ def exact_dot(
     1e-300
     """
     a, b = _promote_operands(a, b, "exact_dot")
-    return _sum_differentiably(a, b, _normalize_dims(a.dim(), dim), keepdim, _check_result_dtype(dtype, a.dtype))
+    return _sum_differentiably(a, b, normalize_dims(a.dim(), dim), keepdim, _check_result_dtype(dtype, a.dtype))
 
 
 def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
@@ -491,9 +491,7 @@ def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = Non
         _check_operand(a, "exact_partial")
     else:
         a, b = _promote_operands(a, b, "exact_partial")
-    words: torch.Tensor = _partial_operator(
-        a.detach(), None if b is None else b.detach(), _normalize_dims(a.dim(), dim)
-    )
+    words: torch.Tensor = _partial_operator(a.detach(), None if b is None else b.detach(), normalize_dims(a.dim(), dim))
     return words
 
 
@@ -559,7 +557,7 @@ def _promote_operands(a: torch.Tensor, b: torch.Tensor, name: str) -> tuple[torc
     return a, b
 
 
-def _normalize_dims(count: int, dim: Dim) -> list[int]:
+def normalize_dims(count: int, dim: Dim) -> list[int]:
     """Return the dimensions that are summed, from 0 up; none of a tensor without dimensions."""
     given = [] if dim is None else list(dim) if isinstance(dim, list | tuple) else [dim]
     if not all(isinstance(d, int) for d in given):
@@ -581,13 +579,13 @@ def _view_as_rows(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return flat.contiguous() if shape[1] > 1 and flat.stride(1) != 1 else flat
 
 
-def _find_result_shape(shape: torch.Size, dims: list[int], keepdim: bool = False) -> list[int]:
+def find_result_shape(shape: torch.Size, dims: Sequence[int], keepdim: bool = False) -> list[int]:
     return [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
 
 
 def _run_partial(a: torch.Tensor, b: torch.Tensor | None, dim: list[int]) -> torch.Tensor:
     words = sum_rows(_view_as_rows(a, dim), None if b is None else _view_as_rows(b, dim), None)
-    return words.view([*_find_result_shape(a.shape, dim), WORD_COUNT])
+    return words.view([*find_result_shape(a.shape, dim), WORD_COUNT])
 
 
 def _run_sum(*given: Any) -> torch.Tensor:
@@ -595,13 +593,13 @@ def _run_sum(*given: Any) -> torch.Tensor:
     *operands, dim, keepdim, dtype = given
     other = _view_as_rows(operands[1], dim) if len(operands) > 1 else None
     return sum_rows(_view_as_rows(operands[0], dim), other, dtype).view(
-        _find_result_shape(operands[0].shape, dim, keepdim)
+        find_result_shape(operands[0].shape, dim, keepdim)
     )
 
 
 def _fake_sum(x: torch.Tensor, *given: Any) -> torch.Tensor:
     dim, keepdim, dtype = given[-3:]
-    return x.new_empty(_find_result_shape(x.shape, dim, keepdim), dtype=dtype)
+    return x.new_empty(find_result_shape(x.shape, dim, keepdim), dtype=dtype)
 
 
 _SUM_OPERATORS: dict[int, Callable[..., torch.Tensor]] = {
@@ -613,7 +611,7 @@ _SUM_OPERATORS: dict[int, Callable[..., torch.Tensor]] = {
 _partial_operator = define_operator(
     "exact_partial(Tensor a, Tensor? b, int[] dim) -> Tensor",
     _run_partial,
-    lambda a, b, dim: a.new_empty([*_find_result_shape(a.shape, dim), WORD_COUNT], dtype=torch.int64),
+    lambda a, b, dim: a.new_empty([*find_result_shape(a.shape, dim), WORD_COUNT], dtype=torch.int64),
 )
 _round_operator = define_operator(
     "exact_round(Tensor words, ScalarType dtype) -> Tensor",
@@ -634,7 +632,7 @@ def _save_for_gradient(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
 def _compute_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gradient = gradient if ctx.is_dot else gradient.to(ctx.dtype)
     if not ctx.keepdim:
-        gradient = gradient.reshape(_find_result_shape(ctx.shape, ctx.dims, True))
+        gradient = gradient.reshape(find_result_shape(ctx.shape, ctx.dims, True))
     gradient = gradient.expand(ctx.shape)
     if not ctx.is_dot:  # nothing was saved, so that a graph may be gone through again, as that of torch.sum
         return gradient, None, None, None

@@ -30,20 +30,25 @@ from ..kernels import (
     select,
     times_power,
 )
-from . import _constants as known
-from . import _operators as nets
-from ._error_free import Terms, distill_terms, two_product
+from . import _constants as constants
 from ._operators import (
+    Terms,
     add,
+    distill_terms,
     divide,
     divide_in_range,
     finish_special_values,
+    finish_zero_signs,
     fit_term_count,
+    gather_terms,
+    make_one_like,
     multiply,
+    multiply_and_add,
     negate,
     scale_terms,
     take_root,
     take_root_in_range,
+    two_product,
 )
 
 _GUARD_BITS = 6  # bits beyond the components that series and constants are cut to
@@ -81,7 +86,7 @@ def evaluate_series(x: Terms, coefficients: list[Fraction], n: int, bits: float)
 
 
 def _make_rational_constant(like, value: Fraction, n: int) -> Terms:
-    return make_constants(like, known.split_into_floats(value, n))
+    return make_constants(like, constants.split_into_floats(value, n))
 
 
 def count_series_terms(n: int, bits: float, growth=lambda k: 1.0) -> int:
@@ -99,11 +104,11 @@ def split_exp(x: Terms, n: int) -> tuple[Value, Terms]:
     # Components behind a head that is cut would shift what is left of it.
     x = [head, *(select(large | low, 0.0, t) for t in x[1:])]
     k = nearest_integer(head * (128.0 / math.log(2.0)))
-    pieces = known.split_into_chunks(known.compute_log(2) / 128, 35, (53 * n + 50) // 35 + 1)
+    pieces = constants.split_into_chunks(constants.compute_log(2) / 128, 35, (53 * n + 50) // 35 + 1)
     steps = [-(k * c) for c in make_constants(k, pieces)]
     r = distill_terms(_interleave_terms([head, *x[1:]], steps), n)
     q = floor(k * (1.0 / 128.0) + 0.5)
-    e = look_up_terms(known.make_fractional_power_tables(), k - q * 128.0 + 64.0, n)
+    e = look_up_terms(constants.make_fractional_power_tables(), k - q * 128.0 + 64.0, n)
     count = count_series_terms(n, 8.5, lambda k: math.factorial(k + 1))
     h = evaluate_series(r, [Fraction(1, math.factorial(k + 1)) for k in range(count)], n, 8.5)
     p = multiply(r, h, n)  # e^r - 1 for |r| <= log(2) / 256
@@ -158,12 +163,12 @@ def evaluate_log(x: Terms, n: int, more=0.0) -> Terms:
     x = scale_terms(x, select(high, one * 0.5, one))
     e = e + select(high, one, zero)
     index = nearest_integer(x[0] * 64.0) - 45.0
-    c = gather(known.make_reciprocal_tables()[0], index)
+    c = gather(constants.make_reciprocal_tables()[0], index)
     products = [t for part in x for t in two_product(part, c)]
     r = distill_terms([products[0], *make_constants(c, [-1.0]), *products[1:]], n)
-    pieces = known.split_into_chunks(known.compute_log(2), 40, (53 * n + 40) // 40 + 1)
+    pieces = constants.split_into_chunks(constants.compute_log(2), 40, (53 * n + 40) // 40 + 1)
     whole = [(e - shift + more) * piece for piece in make_constants(c, pieces)]
-    near = look_up_terms(known.make_reciprocal_tables()[1], index, n + 1)
+    near = look_up_terms(constants.make_reciprocal_tables()[1], index, n + 1)
     return distill_terms(_interleave_terms(_interleave_terms(whole, near), evaluate_small_log1p(r, n)), n)
 
 
@@ -376,7 +381,7 @@ def erf(operands: list[Terms], n: int) -> Terms:
     size = _take_absolute(x)
     far = size[0] > last / 16
     size = _limit_terms(far, make_constant(x[0], last / 16), size)
-    _, value, area = _integrate_bell(size, 16.0, known.make_erf_tables(last + 1), n, last / 16)
+    _, value, area = _integrate_bell(size, 16.0, constants.make_erf_tables(last + 1), n, last / 16)
     one = make_constants(x[0], [1.0])
     made = _select_terms(far, fit_term_count(one, n), add(value, area, n))
     made = _copy_sign(x[0], made)
@@ -390,7 +395,7 @@ def erfc(operands: list[Terms], n: int) -> Terms:
     size = _take_absolute(x)
     far = size[0] > _LAST_ERFC_INDEX / 32
     size = _limit_terms(far, zero + _LAST_ERFC_INDEX / 32, size)
-    *tables, shifts = known.make_erfc_tables(_LAST_ERFC_INDEX + 1)
+    *tables, shifts = constants.make_erfc_tables(_LAST_ERFC_INDEX + 1)
     index, value, area = _integrate_bell(size, 32.0, tables, n, _LAST_ERFC_INDEX / 64)
     shift = gather(shifts, index)
     made = [select(far, zero, times_power(t, -shift)) for t in add(value, negate(area), n)]
@@ -414,11 +419,11 @@ def _integrate_bell(
         following = multiply(slope, term, width)
         if earlier is not None:
             following = add(following, multiply(square, earlier, width), width)
-        share = make_constants(slope[0], known.split_into_floats(Fraction(1, k + 1), width))
+        share = make_constants(slope[0], constants.split_into_floats(Fraction(1, k + 1), width))
         earlier, term = term, multiply(following, share, width)
         before, bound = bound, (largest / 16 * bound + before / 512) / (k + 1)
         k += 1
-        share = make_constants(slope[0], known.split_into_floats(Fraction(1, k + 1), width))
+        share = make_constants(slope[0], constants.split_into_floats(Fraction(1, k + 1), width))
         total = add(total, multiply(term, share, width), n)
     value, bell = (look_up_terms(table, index, n) for table in tables)
     return index, value, multiply(multiply(bell, r, n), total, n)
@@ -528,7 +533,7 @@ def _reduce_angle(x: Terms, n: int) -> tuple[Value, Terms]:
     head = select(abs(x[0]) > 2.0 * LARGEST_ANGLE, 0.0, x[0])
     k = nearest_integer(head * (32.0 / math.pi))
     # Cancellation may take 53 bits per component and the size of k; what is left must still be accurate.
-    pieces = known.split_into_chunks(known.compute_pi() / 32, 28, (53 * (2 * n) + 60) // 28 + 1)
+    pieces = constants.split_into_chunks(constants.compute_pi() / 32, 28, (53 * (2 * n) + 60) // 28 + 1)
     steps = [-(k * c) for c in make_constants(x[0], pieces)]
     return k, distill_terms([head, *steps[:2], *x[1:], *steps[2:]], n)
 
@@ -557,7 +562,7 @@ def sin(operands: list[Terms], n: int) -> Terms:
     """Return the sine, for |x| <= 2^20."""
     x = operands[0]
     index, sine, versine = _find_sine_and_versine(x, n)
-    made = _rotate_table_entry(known.make_sine_cosine_tables(), index, versine, sine, n, 1.0)
+    made = _rotate_table_entry(constants.make_sine_cosine_tables(), index, versine, sine, n, 1.0)
     return keep_sign_of_zero(x, finish_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made))
 
 
@@ -565,7 +570,7 @@ def cos(operands: list[Terms], n: int) -> Terms:
     """Return the cosine, for |x| <= 2^20."""
     x = operands[0]
     index, sine, versine = _find_sine_and_versine(x, n)
-    made = _rotate_table_entry(known.make_sine_cosine_tables()[::-1], index, versine, sine, n, -1.0)
+    made = _rotate_table_entry(constants.make_sine_cosine_tables()[::-1], index, versine, sine, n, -1.0)
     return finish_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made)
 
 
@@ -586,8 +591,8 @@ def atan(operands: list[Terms], n: int) -> Terms:
     bits = 11.99
     coefficients = [Fraction((-1) ** (k + 1), 2 * k + 3) for k in range(count_series_terms(n, bits))]
     small = add(rest, multiply(multiply(rest, square, n), evaluate_series(square, coefficients, n, bits), n), n)
-    flat = add(look_up_terms(known.make_arctangent_tables(), index, n), small, n)
-    right = make_constants(x[0], known.split_into_floats(known.compute_pi() / 2, n))
+    flat = add(look_up_terms(constants.make_arctangent_tables(), index, n), small, n)
+    right = make_constants(x[0], constants.split_into_floats(constants.compute_pi() / 2, n))
     below = [select(far, zero, t) for t in flat]
     made = _select_terms(steep, add(right, negate(below), n), flat)
     made = _copy_sign(x[0], made)
@@ -599,41 +604,23 @@ def _add_product_exactly(a: Terms, c: Terms, b: Terms, n: int) -> Terms:
     return distill_terms([*a, *multiply(b, c, n + 1)], n)
 
 
-_ANGLE_BITS = 1700  # float64 has 1024 binades above 1; as many digits again must be right behind the point
-_SINE_BITS = 340  # four float64 have 212; mpmath takes twice the time beyond 400
-
-
 def evaluate_far_angles(name: str, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the sines or cosines of angles of one dimension as four float64, by mpmath.
 
     One element at a time, which `halfulp.kernels.report()` counts.
     """
     note_fallback("arithmetic", "angles beyond 2^20 are computed one by one, exactly and slowly")
-    mp, right, one = _make_sine_context(), known.compute_right_angle(_ANGLE_BITS), 1 << _ANGLE_BITS
-    functions = (mp.sin, mp.cos, lambda rest: -mp.sin(rest), lambda rest: -mp.cos(rest))
-    first, rows = ("sin", "cos").index(name), []
+    mp, rows = _make_angle_context(), []
     for terms in zip(*(part.tolist() for part in parts)):
-        if not all(map(math.isfinite, terms)):
-            rows.append([math.nan] * 4)
-            continue
-        # Integers hold an angle exactly, and reduce it five times faster than mpmath.
-        quarters, rest = divmod(2 * sum(map(_to_fixed_point, terms)) + right, 2 * right)
-        value = functions[(quarters + first) % 4](mp.ldexp(rest - right, -_ANGLE_BITS - 1))
-        left, row = int(mp.ldexp(value, _ANGLE_BITS)), []
-        for _ in range(4):
-            row.append(left / one)
-            left -= _to_fixed_point(row[-1])
-        rows.append(row)
+        if all(map(math.isfinite, terms)):
+            rows.append(constants.split_into_floats(getattr(mp, name)(mp.fsum(terms), prec=constants.PRECISE_BITS), 4))
+        else:
+            rows.append((math.nan,) * 4)
     return tuple(torch.tensor(column, dtype=torch.float64, device=parts[0].device) for column in zip(*rows))
 
 
-# Its sines and cosines only read its precision: threads may share it.
-_make_sine_context = functools.cache(lambda: known.make_precise_context(_SINE_BITS))
-
-
-def _to_fixed_point(x: float) -> int:
-    top, bottom = x.as_integer_ratio()
-    return (top << _ANGLE_BITS) // bottom
+# It holds any sum of float64, and is only read: threads may share it.
+_make_angle_context = functools.cache(lambda: constants.make_precise_context(2200))
 
 
 @dataclass(frozen=True)
@@ -655,38 +642,36 @@ def _addcmul(x: list[Terms], n: int) -> Terms:
     """a + b c, with an error relative to |a| + |b c|, not to the result of a cancellation."""
     plain = x[0][0] + x[1][0] * x[2][0]
     if n == 2 and len(x[0]) == 2 and len(x[1]) == 1:
-        return nets.finish_zero_signs(plain, nets.multiply_and_add(x[0], x[1][0], x[2]))
-    product = nets.multiply(x[1], x[2], n if len(x[1]) + len(x[2]) > 2 else 2)
-    return nets.finish_zero_signs(plain, nets.add(x[0], product, n))
+        return finish_zero_signs(plain, multiply_and_add(x[0], x[1][0], x[2]))
+    product = multiply(x[1], x[2], n if len(x[1]) + len(x[2]) > 2 else 2)
+    return finish_zero_signs(plain, add(x[0], product, n))
 
 
 def _renormalize(x: list[Terms], n: int) -> Terms:
     """Return all terms unchanged, so that the stored result is rounded from the whole sum."""
     many = max(n, len(x[0]))
-    return nets.gather_terms(x[0], many) if len(x[0]) > 1 else nets.fit_term_count(x[0], n)
+    return gather_terms(x[0], many) if len(x[0]) > 1 else fit_term_count(x[0], n)
 
 
 def _find_sign_of_difference(x: list[Terms], n: int) -> Terms:
     """-1, 0 or 1 as x - y is; 2 for NaN."""
     a, b = x[0][0], x[1][0]
-    difference = distill_terms([*x[0], *nets.negate(x[1])], 1)[0]
+    difference = distill_terms([*x[0], *negate(x[1])], 1)[0]
     exact = is_finite(a) & is_finite(b)
     one = a * 0.0 + 1.0
     less = exact & (difference < 0.0) | ~exact & (a < b)
     more = exact & (difference > 0.0) | ~exact & (a > b)
     known = select(more, 1.0, select(less, -1.0, 0.0 * one))
-    return nets.fit_term_count([select((a != a) | (b != b), 2.0, known)], n)
+    return fit_term_count([select((a != a) | (b != b), 2.0, known)], n)
 
 
 FUNCTIONS: dict[str, ExpansionFunction] = {
-    "add": ExpansionFunction(2, lambda x, n: nets.finish_zero_signs(x[0][0] + x[1][0], add(x[0], x[1], n)), True),
-    "sub": ExpansionFunction(
-        2, lambda x, n: nets.finish_zero_signs(x[0][0] - x[1][0], add(x[0], negate(x[1]), n)), True
-    ),
-    "mul": ExpansionFunction(2, lambda x, n: nets.finish_zero_signs(x[0][0] * x[1][0], multiply(x[0], x[1], n)), True),
-    "div": ExpansionFunction(2, lambda x, n: nets.divide_in_range(x[0], x[1], n), True),
-    "sqrt": ExpansionFunction(1, lambda x, n: nets.take_root_in_range(x[0], n), True),
-    "reciprocal": ExpansionFunction(1, lambda x, n: nets.divide_in_range([nets.make_one_like(x[0][0])], x[0], n), True),
+    "add": ExpansionFunction(2, lambda x, n: finish_zero_signs(x[0][0] + x[1][0], add(x[0], x[1], n)), True),
+    "sub": ExpansionFunction(2, lambda x, n: finish_zero_signs(x[0][0] - x[1][0], add(x[0], negate(x[1]), n)), True),
+    "mul": ExpansionFunction(2, lambda x, n: finish_zero_signs(x[0][0] * x[1][0], multiply(x[0], x[1], n)), True),
+    "div": ExpansionFunction(2, lambda x, n: divide_in_range(x[0], x[1], n), True),
+    "sqrt": ExpansionFunction(1, lambda x, n: take_root_in_range(x[0], n), True),
+    "reciprocal": ExpansionFunction(1, lambda x, n: divide_in_range([make_one_like(x[0][0])], x[0], n), True),
     "addcmul": ExpansionFunction(3, _addcmul, True),
     "renormalize": ExpansionFunction(1, _renormalize, True),
     "compare": ExpansionFunction(2, _find_sign_of_difference, True),

@@ -39,9 +39,16 @@ from ..kernels import (
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
 from ..kernels.triton._expansions import MOST_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
 from ..kernels.triton._launch import find_checked_kernel
-from ._error_free import Terms, fast_two_sum, two_sum
 from ._functions import DIVISIONS, FUNCTIONS, LARGEST_ANGLE, NETWORKS, REMAINDER_STEP_NAME, evaluate_far_angles
-from ._operators import SIXTEEN_BIT_LIMITS, float16_to_float64, round_to_components, to_float64_terms
+from ._operators import (
+    SIXTEEN_BIT_LIMITS,
+    Terms,
+    fast_two_sum,
+    float16_to_float64,
+    round_to_components,
+    to_float64_terms,
+    two_sum,
+)
 
 # Outside of these magnitudes float32 overflows, or loses bits below its normal numbers.
 _LEAST_SAFE_WORD, _GREATEST_SAFE_WORD = (127 - 100) << 24, (127 + 126) << 24

@@ -25,8 +25,8 @@ from ..kernels import (
 )
 from ..kernels.triton._expansions import ReductionKernel
 from ..kernels.triton._launch import find_checked_kernel
-from ._error_free import Terms, two_sum
-from ._operators import add, divide_in_range, gather_terms, multiply, round_to_components
+from ._exact_sums import find_result_shape, normalize_dims
+from ._operators import Terms, add, divide_in_range, gather_terms, multiply, round_to_components, two_sum
 from ._pointwise import PRECISION, Parts, pointwise
 
 # Of a matrix from which on its rows are reduced in segments, each by one thread.
@@ -92,7 +92,7 @@ def running(parts: Parts, dim: int, components: int) -> Parts:
 
 
 def _run_reduction(kind: str, parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool) -> Parts:
-    dims = _normalize_dims(parts[0].dim(), dim)
+    dims = normalize_dims(parts[0].dim(), dim)
     # A kernel reads memory, without lazy signs and zeros.
     if torch.compiler.is_compiling() or any(
         type(part) is not torch.Tensor or part.is_neg() or part._is_zerotensor() for part in parts
@@ -101,21 +101,9 @@ def _run_reduction(kind: str, parts: Parts, dim: int | Sequence[int] | None, com
     return _reduce_dims(kind, parts, dims, components, keepdim)
 
 
-def _normalize_dims(rank: int, dim: int | Sequence[int] | None) -> list[int]:
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
-        return list(range(rank))
-    dims = [dim] if isinstance(dim, int) else list(dim)
-    if rank == 0:
-        return []
-    for d in dims:
-        if not -rank <= d < rank:
-            raise IndexError(f"dimension {d} is out of range for {rank} dimensions")
-    return sorted({d % rank for d in dims})
-
-
 def _reduce_dims(kind: str, parts: Parts, dims: Sequence[int], components: int, keepdim: bool) -> Parts:
     shape, dtype = parts[0].shape, parts[0].dtype
-    after = [1 if d in dims else shape[d] for d in range(len(shape)) if keepdim or d not in dims]
+    after = find_result_shape(shape, dims, keepdim)
     matrices, sizes = _view_as_matrices(parts, dims)
     made = _reduce_columns(kind, matrices, sizes, components, dtype, after)
     if made[0].device.type == "cpu" and _is_finite(made[0]):  # nobody waits for a CPU
@@ -417,9 +405,7 @@ def _reduce_in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms
 def _fake_reduction(
     kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool
 ) -> list[torch.Tensor]:
-    shape = parts[0].shape
-    after = [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
-    return [parts[0].new_empty(after) for _ in range(components)]
+    return [parts[0].new_empty(find_result_shape(parts[0].shape, dims, keepdim)) for _ in range(components)]
 
 
 _reduction_operator = define_operator(

@@ -20,7 +20,7 @@ from ..kernels._trace import RecordedFunction, block_largest
 from ..kernels.triton._launch import TensorKernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
-from ._device_functions import round_word
+from ._device_functions import half_addend, round_word
 from ._kernels import (
     FIXED_KEY,
     TritonPlan,
@@ -144,10 +144,20 @@ def compute_scale_product(a, c, d, b):
     e = select(e < d.lowest, d.lowest, e)
     s = sub(d.base, select(e > d.highest, d.highest, e))
     keep = shl(d.ones, s)
-    r = bit_and(add(q, scale_addend(q, s, bit_xor(keep, d.ones), d)), keep)
+    r = bit_and(add(q, scale_addend(q, q, q, s, keep, d)), keep)
     r = select(q < d.tiny, d.tiny, r)
     r = select(r < d.largest, r, d.largest)
     return select(a >= c.infinity, c.nan, word(real(r) * real(b.tensor)))
+
+
+def upward_addend(w, a, u, s, keep, c):
+    """Device function: away from zero."""
+    return bit_xor(keep, c.ones)
+
+
+def take_scale(scale, c, b):
+    """Device function: the scale's word is the scale."""
+    return scale
 
 
 def add_tensor_scale(b):
@@ -155,22 +165,6 @@ def add_tensor_scale(b):
     scale = divide(real(b.amax), real(b.divisor))
     scale = select(scale > SMALLEST_TENSOR_SCALE, scale, SMALLEST_TENSOR_SCALE)
     return b._replace(tensor=word(scale), unit=word(scale * real(b.unit)))
-
-
-def nearest_scale_addend(q, s, lost, d):
-    """Device function: to nearest, ties to even."""
-    last = shr(bit_or(bit_and(q, d.significand), d.implicit), s)
-    return add(shr(lost, 1), bit_and(bit_and(last, 1), lost))
-
-
-def upward_scale_addend(q, s, lost, d):
-    """Device function: away from zero."""
-    return lost
-
-
-def scale_as_factor(scale, c, b):
-    """Device function: the scale's word is the scale."""
-    return scale
 
 
 def divide_by_scale(w, inverse, c):
@@ -314,8 +308,8 @@ def bind_device_functions(kind: BlockKind) -> dict[str, object]:
     if kind.has_power_scales:
         names |= {"scale_of": compute_scale_exponent, "factor_of": make_power, "inverse_of": make_inverse_power}
     else:
-        names |= {"scale_of": compute_scale_product, "factor_of": scale_as_factor, "inverse_of": scale_as_factor}
-        names["scale_addend"] = nearest_scale_addend if kind.rounds_to_nearest else upward_scale_addend
+        names |= {"scale_of": compute_scale_product, "factor_of": take_scale, "inverse_of": take_scale}
+        names["scale_addend"] = half_addend if kind.rounds_to_nearest else upward_addend
     return names
 
 

@@ -24,7 +24,7 @@ from ..kernels import (
 )
 from ..kernels._device_function import STREAM_ALIGNMENT, STREAM_INPUTS, Recording, Table, bind_names
 from ..kernels._engine import use_reference_in_thread
-from ..kernels._operations import load32, load64, store32, store64
+from ..kernels._operations import load16, load32, load64, shr, store16, store32, store64
 from ..kernels._threads import flushes_subnormals
 from ..kernels.triton._launch import VECTOR_BYTES, TensorKernel, copy_with_alignment, find_checked_kernel, is_aligned
 from ..kernels.vector._machine_function import Kernel, address_of
@@ -56,8 +56,14 @@ _PATH_FUNCTIONS = {
 _CONTAINER_FUNCTIONS: dict[torch.dtype, dict[str, Callable]] = {
     torch.float32: {"load": load32, "store": store32},
     torch.float64: {"load": load64, "store": store64},
-    torch.bfloat16: {"load": p.load_bfloat16, "store": p.store_bfloat16},
-    torch.float16: {"load": p.load_float16, "store": p.store_float16},
+    torch.bfloat16: {
+        "load": lambda address, i: p.widen_bfloat16(load16(address, i)),
+        "store": lambda address, i, w: store16(address, i, shr(w, p.SIXTEEN)),  # its low half is zero
+    },
+    torch.float16: {
+        "load": lambda address, i: p.widen_float16(load16(address, i)),
+        "store": lambda address, i, w: store16(address, i, p.encode_float16(w)),
+    },
 }
 
 
@@ -96,7 +102,8 @@ def mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callabl
     if mode in (TOWARD_ZERO, UP, DOWN):
         bind["limited"] = p.limit_directed
     elif path == "adder":
-        bind["limited"] = p.leave_unlimited if saturating else p.limit_by_input
+        # What the saturating adder returns needs no limit.
+        bind["limited"] = (lambda w, a, r, c: r) if saturating else p.limit_by_input
         bind["magnitude"] = p.round_by_saturating_adder if saturating else p.round_by_adder
     return bind
 
@@ -106,8 +113,10 @@ def container_functions(dtype: torch.dtype, inexact: bool = False) -> dict[str, 
 
     `inexact` words may lie between two numbers of 16 bits and are rounded to the nearest.
     """
-    rounds = inexact and dtype == torch.bfloat16  # float16's codes are those of the nearest in any case
-    return _CONTAINER_FUNCTIONS[dtype] | ({"store": p.store_nearest_bfloat16} if rounds else {})
+    found = _CONTAINER_FUNCTIONS[dtype]
+    if inexact and dtype == torch.bfloat16:  # float16's codes are those of the nearest in any case
+        return found | {"store": lambda address, i, w: store16(address, i, p.encode_bfloat16(w))}
+    return found
 
 
 FIXED_KEY = 0x0123456789ABCDEF
