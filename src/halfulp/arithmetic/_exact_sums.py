@@ -564,7 +564,7 @@ def normalize_dims(count: int, dim: Dim) -> list[int]:
         raise TypeError(f"dim={dim!r}: give a whole number, several in a tuple, or None for all dimensions")
     for d in given:
         if not -max(count, 1) <= d < max(count, 1):
-            raise IndexError(f"dimension {d} of a tensor with {count}: allowed are {-count} to {count - 1}")
+            raise IndexError(f"dimension {d} is out of range of {count}: allowed are {-count} to {count - 1}")
     found = sorted(d % max(count, 1) for d in given)
     if len(set(found)) < len(found):
         raise ValueError(f"dim {tuple(given)} names a dimension twice: give each one once")

@@ -127,9 +127,9 @@ def evaluate_exp(x: Terms, n: int, less: float = 0.0) -> Terms:
     return [times_power(t, q - less) for t in one]
 
 
-def exp(operands: list[Terms], n: int) -> Terms:
+def exp(x: Terms, n: int) -> Terms:
     """e^x."""
-    made = evaluate_exp(operands[0], n)
+    made = evaluate_exp(x, n)
     return finish_special_values(made[0], made)
 
 
@@ -142,9 +142,9 @@ def evaluate_expm1(x: Terms, n: int) -> Terms:
     return _select_terms(q == 0.0, y, far)
 
 
-def expm1(operands: list[Terms], n: int) -> Terms:
+def expm1(x: Terms, n: int) -> Terms:
     """e^x - 1, with the sign of a zero."""
-    return keep_sign_of_zero(operands[0], evaluate_expm1(operands[0], n))
+    return keep_sign_of_zero(x, evaluate_expm1(x, n))
 
 
 def keep_sign_of_zero(x: Terms, made: Terms) -> Terms:
@@ -188,14 +188,13 @@ def finish_log(x, made: Terms) -> Terms:
     return finish_special_values(select((x > 0.0) & is_finite(x), made[0], beyond), made)
 
 
-def log(operands: list[Terms], n: int) -> Terms:
+def log(x: Terms, n: int) -> Terms:
     """Return the natural logarithm."""
-    return finish_log(operands[0][0], evaluate_log(operands[0], n))
+    return finish_log(x[0], evaluate_log(x, n))
 
 
-def log1p(operands: list[Terms], n: int) -> Terms:
+def log1p(x: Terms, n: int) -> Terms:
     """log(1 + x), relatively accurate near zero."""
-    x = operands[0]
     total = distill_terms([*make_constants(x[0], [1.0]), *x], n + 1)
     return keep_sign_of_zero(x, finish_log(select(is_finite(x[0]), total[0], x[0]), evaluate_log(total, n)))
 
@@ -220,9 +219,8 @@ def _limit_terms(far, limit, x: Terms) -> Terms:
     return [select(far, limit, x[0]), *(select(far, 0.0, t) for t in x[1:])]
 
 
-def tanh(operands: list[Terms], n: int) -> Terms:
+def tanh(x: Terms, n: int) -> Terms:
     """-e / (e + 2) with e = expm1(-2 |x|), and the sign of x."""
-    x = operands[0]
     size, one = _take_absolute(x), make_constant(x[0], 1.0)
     far = size[0] > 400.0
     near = _limit_terms(far, one, size)
@@ -238,9 +236,8 @@ def _halve_exponentials(size: Terms, n: int) -> tuple[Terms, Terms]:
     return grown, divide(make_constants(size[0], [0.25]), grown, n)
 
 
-def sinh(operands: list[Terms], n: int) -> Terms:
+def sinh(x: Terms, n: int) -> Terms:
     """(e^x - e^-x) / 2, for |x| < 1 by expm1."""
-    x = operands[0]
     size = _take_absolute(x)
     up, down = _halve_exponentials(size, n)
     e = evaluate_expm1(size, n)
@@ -249,9 +246,9 @@ def sinh(operands: list[Terms], n: int) -> Terms:
     return keep_sign_of_zero(x, _copy_sign(x[0], _select_terms(size[0] < 1.0, near, far)))
 
 
-def cosh(operands: list[Terms], n: int) -> Terms:
+def cosh(x: Terms, n: int) -> Terms:
     """(e^x + e^-x) / 2."""
-    up, down = _halve_exponentials(_take_absolute(operands[0]), n)
+    up, down = _halve_exponentials(_take_absolute(x), n)
     return finish_special_values(up[0], add(up, [select(is_finite(up[0]), t, 0.0) for t in down], n))
 
 
@@ -264,9 +261,8 @@ def _evaluate_log_of_sum(x: Terms, rest: Terms, n: int) -> Terms:
     return evaluate_log(_select_terms(large, padded, total), n, more=select(large, one, zero))
 
 
-def asinh(operands: list[Terms], n: int) -> Terms:
+def asinh(x: Terms, n: int) -> Terms:
     """log1p(a + a^2 / (1 + sqrt(1 + a^2))) for a = |x|, and the sign of x."""
-    x = operands[0]
     size = _take_absolute(x)
     zero = make_constant(x[0], 0.0)
     near = [select(size[0] > _LEAST_LARGE_ARGUMENT, zero, t) for t in size]
@@ -278,9 +274,8 @@ def asinh(operands: list[Terms], n: int) -> Terms:
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
 
 
-def acosh(operands: list[Terms], n: int) -> Terms:
+def acosh(x: Terms, n: int) -> Terms:
     """log1p(t + sqrt(t (t + 2))) for t = x - 1."""
-    x = operands[0]
     near = _limit_terms(x[0] > _LEAST_LARGE_ARGUMENT, make_constant(x[0], 1.0), x)
     t = distill_terms([near[0], *make_constants(x[0], [-1.0]), *near[1:]], n)
     inner = multiply(t, add(t, make_constants(x[0], [2.0]), n), n)
@@ -291,9 +286,8 @@ def acosh(operands: list[Terms], n: int) -> Terms:
     return finish_special_values(select(is_finite(x[0]), beyond, unbounded), made)
 
 
-def sigmoid(operands: list[Terms], n: int) -> Terms:
+def sigmoid(x: Terms, n: int) -> Terms:
     """1 / (1 + e^-x), as e^x / (1 + e^x) below zero."""
-    x = operands[0]
     e = evaluate_exp(negate(_take_absolute(x)), n)
     one, zero = make_constants(x[0], [1.0, 0.0])
     above = _select_terms(x[0] < 0.0, e, [one, *([zero] * (n - 1))])
@@ -317,9 +311,8 @@ def _is_term_integer_and_odd(t):
     return whole, whole & (floor(half) != half) & is_finite(t)
 
 
-def raise_to_power(operands: list[Terms], n: int) -> Terms:
+def raise_to_power(x: Terms, y: Terms, n: int) -> Terms:
     """x^y = e^(y log |x|), with the sign and special values of C's pow."""
-    x, y = operands
     one, zero, nan, inf = make_constants(x[0], [1.0, 0.0, math.nan, math.inf])
     size = _take_absolute(x)
     sound = is_finite(x[0]) & (x[0] != 0.0)
@@ -344,9 +337,9 @@ def raise_to_power(operands: list[Terms], n: int) -> Terms:
     )
 
 
-def hypot(operands: list[Terms], n: int) -> Terms:
+def hypot(x: Terms, y: Terms, n: int) -> Terms:
     """sqrt(a^2 + b^2), both scaled by one power of two; infinite where either is, whatever the other."""
-    a, b = map(_take_absolute, operands)
+    a, b = _take_absolute(x), _take_absolute(y)
     one, zero, inf = make_constants(a[0], [1.0, 0.0, math.inf])
     largest = select(a[0] > b[0], a[0], b[0])
     # Below the normal numbers their own exponent says nothing, and none is needed.
@@ -371,12 +364,11 @@ def _find_erf_edge(n: int) -> int:
     return math.ceil(x * 16) + 1
 
 
-def erf(operands: list[Terms], n: int) -> Terms:
+def erf(x: Terms, n: int) -> Terms:
     """erf(c) + 2/sqrt(pi) e^(-c^2) integral of e^(-2 c s - s^2) over [0, r], for the sixteenth c nearest to |x|.
 
     The terms t_k = b_k r^k of the integrand's series obey (k + 1) t_(k+1) = -2 (c r t_k + r^2 t_(k-1)).
     """
-    x = operands[0]
     last = _find_erf_edge(n)
     size = _take_absolute(x)
     far = size[0] > last / 16
@@ -388,9 +380,8 @@ def erf(operands: list[Terms], n: int) -> Terms:
     return keep_sign_of_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
 
 
-def erfc(operands: list[Terms], n: int) -> Terms:
+def erfc(x: Terms, n: int) -> Terms:
     """1 - erf(x) by the same integral, from the 32nd c nearest to |x|, where erfc(c) is known without cancellation."""
-    x = operands[0]
     one, zero = make_constants(x[0], [1.0, 0.0])
     size = _take_absolute(x)
     far = size[0] > _LAST_ERFC_INDEX / 32
@@ -452,9 +443,8 @@ def _scale_divisor(r, b: Terms) -> Terms:
     return [select(farther, t * 2.0**498, t) for t in b]
 
 
-def take_remainder_step(operands: list[Terms], n: int) -> Terms:
+def take_remainder_step(r: Terms, b: Terms, n: int) -> Terms:
     """r less an integer multiple of b, of r's sign, to n - 1 components; behind them 1 where |r| >= |b| still."""
-    r, b = operands
     one, zero = make_constants(r[0], [1.0, 0.0])
     near = _scale_divisor(r[0], [select(is_finite(part), part, zero) for part in b])
     whole = floor(abs(r[0] / select(near[0] == 0.0, one, near[0])) * _QUOTIENT_SHRINKAGE)
@@ -482,15 +472,13 @@ def _has_other_sign(r: Terms, b: Terms):
     return (r[0] != 0.0) & _have_different_signs(r, b)
 
 
-def fmod(operands: list[Terms], n: int) -> Terms:
+def fmod(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
     """Return the remainder of a's sign, from (a, r, b)."""
-    a, r, b = operands
     return _finish_irregular(_is_regular(a, b), a[0] * 0.0, distill_terms(r, n + 1), make_constant(a[0], math.nan))
 
 
-def remainder(operands: list[Terms], n: int) -> Terms:
+def remainder(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
     """Return the remainder of b's sign, from (a, r, b); torch leaves a zero a's sign."""
-    a, r, b = operands
     turns = _has_other_sign(r, b)
     sums = distill_terms([*r, *(select(turns & is_finite(b[0]), t, 0.0) for t in b)], n + 1)
     sums = [select(turns & ~is_finite(b[0]), b[0], sums[0]), *sums[1:]]
@@ -505,17 +493,15 @@ def _round_quotient_to_integer(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
     return [select(is_finite(real[0]), whole[0], real[0]), *whole[1:]]
 
 
-def trunc_divide(operands: list[Terms], n: int) -> Terms:
+def trunc_divide(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
     """a / b cut toward zero, from (a, r, b)."""
-    a, r, b = operands
     plain = a[0] / b[0]
     regular = _is_regular(a, b) & is_finite(b[0])
     return _finish_irregular(regular, plain * 0.0, _round_quotient_to_integer(a, r, b, n), plain)
 
 
-def floor_divide(operands: list[Terms], n: int) -> Terms:
+def floor_divide(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
     """a / b cut down, from (a, r, b); NaN for an infinite a, as in torch."""
-    a, r, b = operands
     plain = a[0] / b[0]
     whole = _round_quotient_to_integer(a, r, b, n)
     whole = fit_term_count([select(is_finite(b[0]), t, 0.0) for t in whole], n + 1)
@@ -558,25 +544,22 @@ def _rotate_table_entry(tables: tuple, index, along: Terms, across: Terms, n: in
     return add(a, rest, n)
 
 
-def sin(operands: list[Terms], n: int) -> Terms:
+def sin(x: Terms, n: int) -> Terms:
     """Return the sine, for |x| <= 2^20."""
-    x = operands[0]
     index, sine, versine = _find_sine_and_versine(x, n)
     made = _rotate_table_entry(constants.make_sine_cosine_tables(), index, versine, sine, n, 1.0)
     return keep_sign_of_zero(x, finish_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made))
 
 
-def cos(operands: list[Terms], n: int) -> Terms:
+def cos(x: Terms, n: int) -> Terms:
     """Return the cosine, for |x| <= 2^20."""
-    x = operands[0]
     index, sine, versine = _find_sine_and_versine(x, n)
     made = _rotate_table_entry(constants.make_sine_cosine_tables()[::-1], index, versine, sine, n, -1.0)
     return finish_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made)
 
 
-def atan(operands: list[Terms], n: int) -> Terms:
+def atan(x: Terms, n: int) -> Terms:
     """atan(j / 32) + atan((t - j/32) / (1 + t j/32)) for t = |x| or 1 / |x|."""
-    x = operands[0]
     one, zero = make_constants(x[0], [1.0, 0.0])
     size = _take_absolute(x)
     steep, far = size[0] > 1.0, size[0] > 2.0**400
@@ -629,49 +612,48 @@ class ExpansionFunction:
 
     Attributes:
         operands: how many expansions it takes.
-        network: (operands as lists of terms, components) -> terms, complete with special values.
+        network: (terms of each operand, components) -> terms, complete with special values.
         any_precision: whether it also runs in float32 arithmetic.
     """
 
     operands: int
-    network: Callable[[list[Terms], int], Terms]
+    network: Callable[..., Terms]
     any_precision: bool = False
 
 
-def _addcmul(x: list[Terms], n: int) -> Terms:
+def _addcmul(a: Terms, b: Terms, c: Terms, n: int) -> Terms:
     """a + b c, with an error relative to |a| + |b c|, not to the result of a cancellation."""
-    plain = x[0][0] + x[1][0] * x[2][0]
-    if n == 2 and len(x[0]) == 2 and len(x[1]) == 1:
-        return finish_zero_signs(plain, multiply_and_add(x[0], x[1][0], x[2]))
-    product = multiply(x[1], x[2], n if len(x[1]) + len(x[2]) > 2 else 2)
-    return finish_zero_signs(plain, add(x[0], product, n))
+    plain = a[0] + b[0] * c[0]
+    if n == 2 and len(a) == 2 and len(b) == 1:
+        return finish_zero_signs(plain, multiply_and_add(a, b[0], c))
+    product = multiply(b, c, n if len(b) + len(c) > 2 else 2)
+    return finish_zero_signs(plain, add(a, product, n))
 
 
-def _renormalize(x: list[Terms], n: int) -> Terms:
+def _renormalize(x: Terms, n: int) -> Terms:
     """Return all terms unchanged, so that the stored result is rounded from the whole sum."""
-    many = max(n, len(x[0]))
-    return gather_terms(x[0], many) if len(x[0]) > 1 else fit_term_count(x[0], n)
+    return gather_terms(x, max(n, len(x))) if len(x) > 1 else fit_term_count(x, n)
 
 
-def _find_sign_of_difference(x: list[Terms], n: int) -> Terms:
+def _find_sign_of_difference(x: Terms, y: Terms, n: int) -> Terms:
     """-1, 0 or 1 as x - y is; 2 for NaN."""
-    a, b = x[0][0], x[1][0]
-    difference = distill_terms([*x[0], *negate(x[1])], 1)[0]
+    a, b = x[0], y[0]
+    difference = distill_terms([*x, *negate(y)], 1)[0]
     exact = is_finite(a) & is_finite(b)
     one = a * 0.0 + 1.0
     less = exact & (difference < 0.0) | ~exact & (a < b)
     more = exact & (difference > 0.0) | ~exact & (a > b)
-    known = select(more, 1.0, select(less, -1.0, 0.0 * one))
-    return fit_term_count([select((a != a) | (b != b), 2.0, known)], n)
+    sign = select(more, 1.0, select(less, -1.0, 0.0 * one))
+    return fit_term_count([select((a != a) | (b != b), 2.0, sign)], n)
 
 
 FUNCTIONS: dict[str, ExpansionFunction] = {
-    "add": ExpansionFunction(2, lambda x, n: finish_zero_signs(x[0][0] + x[1][0], add(x[0], x[1], n)), True),
-    "sub": ExpansionFunction(2, lambda x, n: finish_zero_signs(x[0][0] - x[1][0], add(x[0], negate(x[1]), n)), True),
-    "mul": ExpansionFunction(2, lambda x, n: finish_zero_signs(x[0][0] * x[1][0], multiply(x[0], x[1], n)), True),
-    "div": ExpansionFunction(2, lambda x, n: divide_in_range(x[0], x[1], n), True),
-    "sqrt": ExpansionFunction(1, lambda x, n: take_root_in_range(x[0], n), True),
-    "reciprocal": ExpansionFunction(1, lambda x, n: divide_in_range([make_one_like(x[0][0])], x[0], n), True),
+    "add": ExpansionFunction(2, lambda x, y, n: finish_zero_signs(x[0] + y[0], add(x, y, n)), True),
+    "sub": ExpansionFunction(2, lambda x, y, n: finish_zero_signs(x[0] - y[0], add(x, negate(y), n)), True),
+    "mul": ExpansionFunction(2, lambda x, y, n: finish_zero_signs(x[0] * y[0], multiply(x, y, n)), True),
+    "div": ExpansionFunction(2, divide_in_range, True),
+    "sqrt": ExpansionFunction(1, take_root_in_range, True),
+    "reciprocal": ExpansionFunction(1, lambda x, n: divide_in_range([make_one_like(x[0])], x, n), True),
     "addcmul": ExpansionFunction(3, _addcmul, True),
     "renormalize": ExpansionFunction(1, _renormalize, True),
     "compare": ExpansionFunction(2, _find_sign_of_difference, True),

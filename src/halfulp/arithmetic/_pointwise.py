@@ -289,10 +289,10 @@ class PointwiseCall:
             operands.append(parts)
         network = NETWORKS[self.name].network
         if self.dtype == self.arithmetic:
-            return network(operands, self.components)[: self.components]
+            return network(*operands, self.components)[: self.components]
         # So many components carry the result and a few bits more.
         working = -(-(self.components * PRECISION[self.dtype] + 4) // PRECISION[self.arithmetic])
-        return round_to_components(network(operands, working), self.dtype, self.components)
+        return round_to_components(network(*operands, working), self.dtype, self.components)
 
     @functools.cached_property
     def kernels(self) -> ElementwiseKernels:
@@ -677,7 +677,7 @@ def _make_scaled_kernels(name: str, kinds: _Kinds, components: int) -> Elementwi
             else:
                 terms = parts if dtype == torch.float64 else to_float64_terms(parts)
             operands.append(terms)
-        made = NETWORKS[name].network(operands, components)[:components]
+        made = NETWORKS[name].network(*operands, components)[:components]
         return [*made, select(is_finite(made[0]), abs(made[0]), 0.0)]
 
     stored = tuple(one for dtype, count, scaled in kinds for one in [*[dtype] * count, *[torch.float32] * scaled])

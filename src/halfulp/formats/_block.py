@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from .._names import enter
-from ._catalog import CATALOG, e2m1fn, e2m3fn, e3m2fn, e4m3fn, e5m2, e8m0, find_format
+from ._catalog import CATALOG, e2m1fn, e2m3fn, e3m2fn, e4m3fn, e5m2, e8m0, find_format, get
 from ._format import Format
+
+if TYPE_CHECKING:
+    import torch
 
 ScaleRounding = Literal["up", "floor", "nearest"]
 
@@ -129,6 +132,21 @@ def get_block(format: BlockFormat | str) -> BlockFormat:
             ' hu.BlockFormat("mine", element=hu.formats.e2m1fn, scale=hu.formats.e8m0, block=32)'
         )
     return BLOCK_FORMATS[key]
+
+
+def get_any(format: Format | BlockFormat | str | "torch.dtype") -> Format | BlockFormat:
+    """Return the format, or block format, that an argument stands for or looks like; raises as `get` and `get_block`.
+
+    >>> get_any("bf16").name, get_any("MXFP4").name
+    ('bf16', 'mxfp4')
+    """
+    if isinstance(format, BlockFormat):
+        return format
+    if isinstance(format, str):
+        name = format.strip().lower()
+        if name.startswith(("mx", "nvfp")) or name in BLOCK_FORMATS:
+            return get_block(format)
+    return get(format)
 
 
 AnyFormat = TypeVar("AnyFormat", Format, BlockFormat)

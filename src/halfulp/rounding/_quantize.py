@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from ast import literal_eval
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch.compiler import is_compiling
 
-from ..formats import BlockFormat, Format, block_names, get, get_block
+from ..formats import BlockFormat, Format
+from ..formats._block import get_any
 from ..kernels import constant_result, define_operator, plain_address, untraced
 from ..kernels._engine import allows_machine_code, choose_engine
 from ..kernels._plain_memory import is_dense, is_watched, refuse_tensor
@@ -159,19 +160,12 @@ def _plan_directly(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> RoundingPlan | None:
     """Return the plan of rounding without an operator; None where one is needed, which also says what is wrong."""
-    if isinstance(format, BlockFormat) or names_block(format) or dtype not in FLOAT_DTYPES:
+    if dtype not in FLOAT_DTYPES or isinstance(get_any(format), BlockFormat):
         return None
     if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine("cpu")[0] != "llvm":
         return None
     target = find_target(format, rounding, overflow, dtype)
     return None if target is None or is_widened(target, dtype) else prepare_plan(target, dtype)
-
-
-def names_block(format: object) -> TypeGuard[str]:
-    """Return whether an argument is, or looks like, the name of a block format."""
-    return isinstance(format, str) and (
-        format.strip().lower().startswith(("mx", "nvfp")) or format.strip().lower() in block_names()
-    )
 
 
 def _call_operator(
@@ -212,10 +206,9 @@ def find_integers(
     """
     if not is_compiling():
         return _make_integers(format, rounding, overflow, dtype)
-    known = get_block(format) if isinstance(format, BlockFormat) or names_block(format) else get(format)
-    flat, error, message = _target_integers_in_graph(
-        known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype
-    )
+    known = get_any(format)
+    in_blocks = isinstance(known, BlockFormat)
+    flat, error, message = _target_integers_in_graph(known._key, in_blocks, rounding.name, overflow, dtype)
     if error:
         raise _ERROR_KINDS[error](message)
     return flat
@@ -245,9 +238,10 @@ def _target_integers_in_graph(
 def _make_integers(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> tuple[int, ...] | None:
-    if isinstance(format, BlockFormat) or names_block(format):
-        return make_block_target(get_block(format), rounding, overflow, dtype).to_integers()
-    return make_target(get(format), rounding, overflow, dtype)
+    known = get_any(format)
+    if isinstance(known, BlockFormat):
+        return make_block_target(known, rounding, overflow, dtype).to_integers()
+    return make_target(known, rounding, overflow, dtype)
 
 
 def check_tensor(x: torch.Tensor) -> None:
