@@ -657,31 +657,14 @@ FUNCTIONS: dict[str, ExpansionFunction] = {
     "addcmul": ExpansionFunction(3, _addcmul, True),
     "renormalize": ExpansionFunction(1, _renormalize, True),
     "compare": ExpansionFunction(2, _find_sign_of_difference, True),
-    "exp": ExpansionFunction(1, exp),
-    "expm1": ExpansionFunction(1, expm1),
-    "log": ExpansionFunction(1, log),
-    "log1p": ExpansionFunction(1, log1p),
-    "sinh": ExpansionFunction(1, sinh),
-    "cosh": ExpansionFunction(1, cosh),
-    "tanh": ExpansionFunction(1, tanh),
-    "asinh": ExpansionFunction(1, asinh),
-    "acosh": ExpansionFunction(1, acosh),
-    "sigmoid": ExpansionFunction(1, sigmoid),
     "pow": ExpansionFunction(2, raise_to_power),
-    "sin": ExpansionFunction(1, sin),
-    "cos": ExpansionFunction(1, cos),
-    "atan": ExpansionFunction(1, atan),
-    "erf": ExpansionFunction(1, erf),
-    "erfc": ExpansionFunction(1, erfc),
     "hypot": ExpansionFunction(2, hypot),
 }
+_UNARY = (exp, expm1, log, log1p, sinh, cosh, tanh, asinh, acosh, sigmoid, sin, cos, atan, erf, erfc)
+FUNCTIONS |= {function.__name__: ExpansionFunction(1, function) for function in _UNARY}
 
 # What ends a division whose remainder is known: functions of (a, r, b). `_pointwise` makes r by "remainder step".
 REMAINDER_STEP_NAME = "remainder step"
-DIVISIONS: dict[str, ExpansionFunction] = {
-    "fmod": ExpansionFunction(3, fmod),
-    "remainder": ExpansionFunction(3, remainder),
-    "trunc_divide": ExpansionFunction(3, trunc_divide),
-    "floor_divide": ExpansionFunction(3, floor_divide),
-}
+_DIVISIONS = (fmod, remainder, trunc_divide, floor_divide)
+DIVISIONS = {function.__name__: ExpansionFunction(3, function) for function in _DIVISIONS}
 NETWORKS = {**FUNCTIONS, **DIVISIONS, REMAINDER_STEP_NAME: ExpansionFunction(2, take_remainder_step)}

@@ -1,5 +1,7 @@
 """Block formats as data, formats of one's own under a name, and all that have a name as rows of plain data."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -134,7 +136,7 @@ def get_block(format: BlockFormat | str) -> BlockFormat:
     return BLOCK_FORMATS[key]
 
 
-def get_any(format: Format | BlockFormat | str | "torch.dtype") -> Format | BlockFormat:
+def get_any(format: Format | BlockFormat | str | torch.dtype) -> Format | BlockFormat:
     """Return the format, or block format, that an argument stands for or looks like; raises as `get` and `get_block`.
 
     >>> get_any("bf16").name, get_any("MXFP4").name
