@@ -32,8 +32,8 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     scaled by powers of two first. The error is at most a few 2^-(n p) of the largest entry of each column of x; four
     float64 components have no further one for the residual: there it is a few 2^-(n p) times the condition.
 
-    A matrix that float64 takes for singular is eliminated in integers of up to 1,024 bits instead, with exact
-    residuals: the error is the same for conditions up to about 1e58, N up to 128.
+    A single matrix that float64 takes for singular is eliminated in integers of up to 1,024 bits instead: the error is
+    the same for conditions up to about 1e58, N up to 128. Of a stack give such a matrix by itself.
 
     Args:
         a: (..., N, N), 1 to 4 components of one dtype.
@@ -141,11 +141,9 @@ def _run_solver(
     for operand in (a, b):
         if operand and not bool(operand[0].isfinite().all()):
             raise ValueError(f"{name} of infinities or NaNs: there is no solution; look for them with isfinite()")
-    shapes = _find_result_shapes(name, a[0].shape, b[0].shape if b else None)
-    if not all(shape.numel() for shape in shapes) or not a[0].numel():
-        fill = torch.ones if name == "det" else torch.zeros
-        empty = [fill(shape, dtype=dtype, device=a[0].device) for shape in shapes for _ in range(components)]
-        return [part * (k % components == 0) for k, part in enumerate(empty)]
+    empty = _make_empty_results(name, parts, count, components, dtype)
+    if not all(part.numel() for part in (a[0], *empty)):
+        return [part.fill_(name == "det" and k == 0) for k, part in enumerate(empty)]
     if b:
         batch = torch.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
         a, b = (tuple(part.expand(*batch, *part.shape[-2:]) for part in some) for some in (a, b))
@@ -183,7 +181,7 @@ def _find_result_shapes(name: str, a: torch.Size, b: torch.Size | None) -> list[
     return [torch.Size((*torch.broadcast_shapes(a[:-2], b[:-2]), n, b[-1]))]
 
 
-def _fake_solver(
+def _make_empty_results(
     name: str, parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     shapes = _find_result_shapes(name, parts[0].shape, parts[count].shape if len(parts) > count else None)
@@ -193,7 +191,7 @@ def _fake_solver(
 _linalg_operator = define_operator(
     "linalg(str name, Tensor[] parts, int count, int components, ScalarType dtype) -> Tensor[]",
     _run_solver,
-    _fake_solver,
+    _make_empty_results,
 )
 
 
@@ -203,8 +201,8 @@ _MOST_CORRECTIONS = 60  # each one that counts brings at least two bits
 _MATRIX_DIMENSIONS = (-2, -1)
 _TEXT_NEARLY_SINGULAR = (
     "float64, in which refinement starts, sees no regular matrix: its condition is beyond about 1e15. Scale rows and "
-    "columns, add a small multiple of the identity, leave out dependent columns, or take solve, whose systems of up to "
-    "128 rows may be harder"
+    "columns, add a small multiple of the identity, leave out dependent columns, or take solve, which eliminates a "
+    "matrix of up to 128 rows that comes by itself, and no stack, in integers"
 )
 
 
@@ -350,21 +348,13 @@ def _solve_system(work: _WorkingPrecision, a: Parts, b: Parts, task: str) -> Par
     a, rows = _scale_to_unit_size(work.to_float64(a), -1)
     a, columns = _scale_to_unit_size(a, -2)
     b = _multiply_by_power_of_two(work.to_float64(b), -rows)
-    return _multiply_by_power_of_two(_solve_each_system(work, a, b, task), -columns.mT)
-
-
-def _solve_each_system(work: _WorkingPrecision, a: Parts, b: Parts, task: str) -> Parts:
-    """Solve all systems from a float64 start, or, where one has none, each system by itself."""
     try:
-        return _refine_solution(work, a, b, task)
+        x = _refine_solution(work, a, b, task)
     except torch.linalg.LinAlgError:
-        if a[0].dim() == 2:
-            return _solve_by_elimination(work, a, b, task)
-    shape = a[0].shape[:-2]
-    pairs = [zip(*(part.reshape(-1, *part.shape[-2:]) for part in some), strict=True) for some in (a, b)]
-    found = [_solve_each_system(work, left, right, task) for left, right in zip(*pairs, strict=True)]
-    stacks = (torch.stack(parts) for parts in zip(*found, strict=True))
-    return tuple(stack.reshape(*shape, *stack.shape[-2:]) for stack in stacks)
+        if a[0].dim() > 2:
+            raise
+        x = _solve_by_elimination(work, a, b, task)
+    return _multiply_by_power_of_two(x, -columns.mT)
 
 
 def _refine_solution(work: _WorkingPrecision, a: Parts, b: Parts, task: str) -> Parts:
