@@ -157,10 +157,7 @@ def _call_in_float32(
 ) -> Any:
     """Call a function on float32 copies of its operands, as numbers of a narrow dtype, and round what it returns.
 
-    Args:
-        function, args, kwargs: the call.
-        dtype: the narrow one.
-        given: the dtypes of operands; what has another, as a mask may, stays.
+    `given` are the operands' dtypes; what has another, as a mask may, stays.
     """
     # Whether a backward pass will need the operands, and autograd lets hooks say how they are kept.
     is_saved = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.jit.is_tracing()

@@ -243,12 +243,7 @@ class _WorkingPrecision:
 
 
 class _RefinementProgress:
-    """Decides after each correction whether it was the last one.
-
-    Args:
-        work: how many bits are wanted.
-        task: for the error, what is being computed.
-    """
+    """Decides after each correction whether it was the last one; `task` names for the error what is computed."""
 
     def __init__(self, work: _WorkingPrecision, task: str) -> None:
         # One more correction than the largest entries need serves entries that are smaller by up to 2^-50.

@@ -99,11 +99,6 @@ def negate(x: Terms) -> Terms:
     return [-t for t in x]
 
 
-def make_one_like(x):
-    """1, of a value's kind."""
-    return select(is_finite(x), x, 0.0) * 0.0 + 1.0
-
-
 def scale_terms(x: Terms, factor) -> Terms:
     """x times a power of two."""
     return [t * factor for t in x]
@@ -163,14 +158,6 @@ def _distill_product(x: Terms, y: Terms, n: int) -> Terms:
     for _ in range(n):
         terms = sweep_terms(terms)
     return distill_terms(terms[: 2 * n], n)
-
-
-def multiply_and_add(x: Terms, y, factor: Terms) -> Terms:
-    """x + y factor to two components: at most 4 u^2 (|x| + |y factor|) off, half the work of a product and a sum."""
-    p, e = two_product(factor[0], y)
-    high, low = two_sum(x[0], p)
-    rest = low + (e + factor[1] * y if len(factor) > 1 else e)
-    return list(fast_two_sum(high, x[1] + rest))
 
 
 @shared_network

@@ -61,11 +61,7 @@ def make_quick_function(
 ) -> tuple[Callable[..., Terms], torch.dtype] | None:
     """Return a function of the operands' components to the result's, and whether they are in doubt; and its arithmetic.
 
-    Args:
-        name: of the function of expansions.
-        counts: components of the operands.
-        components: of the result.
-        dtype: of all components.
+    `counts` are the operands' numbers of components, `components` the result's, all of one dtype.
     """
     if name not in _ARITHMETIC_OPERATORS or dtype not in SIXTEEN_BIT_LIMITS:
         return None
@@ -626,10 +622,7 @@ def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> 
 def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], components: int) -> tuple[Parts, torch.Tensor]:
     """Return a function as float64 components, and the magnitude of each element, 0 where it is not finite.
 
-    Args:
-        name: see `pointwise`.
-        operands: components, and their 0-d scale, or None.
-        components: of the result.
+    Each operand is its components, and their 0-d scale or None.
     """
     kinds = tuple((parts[0].dtype, len(parts), scale is not None) for parts, scale in operands)
     first = operands[0][0][0]
@@ -646,14 +639,9 @@ def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], compone
 def round_under_scale(
     wide: Parts, scale: torch.Tensor, components: int, dtype: torch.dtype, keeps: bool = False
 ) -> Parts:
-    """Return the components whose sum times a scale is the value of float64 components.
+    """Return the components whose sum times a scale, 0-d and a power of two, is the value of float64 components.
 
-    Args:
-        wide: of the value.
-        scale: 0-d, a power of two.
-        components: of the result.
-        dtype: of the result's components.
-        keeps: whether no element becomes 0 that is none.
+    With `keeps` no element becomes 0 that is none.
     """
     made = _make_outputs_like(wide[0], wide[0].shape, dtype, components)
     # A product with the reciprocal has the quotient's bits, as scales are powers of two.

@@ -79,23 +79,13 @@ SMALLEST_TENSOR_SCALE = np.float32(2.0**-126)
 def round_block_element(w, u, c, d, b):
     """Device function: an element rounded over its block's scale, times the scale."""
     scale = scale_of(block_largest(bit_and(w, c.magnitude)), c, d, b)
-    return round_payload(w, u, inverse_of(scale, c, b), factor_of(scale, c, b), c)
+    inverse, factor = inverse_of(scale, c, b), factor_of(scale, c, b)
+    return word(real(round_word(payload(w, inverse, c), u, c)) * real(factor))
 
 
 def compute_block_scale(a, c, d, b):
     """Device function: the scale of a block from its largest magnitude."""
     return factor_of(scale_of(a, c, d, b), c, b)
-
-
-def find_finite_largest(w, c):
-    """Device function: the largest magnitude of a block, 0 if one of its elements is infinite or NaN."""
-    largest = block_largest(bit_and(w, c.magnitude))
-    return select(largest < c.infinity, largest, 0)
-
-
-def round_payload(w, u, inverse, factor, c):
-    """Device function: an element over its scale, rounded, times the scale."""
-    return word(real(round_word(payload(w, inverse, c), u, c)) * real(factor))
 
 
 # scales that are powers of two: the word of a scale is its exponent ------------------------------------------
@@ -328,7 +318,8 @@ def record_block_table(dtype: torch.dtype, kind: BlockKind, rounds: bool = True)
         random = draw_first_word(*element.stream)
         pieces["store"](target, i, bind_names(round_block_element, names)(w, random, c, d, of_block))
     else:
-        element.trace.gather_sum("max", bind_names(find_finite_largest, names)(w, c))
+        largest = block_largest(bit_and(w, c.magnitude))
+        element.trace.gather_sum("max", select(largest < c.infinity, largest, 0))
     start, count = record_stream_start(), len(element.constants)
     return Table(element.trace, 2, count, start, int(WEYL_STEP), kind.block, partial=True)
 

@@ -152,14 +152,10 @@ def round_by_reference(x: torch.Tensor, target: Target, key: int, first: int = 0
 def run_table_on_tensors(
     table: Table, x: torch.Tensor, words: np.ndarray, key: int | None, index: torch.Tensor
 ) -> torch.Tensor:
-    """Return what a table that rounds gives for x, in plain torch.
+    """Return what a table that rounds, as of `rounding_table`, gives for x or for whole blocks, in plain torch.
 
-    Args:
-        table: of two columns, as `rounding_table` returns it.
-        x: where there are blocks, whole ones.
-        words: the table's constants.
-        key: of the random words; None where none are drawn.
-        index: int64 tensor of x's shape, which numbers the elements under the key.
+    `words` are the table's constants; the int64 index, of x's shape, numbers the elements under the key of their random
+    words, which is None where none are drawn.
     """
     drawn = {} if key is None else dict(zip(STREAM_INPUTS, compute_stream(key, index)))
     out = torch.empty_like(x)
@@ -220,11 +216,8 @@ def round_by_triton(
 ) -> bool:
     """Round contiguous x into out, which may be x; return False if there is no Triton kernel.
 
-    Args:
-        plan: for x's dtype.
-        x, key, out: as `round_into` takes them.
-        fixed: (whether whole vectors are wanted, whether blocks are ragged) -> elements of the first use's comparison.
-        reference: rounds them in plain torch, with the key FIXED_KEY.
+    Before the first use it is compared with `reference`, plain torch with the key FIXED_KEY, on what `fixed` returns:
+    (whether whole vectors are wanted, whether blocks are ragged) -> elements.
     """
     if not x.numel():
         return True

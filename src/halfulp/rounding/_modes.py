@@ -163,13 +163,9 @@ def register_rounding(kind: RoundingClass) -> RoundingClass:
     if not isinstance(kind, type) or not issubclass(kind, Rounding) or not isinstance(getattr(kind, "name", None), str):
         raise TypeError(f"a rounding is a subclass of hu.rounding.Rounding with a class attribute name, got {kind!r}")
     function = inspect.getattr_static(kind, "goes_away")
-    if (
-        not isinstance(function, staticmethod)
-        or list(inspect.signature(kind.goes_away).parameters) != _GOES_AWAY_PARAMETERS
-    ):
-        raise TypeError(f"{kind.__name__}.goes_away is a static method of {', '.join(_GOES_AWAY_PARAMETERS)}")
-    if function is inspect.getattr_static(Rounding, "goes_away"):
-        raise TypeError(f"{kind.__name__} defines no goes_away({', '.join(_GOES_AWAY_PARAMETERS)})")
+    is_own = isinstance(function, staticmethod) and function is not inspect.getattr_static(Rounding, "goes_away")
+    if not is_own or list(inspect.signature(kind.goes_away).parameters) != _GOES_AWAY_PARAMETERS:
+        raise TypeError(f"{kind.__name__} defines no static method goes_away({', '.join(_GOES_AWAY_PARAMETERS)})")
     name, own = kind.name, MODES.get(kind.name)
     if name != _normalize_name(name) or not name.isidentifier():
         raise ValueError(f"the name {name!r} of a rounding: give lower-case letters, digits and underscores")
