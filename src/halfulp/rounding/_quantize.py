@@ -160,11 +160,12 @@ def _plan_directly(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> RoundingPlan | None:
     """Return the plan of rounding without an operator; None where one is needed, which also says what is wrong."""
-    if dtype not in FLOAT_DTYPES or isinstance(get_any(format), BlockFormat):
+    known = get_any(format)
+    if dtype not in FLOAT_DTYPES or isinstance(known, BlockFormat):
         return None
     if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine("cpu")[0] != "llvm":
         return None
-    target = find_target(format, rounding, overflow, dtype)
+    target = find_target(known, rounding, overflow, dtype)
     return None if target is None or is_widened(target, dtype) else prepare_plan(target, dtype)
 
 
