@@ -609,7 +609,7 @@ def compare(a: Parts, b: Parts) -> torch.Tensor:
 
 
 ScaledOperand = tuple[Parts, torch.Tensor | None]
-_Kinds = tuple[tuple[torch.dtype, int, bool], ...]
+_OperandKinds = tuple[tuple[torch.dtype, int, bool], ...]
 
 
 def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> bool:
@@ -654,7 +654,7 @@ def _list_scale(scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 
 
 @functools.cache
-def _make_scaled_kernels(name: str, kinds: _Kinds, components: int) -> ElementwiseKernels:
+def _make_scaled_kernels(name: str, kinds: _OperandKinds, components: int) -> ElementwiseKernels:
     def function(*values: Any) -> Terms:
         rest, operands = list(values), []
         for dtype, count, scaled in kinds:

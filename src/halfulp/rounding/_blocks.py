@@ -25,11 +25,11 @@ from ._kernels import (
     FIXED_KEY,
     TritonPlan,
     check_device,
+    choose_container_functions,
+    choose_mode_functions,
     choose_rounding_engine,
-    container_functions,
     find_row_length,
     make_fixed_elements,
-    mode_functions,
     name_constants,
     note_write,
     overlap_partly,
@@ -292,7 +292,9 @@ def choose_block_layout(dtype: torch.dtype, target: BlockTarget) -> WordLayout |
 
 def bind_device_functions(kind: BlockKind) -> dict[str, object]:
     """Return the functions bound to the free names of the device functions."""
-    names: dict[str, object] = {**mode_functions(kind.mode, (kind.rounding_path, kind.keeps_signs, kind.saturates))}
+    names: dict[str, object] = {
+        **choose_mode_functions(kind.mode, (kind.rounding_path, kind.keeps_signs, kind.saturates))
+    }
     names["quotient"] = multiply_by_inverse if kind.has_power_scales else divide_by_scale
     names["payload"] = nonzero_quotient if kind.mode in (UP, DOWN) else names["quotient"]
     if kind.has_power_scales:
@@ -309,7 +311,7 @@ def record_block_table(dtype: torch.dtype, kind: BlockKind, rounds: bool = True)
 
     Its columns are what is rounded and where it goes.
     """
-    pieces, wide = container_functions(dtype, kind.is_inexact), dtype == torch.float64
+    pieces, wide = choose_container_functions(dtype, kind.is_inexact), dtype == torch.float64
     element = Recording(2, 2 * WORD_COUNT + len(BlockConstants._fields), "w64" if wide else "w32")
     i, (source, target), (c, d, of_block) = element.index, element.arrays, split_words(element.constants)
     w, names = pieces["load"](source, i), bind_device_functions(kind)

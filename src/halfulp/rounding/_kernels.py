@@ -68,12 +68,12 @@ _CONTAINER_FUNCTIONS: dict[torch.dtype, dict[str, Callable]] = {
 
 
 @cache
-def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool = False) -> Table:
+def record_rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool = False) -> Table:
     """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
     width = 64 if dtype == torch.float64 else 32
-    element, pieces = Recording(2, WORD_COUNT, f"w{width}"), container_functions(dtype)
+    element, pieces = Recording(2, WORD_COUNT, f"w{width}"), choose_container_functions(dtype)
     i, (source, target) = element.index, element.arrays
-    rounded = bind_names(p.round_word, mode_functions(mode, kind))
+    rounded = bind_names(p.round_word, choose_mode_functions(mode, kind))
     pieces["store"](
         target,
         i,
@@ -82,7 +82,7 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], 
     return Table(element.trace, 2, WORD_COUNT, record_stream_start(), int(WEYL_STEP), is_streaming=streams)
 
 
-def mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
+def choose_mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
     """Return the functions bound to the free names of `round_word`, for a mode and a kind of `TargetConstants`."""
     path, plain, saturating = kind
     bind: dict[str, Callable] = {
@@ -108,7 +108,7 @@ def mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callabl
     return bind
 
 
-def container_functions(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
+def choose_container_functions(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
     """Return the device functions that convert elements of a dtype to words and back.
 
     `inexact` words may lie between two numbers of 16 bits and are rounded to the nearest.
@@ -145,14 +145,14 @@ def round_by_reference(x: torch.Tensor, target: Target, key: int, first: int = 0
     """
     known = make_constants(target, WORD64 if x.dtype == torch.float64 else WORD32)
     index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(x.shape)
-    table = rounding_table(x.dtype, target.mode, known[:3])
+    table = record_rounding_table(x.dtype, target.mode, known[:3])
     return run_table_on_tensors(table, x, known.words, key if target.mode == STOCHASTIC else None, index)
 
 
 def run_table_on_tensors(
     table: Table, x: torch.Tensor, words: np.ndarray, key: int | None, index: torch.Tensor
 ) -> torch.Tensor:
-    """Return what a table that rounds, as of `rounding_table`, gives for x or for whole blocks, in plain torch.
+    """Return what a table that rounds, as of `record_rounding_table`, gives for x or for whole blocks, in plain torch.
 
     `words` are the table's constants; the int64 index, of x's shape, numbers the elements under the key of their random
     words, which is None where none are drawn.
@@ -242,7 +242,7 @@ def round_by_triton(
 def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
     """Return the plan of a dtype and a target."""
     known = make_constants(target, WORD64 if dtype == torch.float64 else WORD32)
-    kernel = TensorKernel(rounding_table(dtype, target.mode, known[:3]))
+    kernel = TensorKernel(record_rounding_table(dtype, target.mode, known[:3]))
     kind, name = (dtype, target.mode, *known[:3]), f"quantize of {dtype}"
     return TritonPlan(kernel, kernel.constant_arguments(known.words), kind, name)
 
@@ -347,7 +347,7 @@ def prepare_plan(target: Target, dtype: torch.dtype, streams: bool = False) -> R
 
 @cache
 def _compile_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool) -> Kernel:
-    return compile_row(f"quantize_{kind[0]}", rounding_table(dtype, mode, kind, streams))
+    return compile_row(f"quantize_{kind[0]}", record_rounding_table(dtype, mode, kind, streams))
 
 
 def round_memory(plan: RoundingPlan, source: int, goal: int, count: int, key: int) -> None:

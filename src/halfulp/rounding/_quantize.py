@@ -86,7 +86,7 @@ def quantize(
     check_tensor(x)
     if out is not None:
         check_out(out, x)
-    target, x = find_integers(format, rounding, overflow, x.dtype), x.detach()
+    target, x = encode_target(format, rounding, overflow, x.dtype), x.detach()
     if target is None:
         return x.clone() if out is None else out.copy_(x.clone())  # they may overlap
     in_blocks = len(target) > _TARGET_SIZE
@@ -191,11 +191,11 @@ def find_target(
     format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> Target | None:
     """Return `make_target`'s result, cached where no compiler traces."""
-    flat = find_integers(format, rounding, overflow, dtype)
+    flat = encode_target(format, rounding, overflow, dtype)
     return None if flat is None else Target(*flat)
 
 
-def find_integers(
+def encode_target(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> tuple[int, ...] | None:
     """Return the integers of a target, or of a block target; None where rounding changes nothing.
@@ -206,10 +206,10 @@ def find_integers(
     can break and the caller sees it as it is.
     """
     if not is_compiling():
-        return _make_integers(format, rounding, overflow, dtype)
+        return _encode_target(format, rounding, overflow, dtype)
     known = get_any(format)
     in_blocks = isinstance(known, BlockFormat)
-    flat, error, message = _target_integers_in_graph(known._key, in_blocks, rounding.name, overflow, dtype)
+    flat, error, message = _encode_target_in_graph(known._key, in_blocks, rounding.name, overflow, dtype)
     if error:
         raise _ERROR_KINDS[error](message)
     return flat
@@ -221,7 +221,7 @@ _ERROR_KINDS: dict[str, type[Exception]] = {
 
 
 @constant_result
-def _target_integers_in_graph(
+def _encode_target_in_graph(
     key: str, in_blocks: bool, rounding: str, overflow: str | None, dtype: torch.dtype
 ) -> tuple[tuple[int, ...] | None, str, str]:
     fields = literal_eval(key)
@@ -230,13 +230,13 @@ def _target_integers_in_graph(
         fields = name, Format(*literal_eval(element)), Format(*literal_eval(scale)), *rest
     try:
         format = BlockFormat(*fields) if in_blocks else Format(*fields)
-        return _make_integers(format, get_rounding(rounding), overflow, dtype), "", ""
+        return _encode_target(format, get_rounding(rounding), overflow, dtype), "", ""
     except tuple(_ERROR_KINDS.values()) as error:
         return None, type(error).__name__, str(error)
 
 
 @lru_cache(maxsize=1024)
-def _make_integers(
+def _encode_target(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> tuple[int, ...] | None:
     known = get_any(format)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..kernels import is_under_transform
 from ._modes import Nearest, Rounding, Stochastic, get_rounding
-from ._quantize import AnyFormat, check_tensor, find_integers, quantize
+from ._quantize import AnyFormat, check_tensor, encode_target, quantize
 from ._random_bits import mix64
 
 _BACKWARD_STREAM = 0x6261636B
@@ -101,7 +101,7 @@ def straight_through(
         # Other random bits than the values'.
         backward_rounding = Stochastic(mix64(backward_rounding.signed_seed, _BACKWARD_STREAM))
     if backward is not None:
-        find_integers(backward, backward_rounding, overflow, x.dtype)
+        encode_target(backward, backward_rounding, overflow, x.dtype)
     if forward is None and backward is None:
         return x
     return _choose_function()(x, forward, backward, rounding, backward_rounding, overflow, counter)
