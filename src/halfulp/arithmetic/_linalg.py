@@ -618,22 +618,19 @@ def _compute_exact_determinants(a: Parts) -> Parts:
             f"refinement starts, cannot tell which, and exact integers serve up to {_MOST_DETERMINANT_ROWS} rows. "
             "Scale rows and columns by powers of two, or take the determinant of a factor"
         )
-    matrices = zip(*(part.double().reshape(-1, size, size) for part in a), strict=True)
-    found = [_compute_exact_determinant(_IntegerMatrix.of(parts)).parts(a[0].device) for parts in matrices]
+    found = []
+    for parts in zip(*(part.double().reshape(-1, size, size) for part in a), strict=True):
+        matrix = _IntegerMatrix.of(parts)
+        rows, sign, before = matrix.values.copy(), 1, 1
+        for k in range(size - 1):
+            pivot = next((i for i in range(k, size) if rows[i, k]), None)
+            if pivot is None:
+                rows[:], sign = 0, 0
+                break
+            if pivot != k:
+                rows[[k, pivot]], sign = rows[[pivot, k]], -sign
+            below, corner = rows[k + 1 :, k + 1 :], rows[k, k]
+            below[:] = (below * corner - rows[k + 1 :, k : k + 1] * rows[k, k + 1 :]) // before
+            before = corner
+        found.append(_IntegerMatrix(sign * rows[-1:, -1:], matrix.power * size).parts(a[0].device))
     return tuple(torch.cat(parts).reshape(a[0].shape[:-2]) for parts in zip(*found, strict=True))
-
-
-def _compute_exact_determinant(matrix: _IntegerMatrix) -> _IntegerMatrix:
-    """Return the determinant of one matrix, as a matrix of one number."""
-    rows, size = matrix.values.copy(), len(matrix.values)
-    sign, before = 1, 1
-    for k in range(size - 1):
-        pivot = next((i for i in range(k, size) if rows[i, k]), None)
-        if pivot is None:
-            return _IntegerMatrix(np.zeros((1, 1), object), 0)
-        if pivot != k:
-            rows[[k, pivot]], sign = rows[[pivot, k]], -sign
-        below, corner = rows[k + 1 :, k + 1 :], rows[k, k]
-        below[:] = (below * corner - rows[k + 1 :, k : k + 1] * rows[k, k + 1 :]) // before
-        before = corner
-    return _IntegerMatrix(sign * rows[-1:, -1:], matrix.power * size)

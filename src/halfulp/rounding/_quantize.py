@@ -94,10 +94,9 @@ def quantize(
         raise ValueError(f"dim is from {-x.dim()} to {x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
     if not in_blocks or x.dim() < 2:
         return _call_operator(x, target, rounding, counter, out)
-    if out is None:
-        return _call_operator(x.movedim(dim, -1), target, rounding, counter, None).movedim(-1, dim)
-    _call_operator(x.movedim(dim, -1), target, rounding, counter, out.movedim(dim, -1))
-    return out
+    turned = None if out is None else out.movedim(dim, -1)
+    rounded = _call_operator(x.movedim(dim, -1), target, rounding, counter, turned)
+    return rounded.movedim(-1, dim) if out is None else out
 
 
 @untraced
