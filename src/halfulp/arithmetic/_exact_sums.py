@@ -559,7 +559,9 @@ def _promote_operands(a: torch.Tensor, b: torch.Tensor, name: str) -> tuple[torc
 
 def normalize_dims(count: int, dim: Dim) -> list[int]:
     """Return the dimensions that are summed, from 0 up; none of a tensor without dimensions."""
-    given = [] if dim is None else list(dim) if isinstance(dim, list | tuple) else [dim]
+    if dim is None:
+        return list(range(count))
+    given = list(dim) if isinstance(dim, list | tuple) else [dim]
     if not all(isinstance(d, int) for d in given):
         raise TypeError(f"dim={dim!r}: give a whole number, several in a tuple, or None for all dimensions")
     for d in given:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from fractions import Fraction
 from functools import lru_cache
+from math import frexp
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -292,4 +293,4 @@ def _is_fixed_grid(target: Target, layout: WordLayout) -> bool:
 
 def floor_log2(value: float) -> int:
     """Return the e with 2^e <= value < 2^(e + 1)."""
-    return np.frexp(value)[1].item() - 1
+    return frexp(value)[1] - 1
