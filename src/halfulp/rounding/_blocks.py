@@ -339,7 +339,7 @@ def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float,
     """
     if target.has_power_scales:
         first, second = scale_threshold(target, layout.mantissa)
-        highest = int(np.frexp(target.scale.max)[1]) - 1
+        highest = floor_log2(target.scale.max)
         words = BlockConstants(
             first=first % (1 << layout.width),
             second=second,
