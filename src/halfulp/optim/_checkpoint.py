@@ -280,13 +280,12 @@ class CheckpointMixin(torch.optim.Optimizer):
         for name, tensor in held.items():
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
             place = places.get(id(tensor))
-            mine: Any = None if place is None else place[0]["params"][place[1]]
-            if place is not None and (isinstance(mine, MCTensor) or self.state.get(mine)):
+            if place is not None and (isinstance(tensor, MCTensor) or self.state.get(tensor)):
                 plan = self._find_valid_plan(*place)
                 parts = [*(part.contiguous() for part in plan.payloads), *read_auxiliary_tensors(plan)]
                 decoded = plan.spec.update.read(plan.spec.store, parts)
                 decoded = decoded * tensor.scale if plan.spec.scaled else decoded.clone()
-                found[name] = place_like(decoded.to(local(value).device), value)
+                found[name] = place_like(decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
             elif isinstance(value, torch.Tensor) and value.is_floating_point() and not is_extra_state(name):
@@ -319,8 +318,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         if not any(id(tensor) in places for tensor in own.values()):
             raise ValueError(
                 f"the optimizer holds none of the parameters of this {type(model).__name__}, and nothing of their low "
-                "bits: give the model that it steps; under release_gradients(offload='cpu'), which steps copies, load "
-                "before that"
+                "bits: give the model that it steps"
             )
         with torch.no_grad():
             for name, value in state_dict.items():

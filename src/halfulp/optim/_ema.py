@@ -203,8 +203,7 @@ class EMA:
         on_cpu = all(memory(plan.parameter).is_cpu for plan in held.values())
         for plans in split_into_runs(held.values(), MOST_RUN_ELEMENTS if on_cpu else MOST_DEVICE_ELEMENTS):
             values = read_weights(plans)
-            found = {names[id(plan)]: place_like(value, plan.parameter) for plan, value in zip(plans, values)}
-            yield {name: value.to(live[name].device) for name, value in found.items()}
+            yield {names[id(plan)]: place_like(value, plan.parameter) for plan, value in zip(plans, values)}
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[torch.nn.Module]:
@@ -338,8 +337,7 @@ def _find_auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.
     found = {}
     names = {tensor: name for name, tensor in live.items()}
     for group, position, parameter in walk_model_parameters(optimizer):
-        held = group["params"][position]
-        if parameter in names and (optimizer.state.get(held) or isinstance(held, MCTensor)):
+        if parameter in names and (optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
             plan = optimizer._find_valid_plan(group, position)
             if plan.spec.update.auxiliary_tensors(plan.spec.store):
                 found[names[parameter]] = plan

@@ -38,7 +38,6 @@ from .parameters._narrow_groups import (
     refuse_overlaps,
     refuse_replaced_parameters,
     refuse_unused_update,
-    warn_of_idle_update,
 )
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
@@ -117,8 +116,6 @@ class Optimizer(CheckpointMixin):
     _rule: ClassVar[UpdateRule | None] = None
     # Whether a step of one parameter depends on no other.
     _can_step_one_parameter: ClassVar[bool] = True
-    # The copies in host memory that stand for a model's parameters (`release_gradients`).
-    _host: Any = None
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
 
@@ -458,7 +455,6 @@ class Optimizer(CheckpointMixin):
             broadcast_auxiliary_tensors(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)
-            warn_of_idle_update(self, self.param_groups)
         self._stepped += 1
         if not self._stepped & (self._stepped - 1):  # each time that the steps have doubled
             warn_of_living_averages(parameter for group in self.param_groups for parameter in group["params"])

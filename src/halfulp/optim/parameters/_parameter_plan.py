@@ -6,7 +6,6 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ...kernels import IndexMap
@@ -43,7 +42,6 @@ class PayloadVersion:
         scale: a scaled parameter's scale, in whose units its auxiliary tensors are: a number, or off the CPU, where it
             is not waited for, a tensor.
         checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
-        digests: of the payload, as the step that wrote it computed them; None where none does.
     """
 
     version: int
@@ -52,11 +50,6 @@ class PayloadVersion:
     steps: int = 0
     scale: float | torch.Tensor = 1.0
     checksums: torch.Tensor | None = None
-    digests: np.ndarray | None = None
-
-    def is_under(self, scale: float) -> bool:
-        """Return whether the auxiliary tensors are in units of a scale."""
-        return float(self.scale) == scale
 
 
 @dataclass(eq=False, slots=True)

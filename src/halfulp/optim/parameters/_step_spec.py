@@ -116,11 +116,6 @@ class StepSpec:
         return in_roots and not self.scaled and squares and self.rule.homogeneous is not None
 
     @functools.cached_property
-    def digests(self) -> bool:
-        """Whether a compiled step computes digests of the payload, to which auxiliary tensors belong."""
-        return bool(self.update.auxiliary_tensors(self.store)) and self.writes
-
-    @functools.cached_property
     def writes(self) -> bool:
         """Whether anything is written."""
         return not (self.finds_amax or self.reduces)

@@ -17,7 +17,6 @@ from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table
 from ...rounding._random_bits import WEYL_STEP, compute_stream, draw_word, hash_element, record_stream_start
 from .._storage import F32
-from ..parameters._payload_digests import payload_digest
 from ..parameters._step_spec import (
     POINTERS_BEFORE_STATES,
     SUM_SCALES,
@@ -56,7 +55,6 @@ def make_step_table(spec: StepSpec) -> Table:
         record_stream_start() if spec.draws and spec.writes else None,
         int(WEYL_STEP),
         spec.block,
-        digest=payload_digest(spec.store.dtype.itemsize) if spec.digests else None,
     )
 
 

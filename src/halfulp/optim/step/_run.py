@@ -140,7 +140,7 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     kernel, table = compile_and_check(spec), batch.table
     _point_at_gradients(batch)
     table.keys[...] = _make_keys(batch)
-    chunks, pointers, rows, keys, digests = table.array_addresses
+    chunks, pointers, rows, keys = table.array_addresses
     distinct, row_of_each = _find_distinct(batch.constants)
     numbers = array("f", itertools.chain.from_iterable(distinct))
     if row_of_each:
@@ -149,9 +149,7 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     counts = spec.metered or not spec.writes
     meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
     at = address_of(meter) if counts else 0
-    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, digests)
-    if spec.digests:
-        batch.digests = table.digests
+    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, 0)
     if spec.metered:
         _count_lost_updates(meter, table.chunks, batch.plans)
     return meter
@@ -270,9 +268,8 @@ def compile_and_check(spec: StepSpec):
 
 def _run_llvm_trial(kernel, table, pointers, constants, keys) -> np.ndarray:
     meter = np.zeros((len(table), METER_COLUMNS))
-    digests = np.zeros(len(table), np.uint64)
-    given = table, pointers, np.zeros(1, np.int64), constants, keys, meter, digests
-    kernel(0, len(table), *map(address_of, given))
+    given = table, pointers, np.zeros(1, np.int64), constants, keys, meter
+    kernel(0, len(table), *map(address_of, given), 0)
     return meter
 
 
