@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Unpack, overload
 
@@ -14,20 +14,14 @@ import torch
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._messages import a_kind
+from .._messages import a_kind, listed
 from ..formats import Format
 from ..scaled import ScaledTensor
 from ._float32 import MOST_RUN_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
 from ._group_options import NarrowOptions, ParamGroups, check_number, read_defaults, read_options
 from ._optimizer import Loss, Optimizer
-from ._state_dict_validation import refuse_confusing_keys
+from ._state_dict_validation import is_halfulp_file, refuse_confusing_keys
 from ._storage import F32, Store
-from ._wrapped_state import (
-    BASE_PREFIX,
-    read_own_entries,
-    restore_own_entries,
-    split_base_states,
-)
 from .parameters._local_tensors import is_dtensor, local, place_like
 from .parameters._narrow_groups import read_parameter_name
 from .parameters._outside_writes import reset_if_stale
@@ -38,6 +32,7 @@ from .rules._update_rule import UpdateRule
 from .step._batch import as_plain_gradient
 from .weight_updates._weight_update import WeightUpdate
 
+BASE_PREFIX = "base."
 OUTER_OPTIONS = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 # What the groups of the two optimizers do not share.
 _UNSHARED_KEYS = (*OUTER_OPTIONS, "params", "param_names")
@@ -176,8 +171,6 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     base: torch.optim.Optimizer
     _can_step_one_parameter = False
     _rule = ASSIGNMENT_RULE
-    # Groups here and in the wrapped optimizer.
-    _group_pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
 
     def __init__(
         self,
@@ -195,9 +188,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
         self.base = base
         self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
-        self._base_states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
         super().__init__(groups, dict(base.defaults), **narrow)
-        self._pair_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers; what either refuses is added to none."""
@@ -214,10 +205,6 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             raise
         for parameter, shadow in shadows.items():
             self._shadows[parameter] = shadow
-        self._pair_groups()
-
-    def _pair_groups(self) -> None:
-        self._group_pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
 
     def _follow_group_edits(self) -> None:
         super()._follow_group_edits()
@@ -225,23 +212,15 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             self._follow_parameter_edits()
 
     def _follow_parameter_edits(self) -> None:
-        """Put shadows into the wrapped optimizer's groups for the parameters of these, whose lists users may edit."""
-        if [id(own) for own, _ in self._group_pairs] != [id(own) for own in self.param_groups]:
-            inner_of = {id(own): inner for own, inner in self._group_pairs}
-            self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
-            self._pair_groups()
-        for own, inner in self._group_pairs:
+        """Put shadows into the wrapped optimizer's groups for the parameters of these, which users may edit."""
+        groups = self.base.param_groups
+        del groups[len(self.param_groups) :]
+        groups += [{"params": []} for _ in self.param_groups[len(groups) :]]
+        for own, inner in zip(self.param_groups, groups):
             for parameter in own["params"]:
                 if parameter not in self._shadows:
                     self._shadows[parameter] = make_shadow(parameter)
             inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
-        # The states of parameters that are in no group are kept aside, as long as these live.
-        members = {id(shadow): shadow for _, inner in self._group_pairs for shadow in inner["params"]}
-        for key in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in members]:
-            self._base_states_outside_groups[key] = self.base.state.pop(key)
-        for shadow in members.values() if len(self._base_states_outside_groups) else ():
-            if shadow in self._base_states_outside_groups:
-                self.base.state[shadow] = self._base_states_outside_groups.pop(shadow)
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
@@ -295,7 +274,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         for plans in runs:
             try:
                 self._fill_shadows(plans, buffer)
-                with without_global_hooks():
+                with _without_global_hooks():
                     self._call_under_outer_options(self.base.step)
                 self._write_changes(plans)
             finally:
@@ -335,10 +314,10 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
 
     def _call_under_outer_options(self, change: Callable[[], Any]) -> Any:
         """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
-        for own, inner in self._group_pairs:
+        for own, inner in zip(self.param_groups, self.base.param_groups):
             inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
         result = change()
-        for own, inner in self._group_pairs:
+        for own, inner in zip(self.param_groups, self.base.param_groups):
             claimed = sorted(set(OUTER_OPTIONS) & inner.keys())
             if claimed:
                 raise ValueError(f"{type(self.base).__name__} writes {claimed} into its groups, which wrap uses itself")
@@ -368,19 +347,18 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         inner = {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
         refuse_confusing_keys(inner)
         state |= {f"{BASE_PREFIX}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
-        beside = read_own_entries(self.base)
-        return {**saved, "base": beside} if beside else saved
+        return saved
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this optimizer, or of the wrapped class itself, returned.
 
         The latter's 16-bit states become float32, and the auxiliary tensors stay as they are.
         """
-        own, inner = split_base_states(state_dict, self.param_groups)
+        own, inner = _split_base_states(state_dict, self.param_groups)
         self._follow_group_edits()
         inner = self._fit_base_states(own, inner)
         super()._load_between_hooks(own)
-        for (group, base_group), saved in zip(self._group_pairs, own["param_groups"]):
+        for group, base_group, saved in zip(self.param_groups, self.base.param_groups, own["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
             for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_KEYS}:
                 del group[name]
@@ -389,7 +367,6 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             base_group.update({name: group[name] for name in group if name not in _UNSHARED_KEYS})
         self.base.state.clear()
         self.base.state.update(inner)
-        restore_own_entries(self.base, state_dict.get("base", {}))
 
     def _fit_base_states(self, own: Mapping[Any, Any], inner: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
         """Return the wrapped optimizer's states by shadow, on the parameters' devices."""
@@ -448,10 +425,9 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         """Restore from `__getstate__`."""
         (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
         super().__setstate__(state)
-        self._shadows, self._base_states_outside_groups = TensorMap(shadows), TensorMap()
+        self._shadows = TensorMap(shadows)
         self.base = object.__new__(kind)
         self.base.__setstate__(fields)
-        self._pair_groups()
 
     def __repr__(self) -> str:
         """Return the wrapped class, then the fields as Optimizer does."""
@@ -478,8 +454,7 @@ def make_base_optimizer(
     base = optimizer([inner for inner, _ in pairs], **options)
     if not isinstance(base, torch.optim.Optimizer):
         raise TypeError(f"{optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
-    refuse_closures(base)
-    refuse_inner_optimizers(base)
+    _refuse_unfollowed(base)
     if len(base.param_groups) != len(pairs):
         raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
     return base, [outer | _list_group_options(inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
@@ -540,36 +515,55 @@ def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torc
     return place_like(buffer.take(part).copy_(part), gradient)
 
 
-def refuse_closures(base: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step needs a closure, by which it evaluates the model at points of its choice."""
+def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that evaluates the model itself, holds another one, or saves more than states and groups."""
     wanted, name = inspect.signature(type(base).step).parameters.get("closure"), type(base).__name__
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise NotImplementedError(
             f"{name}.step needs a closure, by which it evaluates the model at trial points; narrow parameters would "
             f"round these: step float32 parameters by {name} itself"
         )
-
-
-def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that holds another one.
-
-    Float32 weights exist during a step of the wrapped optimizer alone. An optimizer inside of it has the narrow
-    parameters themselves, or a copy of memory that is not filled yet.
-    """
-    name = type(base).__name__
     for place, value in vars(base).items():
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        for inner in held if place not in ("param_groups", "state", "defaults") else ():
+        # Float32 weights exist during a step of `base` alone: another optimizer has the narrow ones, or no memory yet.
+        for inner in tree_leaves(value) if place not in ("param_groups", "state", "defaults") else ():
             if isinstance(inner, torch.optim.Optimizer) and inner is not base:
                 raise NotImplementedError(
                     f"{name} holds another optimizer, {type(inner).__name__} in {place!r}, whose parameters wrap "
                     f"cannot put float32 weights behind: step float32 parameters by {name}, or wrap "
                     f"{type(inner).__name__} alone: hu.optim.wrap({type(inner).__name__}, params, ...)"
                 )
+    if beside := sorted(base.state_dict().keys() - {"state", "param_groups"}):
+        raise NotImplementedError(
+            f"{name} saves {listed(beside)} beside states and groups, which files of wrap do not hold: keep it in "
+            "optimizer.state or in a param group"
+        )
+
+
+def _split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tuple[dict, dict]:
+    """Split a state_dict into one without the wrapped optimizer's states, and these by number."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
+    is_wrapped = is_halfulp_file(groups, state_dict["param_groups"])
+    numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+    own, inner = dict[Any, Any](), dict[Any, Any]()
+    for key, state in state_dict["state"].items():
+        if key not in numbers:  # the user's, or the wrapped optimizer's
+            is_inner = str(key).startswith(BASE_PREFIX) or not is_wrapped
+            held = inner if is_inner else own
+            held[key.removeprefix(BASE_PREFIX) if is_inner and isinstance(key, str) else key] = state
+        elif is_wrapped:
+            own[key] = {k: v for k, v in state.items() if not k.startswith(BASE_PREFIX)}
+            inner[key] = {k.removeprefix(BASE_PREFIX): v for k, v in state.items() if k.startswith(BASE_PREFIX)}
+        else:
+            own[key] = {"step": torch.as_tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")}
+            inner[key] = tree_map_only(
+                torch.Tensor, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, state
+            )
+    return {**state_dict, "state": own}, inner
 
 
 @contextlib.contextmanager
-def without_global_hooks() -> Iterator[None]:
+def _without_global_hooks() -> Iterator[None]:
     """Return a context without the hooks of every optimizer's step, which run around the outer step."""
     hooks = vars(_torch_optimizer)
     before = {name: hooks[name] for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")}
