@@ -394,7 +394,6 @@ def methods_of_papers() -> None:
 
     halp.center(closure)
     halp.step(closure)
-    assert_type(halp.saturation, float)
     assert_type(halp.state_dict(), dict[str, Any])
     optimizer = hu.optim.SGD(model.parameters(), lr=0.1)
     with hu.observation.allocate_loss(model, optimizer, lambda given: given(x).square().mean()) as seen:
