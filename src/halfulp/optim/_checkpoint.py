@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,25 +11,20 @@ import torch
 from torch.nn import Parameter
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from .._messages import find_users_level, listed, name_differences
+from .._messages import listed, name_differences
 from ..formats import Format
 from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
 from ..scaled import ScaledTensor
 from ._group_options import read_own_version
 from ._state_dict_validation import (
-    SWITCHABLE_STATES,
     VERSION_KEY,
     check_saved_groups,
     check_saved_shape,
-    find_saved_state,
     fit_saved_state,
-    has_other_identities,
     is_halfulp_file,
     read_saved_step,
-    read_states_begun,
     refuse_confusing_keys,
-    refuse_newer_keys,
     refuse_other_random_stream,
 )
 from ._storage import Store
@@ -150,20 +144,11 @@ class CheckpointMixin(torch.optim.Optimizer):
             after(self)
 
     def _check_random_bits(self, saved_groups: list[Mapping]) -> None:
-        """Refuse a file of another stream version for groups that draw bits; warn where the keys of bits differ."""
+        """Refuse a file of another version of the stream of random bits for groups that draw some."""
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
             plans = (self._plans.get(parameter) for parameter in group["params"])
-            if not any(plan is not None and plan.spec.draws for plan in plans):
-                continue
-            refuse_other_random_stream(f"param group {number}", "the groups of the state_dict", saved)
-            if has_other_identities(group, saved):
-                warnings.warn(
-                    f"param group {number} was saved without names, which key random bits: stochastic rounding goes "
-                    "on, but with other bits than the saved run's; to go on with the same, save and load with "
-                    "optimizers made from model.named_parameters()",
-                    UserWarning,
-                    stacklevel=find_users_level(),
-                )
+            if any(plan is not None and plan.spec.draws for plan in plans):
+                refuse_other_random_stream(f"param group {number}", "the groups of the state_dict", saved)
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
@@ -172,9 +157,13 @@ class CheckpointMixin(torch.optim.Optimizer):
         given = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for position, number in enumerate(saved["params"]):
-                given.append(
-                    (group, position, find_saved_state(state_dict, number, read_parameter_name(group, position)))
-                )
+                state = state_dict["state"].get(number, {})
+                if not isinstance(state, Mapping):
+                    raise ValueError(
+                        f"the state of parameter {read_parameter_name(group, position)} is {type(state).__name__}, not "
+                        "a dict: the file is damaged"
+                    )
+                given.append((group, position, state))
         known = {parameter for parameter, state in self.state.items() if state}
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
@@ -182,9 +171,8 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._clear_plans()
         is_own = is_halfulp_file(before, state_dict["param_groups"])
         try:
-            saved_groups = state_dict["param_groups"]
-            trial = [(*one, self._fit_saved_tensors(*one, is_own, saved_groups)) for one in given]
-            self._check_random_bits(saved_groups)
+            trial = [(*one, self._fit_saved_tensors(*one, is_own)) for one in given]
+            self._check_random_bits(state_dict["param_groups"])
         except Exception:
             for group, old in zip(self.param_groups, before):
                 group.clear()
@@ -211,16 +199,15 @@ class CheckpointMixin(torch.optim.Optimizer):
                     held[name] = copy.deepcopy(value)
             held["step"] = read_saved_step(state, "")
             held.pop(BEGUN, None)
-            held.update(read_states_begun(state, held["step"]))
+            if isinstance(begun := state.get(BEGUN), int) and 0 < begun <= held["step"]:
+                held[BEGUN] = begun
             record_loaded_payload(self._plans[parameter], state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
         self.state.update({key: value for key, value in state_dict["state"].items() if key not in numbers})
 
-    def _fit_saved_tensors(
-        self, group: dict, position: int, state: Mapping, is_own: bool, saved_groups: list[Mapping]
-    ) -> dict[str, Any]:
+    def _fit_saved_tensors(self, group: dict, position: int, state: Mapping, is_own: bool) -> dict[str, Any]:
         """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries."""
         if not state:
             return {}
@@ -243,8 +230,6 @@ class CheckpointMixin(torch.optim.Optimizer):
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
         foreign = [key for key in state if key not in used and state[key] is not None]
-        unknown = [key for key in foreign if not str(key).startswith(SWITCHABLE_STATES)]
-        refuse_newer_keys("the state of parameter", plan.name, unknown, saved_groups)
         others = [key for key in foreign if is_auxiliary_name(key) or key.startswith("base.")]
         if others:
             raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from .._messages import listed, name_differences
+from .._messages import name_differences
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
@@ -18,7 +18,6 @@ from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import identities_of, plain_names
 from .parameters._state_tensors import (
     ABSENT_STATE,
-    BEGUN,
     check_codec_version,
     decode_saved_state,
     find_saved_tensor,
@@ -43,12 +42,6 @@ _HALFULP_OPTIONS = {"weight_update", "state_dtype", "param_dtype", "format", "se
 # In a saved group: the version of this library that saved it.
 VERSION_KEY = "halfulp"
 _NOT_LOADED = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream", VERSION_KEY)
-# States that an option of a group may switch off in training; they stay, as in torch.optim.
-SWITCHABLE_STATES = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
-# What torch's schedulers write into groups, and names.
-_SCHEDULER_KEYS = {f"{bound}_{name}" for bound in ("initial", "base", "min", "max") for name in ("lr", "momentum")}
-_SCHEDULER_KEYS |= {"swa_lr", "last_lr", "name", "param_names"}
-_KNOWN_OPTIONS = _HALFULP_OPTIONS | _LATER_OPTIONS.keys() | _RULE_OPTIONS | _SCHEDULER_KEYS | set(_NOT_LOADED)
 
 
 def check_saved_groups(
@@ -71,9 +64,8 @@ def check_saved_groups(
     states = state_dict["state"]
     if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
-    for number, (mine, theirs) in enumerate(zip(groups, saved)):
-        unknown = theirs.keys() - mine.keys() - _KNOWN_OPTIONS
-        refuse_newer_keys("param group", number, sorted(unknown), saved)
+    _refuse_newer_version(saved)
+    for mine, theirs in zip(groups, saved):
         _check_group_names(mine, theirs, defaults)
         _check_weight_update(mine, theirs)
     return [_read_loaded_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
@@ -108,31 +100,20 @@ def _is_keyed_by_name(saved: Mapping) -> bool:
     return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
 
 
-def has_other_identities(group: Mapping, saved: Mapping) -> bool:
-    """Return whether a group that took over a file has other numbers for random bits than the file's."""
-    held, names = saved.get("identities"), group.get("param_names")
-    if not isinstance(held, list | tuple) or not names or not _is_keyed_by_name(saved):
-        return False
-    return not set(identities_of({"param_names": names})) <= {number for number in held if isinstance(number, int)}
+def _refuse_newer_version(saved: list[Mapping]) -> None:
+    """Raise ValueError for a file of a later minor version, which may hold what this one does not know."""
+    own = read_own_version()
+    for version in (str(group[VERSION_KEY]) for group in saved if VERSION_KEY in group):
+        if _split_version(own) < _split_version(version):
+            raise ValueError(
+                f"halfulp {version} saved the state_dict, and this is {own}: load it with that (pip install "
+                f"'halfulp>={version}'), or take the weights alone over, by float32_state_dict there and "
+                "load_float32_state_dict here"
+            )
 
 
 def _split_version(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
-
-
-def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups: list[Mapping]) -> None:
-    """Raise ValueError for unknown keys in a file of a later version; in other files they are the user's own."""
-    if not unknown:
-        return
-    versions = [str(group[VERSION_KEY]) for group in saved_groups if VERSION_KEY in group]
-    own = read_own_version()
-    version = next((one for one in versions if _split_version(own) < _split_version(one)), None)
-    if version is not None:
-        raise ValueError(
-            f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {own} does not know: "
-            f"halfulp {version} saved it; load it with that (pip install 'halfulp>={version}'), or take the weights "
-            "alone over, by float32_state_dict there and load_float32_state_dict here"
-        )
+    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def refuse_other_random_stream(what: str, place: str, saved: Mapping) -> None:
@@ -145,14 +126,6 @@ def refuse_other_random_stream(what: str, place: str, saved: Mapping) -> None:
             f"that, put 'random_stream': {STREAM_VERSION} into {place}; to go on with the same bits, "
             "use the halfulp that saved it"
         )
-
-
-def find_saved_state(state_dict: Mapping, number: object, name: str) -> Mapping:
-    """Return one parameter's saved state, by its number in the file and its name for messages; empty if absent."""
-    state = state_dict["state"].get(number, {})
-    if not isinstance(state, Mapping):
-        raise ValueError(f"the state of parameter {name} is {type(state).__name__}, not a dict: the file is damaged")
-    return state
 
 
 def read_saved_step(state: Mapping, name: str) -> int:
@@ -228,12 +201,6 @@ def _read_loaded_options(number: int, mine: dict, theirs: Mapping, check_numbers
     except (TypeError, ValueError) as error:
         raise ValueError(f"param group {number} of the state_dict: {error}") from error
     return {key: trial[key] for key in taken}
-
-
-def read_states_begun(state: Mapping, step: int) -> dict[str, int]:
-    """Return the saved entry that says when the states began, if there is one."""
-    held = state.get(BEGUN)
-    return {BEGUN: held} if isinstance(held, int) and 0 < held <= step else {}
 
 
 def fit_saved_state(
