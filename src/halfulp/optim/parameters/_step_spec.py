@@ -262,7 +262,6 @@ def _choose_codecs(
     is_scaled, is_wide = isinstance(parameter, ScaledTensor), store.dtype == torch.float32
     default = torch.float32 if is_wide else torch.float16 if is_scaled else torch.bfloat16
     codecs = resolve_codecs(group["state_dtype"], rule.states, default, parameter.shape)
-    refuse_coarse(rule, codecs, group["state_dtype"])
     under_scales = [slot.name for slot, codec in zip(rule.states, codecs) if isinstance(codec, Scaled)]
     if under_scales and not is_scaled:
         raise ValueError(
@@ -276,6 +275,7 @@ def _choose_codecs(
             f"{rule.name} keeps {len(under_scales)} states beside the scaled parameter {name}, but at most "
             f"{MOST_SCALED_STATES} can be stored under scales: give state_dtype={{{others}}}, or torch.bfloat16 there"
         )
+    refuse_coarse(rule, codecs, group["state_dtype"])
     for block in {codec.scale_block for codec in codecs}:
         if block is not None:
             _refuse_cut_blocks(parameter, block, name)
