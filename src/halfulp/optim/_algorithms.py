@@ -46,10 +46,6 @@ _EMBEDDING_OR_HEAD_NAME = re.compile(
 MuonChoice = str | Sequence[str] | Callable[[str, torch.Tensor], bool] | None
 
 
-def _is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
-    return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD_NAME.search(name)
-
-
 @register_optimizer
 class SGD(Optimizer):
     """Stochastic gradient descent: g + wd w -> momentum b + (1 - dampening) g -> w - lr b, as torch.optim.SGD.
@@ -382,17 +378,6 @@ class Adafactor(Optimizer):
                 raise ValueError(f"{name}={group[name]!r} is not allowed: give a number that is {said}")
 
 
-def _warn_of_shared_rate(lr: float) -> None:
-    """Warn of a learning rate that suits orthogonal steps but is large for the AdamW groups that share it."""
-    if lr >= 0.01:
-        warnings.warn(
-            f"Muon's lr={lr:g} is that of its AdamW groups too, for which it is large: give adamw_lr=3e-4 or so, "
-            'a "lr" in these groups, or adjust_lr_fn="match_rms_adamw", under which both take one rate',
-            UserWarning,
-            stacklevel=find_users_level(),
-        )
-
-
 @register_optimizer
 class Muon(Optimizer):
     """Muon: matrices step by their momentum made orthogonal (kellerjordan.github.io/posts/muon), as torch.optim.Muon.
@@ -476,7 +461,10 @@ class Muon(Optimizer):
             matched.update(own)
             return bool(own)
 
-        chooses = use_muon if callable(use_muon) else _is_hidden_matrix if use_muon is None else is_matched
+        def is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
+            return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD_NAME.search(name)
+
+        chooses = use_muon if callable(use_muon) else is_hidden_matrix if use_muon is None else is_matched
         found: list[dict[str, Any]] = []
         for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
             members = [group["params"]] if isinstance(group["params"], torch.Tensor) else [*group["params"]]
@@ -521,8 +509,14 @@ class Muon(Optimizer):
                 param_group.setdefault(name, value)
         super().add_param_group(param_group)
         adjusted = {group.get("adjust_lr_fn") for group in (self.defaults, *self.param_groups)}
-        if has_muons_rate and "match_rms_adamw" not in adjusted:
-            _warn_of_shared_rate(float(self.defaults["lr"]))
+        if has_muons_rate and "match_rms_adamw" not in adjusted and float(self.defaults["lr"]) >= 0.01:
+            warnings.warn(
+                f"Muon's lr={float(self.defaults['lr']):g} is that of its AdamW groups too, for which it is large: "
+                'give adamw_lr=3e-4 or so, a "lr" in these groups, or adjust_lr_fn="match_rms_adamw", under which both '
+                "take one rate",
+                UserWarning,
+                stacklevel=find_users_level(),
+            )
         for name in self._adamw_options:
             self.param_groups[-1].pop(name, None)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
 
 from .._messages import listed, name_differences
 from ..formats import Format
@@ -273,10 +273,11 @@ class CheckpointMixin(torch.optim.Optimizer):
                 found[name] = place_like(decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
-            elif isinstance(value, torch.Tensor) and value.is_floating_point() and not is_extra_state(name):
-                found[name] = value.to(torch.float32, copy=True)
+            elif isinstance(value, torch.Tensor):
+                is_weight = value.is_floating_point() and not name.endswith(EXTRA_STATE_SUFFIX)
+                found[name] = value.to(torch.float32 if is_weight else value.dtype, copy=True)
             else:
-                found[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                found[name] = value
         return found
 
     @keeping_subnormals()
@@ -295,7 +296,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(f"the state_dict {name_differences(missing, foreign)}: give one with the model's names")
-        extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if is_extra_state(name)}
+        extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if name.endswith(EXTRA_STATE_SUFFIX)}
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
             raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
@@ -319,7 +320,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 set_weight(plan, value)
             # Not by model.load_state_dict, whose hooks may ask for all that a model saves.
             for path, module in model.named_modules() if extra else ():
-                name = f"{path}.{_EXTRA_STATE_KEY_SUFFIX}".lstrip(".")
+                name = f"{path}.{EXTRA_STATE_SUFFIX}".lstrip(".")
                 if name in extra:
                     module.set_extra_state(extra[name])
 
@@ -395,8 +396,3 @@ def _make_state_choice_plain(given: StateChoice) -> object:
     state = make_state(given, torch.float32)
     dtype = state.dtype if isinstance(state.dtype, str) else str(state.dtype).removeprefix("torch.")
     return {"dtype": dtype, "rounding": state.rounding, "block": state.block}
-
-
-def is_extra_state(name: str) -> bool:
-    """Return whether a name in a model's state_dict is that of a module's extra state."""
-    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX

@@ -76,7 +76,8 @@ class EMA:
     update, with auxiliary tensors, so that the average follows float32's at 3 bytes per parameter.
 
     Args:
-        model: whose parameters are averaged; tied ones once. Averages start as the weights are now.
+        model: whose parameters are averaged; tied ones once. Averages start as the weights are now. Its buffers are
+            copied as they are at each update.
         decay: in [0, 1], or a function from the update's number, from 1 on, to it.
         optimizer: the hu.optim optimizer of the model, or a trainer's wrapper round it, if it keeps auxiliary tensors:
             then the float32 weights are averaged, not the parameters that show them rounded.
@@ -84,12 +85,11 @@ class EMA:
         dtype: of the averages of floating parameters; by default the parameter's own.
         format: values of a format in float32 averages; see Optimizer.
         warmup: decay at most (1 + n) / (10 + n) at update n, so that the start is forgotten early.
-        buffers: "copy" takes the model's buffers as they are at each update; "average" averages the floating ones.
         seed, report_interval: see Optimizer.
 
     Raises:
         TypeError: no module, or an optimizer that is not of hu.optim.
-        ValueError: a decay outside [0, 1], unknown `buffers`, or a dtype or weight update that does not go together.
+        ValueError: a decay outside [0, 1], or a dtype or weight update that does not go together.
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(1, 1, bias=False).bfloat16()
@@ -117,20 +117,16 @@ class EMA:
         dtype: torch.dtype | None = None,
         format: Format | str | None = None,
         warmup: bool = False,
-        buffers: str = "copy",
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
         check_module(model, "EMA")
         stepping = None if optimizer is None else find_own_optimizer(optimizer, "optimizer=", "leave it out")
-        if buffers not in ("copy", "average"):
-            raise ValueError(f"buffers={buffers!r}: allowed are 'copy' and 'average'")
         read_decay({"decay": decay, "warmup": False}, 1)
         self.model: torch.nn.Module = model
         self.optimizer: Optimizer | None = stepping
         self.updates: int = 0
-        self._buffers = buffers
-        live, copied = self._split_tensors()
+        live = dict(model.named_parameters())
         if not live:
             raise ValueError("the model has no parameters to average")
         if stepping is not None:
@@ -139,7 +135,7 @@ class EMA:
                 raise ValueError(
                     "optimizer= steps none of the model's parameters: give the optimizer of this model, or leave it out"
                 )
-        self._copied = {name: value.detach().clone() for name, value in copied.items()}
+        self._copied = {name: value.detach().clone() for name, value in model.named_buffers()}
         self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
         named = [(f"average of {name}", average) for name, average in self._averages.items()]
         self._average_optimizer = AverageOptimizer(
@@ -167,23 +163,16 @@ class EMA:
         Raises:
             ValueError: a parameter whose shape, dtype or device no longer fits its average.
         """
-        live, copied = self._split_tensors()
-        self._check_same_tensors(live)
+        live = self._read_live_tensors()
         for weights in self._read_live_weights(live):
             self._average_optimizer._step_by({self._averages[name]: weight for name, weight in weights.items()})
-        for name, value in copied.items():
+        for name, value in self.model.named_buffers():
             self._copied[name] = value.detach().clone()
         self.updates += 1
 
-    def _split_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the averaged and the copied tensors of the model, by name, each once."""
-        averaged: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        copied: dict[str, torch.Tensor] = {}
-        for name, tensor in self.model.named_buffers():
-            (averaged if self._buffers == "average" and tensor.is_floating_point() else copied)[name] = tensor
-        return averaged, copied
-
-    def _check_same_tensors(self, live: Mapping[str, torch.Tensor]) -> None:
+    def _read_live_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the model's parameters by name, each once; raises ValueError for others than those averaged."""
+        live = dict(self.model.named_parameters())
         changed = sorted(live.keys() ^ self._averages.keys())
         for name, mine in self._averages.items():
             if not changed and (live[name].shape != mine.shape or live[name].device != mine.device):
@@ -192,6 +181,7 @@ class EMA:
             raise ValueError(
                 f"{listed(changed)} are other tensors than those averaged: make a new EMA after changing the model"
             )
+        return live
 
     def _read_live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the weights, in float32 if the optimizer has auxiliary tensors for them."""
@@ -228,17 +218,16 @@ class EMA:
 
     def _pair_with_replacements(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return every averaged or copied tensor of the model with its replacement."""
-        live, copied = self._split_tensors()
-        self._check_same_tensors(live)
         plans, pairs = self._average_optimizer.plans(), []
-        for name, tensor in live.items():
+        for name, tensor in self._read_live_tensors().items():
             mine = self._averages[name]
             pairs.append((tensor, mine if mine.dtype == tensor.dtype else _read_float32_weight(plans[mine])))
-        return pairs + [(tensor, self._copied[name]) for name, tensor in copied.items() if name in self._copied]
+        buffers = self.model.named_buffers()
+        return pairs + [(buffer, self._copied[name]) for name, buffer in buffers if name in self._copied]
 
     def float32_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state_dict in float32, with the averages in place of the weights."""
-        mine = {id(tensor): self._averages[name] for name, tensor in self._split_tensors()[0].items()}
+        mine = {id(tensor): self._averages[name] for name, tensor in self.model.named_parameters()}
         plans, found = self._average_optimizer.plans(), {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in mine:

@@ -79,11 +79,6 @@ class GradientRelease:
         for watcher in _find_watchers(self.optimizer):
             watcher.begin_step(self.optimizer)
             self._watchers.append(watcher)
-        self._backward_and_step(loss)
-        for watcher in self._watchers:
-            watcher.end_step(self.optimizer)
-
-    def _backward_and_step(self, loss: torch.Tensor) -> None:
         if self._clip is None or self._clip_by == "previous":
             with self._context_with_hook(self._step):
                 loss.backward()
@@ -104,6 +99,8 @@ class GradientRelease:
             self._set_clip_coefficient()
             with self._context_with_hook(self._step):
                 loss.backward()
+        for watcher in self._watchers:
+            watcher.end_step(self.optimizer)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -388,7 +388,8 @@ class Optimizer(CheckpointMixin):
     def _step_one_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         """Step one parameter alone, without the checks of `step_parameter`."""
         self._begin_step()
-        self._check_group_before_step(group)
+        self._check_hyperparameters(group)
+        warn_of_rate_jump(group)
         alone = {**group, "params": [parameter], "param_names": [read_parameter_name(group, position)]}
         settings = [self._read_group_setting(alone)]
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
@@ -480,7 +481,8 @@ class Optimizer(CheckpointMixin):
         """Return the parameters with gradients in batches of one step specification, and unwritten others' plans."""
         groups = self.param_groups
         for group in groups:
-            self._check_group_before_step(group)
+            self._check_hyperparameters(group)
+            warn_of_rate_jump(group)
         settings = [self._read_group_setting(group) for group in groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         gradients = self._list_gradients(parameters)
@@ -501,11 +503,6 @@ class Optimizer(CheckpointMixin):
             batches = roster.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
-
-    def _check_group_before_step(self, group: dict[str, Any]) -> None:
-        """Check what a scheduler or the user may have written into a group since the last step."""
-        self._check_hyperparameters(group)
-        warn_of_rate_jump(group)
 
     def _read_group_setting(self, group: dict[str, Any]) -> GroupSetting:
         return self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"])

@@ -66,8 +66,7 @@ def check_saved_groups(
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     _refuse_newer_version(saved)
     for mine, theirs in zip(groups, saved):
-        _check_group_names(mine, theirs, defaults)
-        _check_weight_update(mine, theirs)
+        _check_group(mine, theirs, defaults)
     return [_read_loaded_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
 
@@ -144,7 +143,8 @@ def read_saved_step(state: Mapping, name: str) -> int:
     return int(value)
 
 
-def _check_group_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
+def _check_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
+    """Raise ValueError for a saved group of another rule, of other names, or under another weight update."""
     unknown = sorted(_RULE_OPTIONS & theirs.keys() - mine.keys())
     rules = (defaults.keys() | _RULE_OPTIONS) & mine.keys()
     lacking = sorted(rules - theirs.keys() - _HALFULP_OPTIONS - _LATER_OPTIONS.keys())
@@ -163,13 +163,9 @@ def _check_group_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
             f"the state_dict names other parameters, or these in another order, such as {', '.join(differing[:3])}: "
             "give the parameters in the order of the optimizer that saved it"
         )
-
-
-def _check_weight_update(mine: dict, theirs: Mapping) -> None:
     if "weight_update" not in theirs:
         return
-    given = (group["weight_update"] for group in (theirs, mine))
-    saved, own = (None if one is None else find_weight_update(one) for one in given)
+    saved, own = (one and find_weight_update(one) for one in (theirs["weight_update"], mine["weight_update"]))
     if saved != own:
         raise ValueError(
             f"the state_dict was saved with weight_update={saved!r}, this optimizer has {own!r}: make it with the "

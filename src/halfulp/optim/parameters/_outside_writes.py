@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...kernels import row_checksums, same_bits
-from ._local_tensors import is_dtensor
+from ._local_tensors import is_dtensor, local
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
 from ._tensor_map import TensorMap
 
@@ -63,17 +63,14 @@ def is_payload_written(plan: ParameterPlan) -> bool:
     version = plan.parameter._version
     if held.version == version or _restored_versions.get(plan.parameter) == (held.version, version):
         return False
-    known = _find_known_payload(plan)
-    if known is not None and known.shape == plan.payloads[0].shape:
-        now = plan.payloads[0]
+    known, now = _find_known_payload(plan), plan.payloads[0]
+    if known is not None and (known.dtype, known.shape) == (now.dtype, now.shape):
         is_waited_for = not now.is_cpu and held.version != ANY_VERSION
-        if is_waited_for or known.dtype != now.dtype:
-            return True
-        return bool((_view_bits(now) != _view_bits(known.to(now.device))).any())
-    if held.version == ANY_VERSION:
-        rows = None if held.checksums is None else compute_checksums(plan)
-        return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
-    return True
+        return is_waited_for or bool((_view_bits(now) != _view_bits(known.to(now.device))).any())
+    if held.version != ANY_VERSION:
+        return True
+    rows = None if held.checksums is None else compute_checksums(plan)
+    return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
 
 
 def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
@@ -181,7 +178,10 @@ def record_loaded_payload(plan: ParameterPlan, state: Mapping[str, Any]) -> None
     if plan.payload_version is None:
         return
     held = PayloadVersion(ANY_VERSION, plan.payload_version.memory, scale=plan.scale_to_keep)
-    held.checksums, steps = read_checksums(state.get(CHECKSUMS_KEY), plan), state.get(COPY_KEY)
+    saved, steps = local(state.get(CHECKSUMS_KEY)), state.get(COPY_KEY)
+    rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1
+    if isinstance(saved, torch.Tensor) and (saved.dtype, saved.shape) == (torch.int64, (rows,)):
+        held.checksums = saved.clone()
     plan.record.payload_version = held
     held.steps = steps if isinstance(steps, int) and 0 <= steps < STEPS_WITH_COPY else 0
     if held.steps and not is_payload_written(plan):  # else the model is loaded later
@@ -237,15 +237,6 @@ def place_checksums(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.T
     placements = parameter.placements if by_rows else [Replicate()] * mesh.ndim
     checksums = checksums if by_rows else checksums.new_zeros(rows)
     return DTensor.from_local(checksums, mesh, placements, shape=torch.Size([rows]), stride=(1,), run_check=False)
-
-
-def read_checksums(saved: object, plan: ParameterPlan) -> torch.Tensor | None:
-    """Return the saved checksums of the rows that this process holds; None if the file has none."""
-    saved = getattr(saved, "_local_tensor", saved)
-    rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1
-    if isinstance(saved, torch.Tensor) and saved.dtype == torch.int64 and saved.shape == (rows,):
-        return saved.clone()
-    return None
 
 
 def set_weight(plan: ParameterPlan, value: torch.Tensor) -> None:

@@ -100,19 +100,12 @@ def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
     """Refuse states that were made before the parameter was converted or resized."""
     for key, (shape, dtype) in wanted.items():
         held = local(state[key]) if key in state else None
-        if held is not None and held.dim() and held.shape[1:] == shape[1:] and held.dtype == dtype:
-            if held.shape != shape:
-                kept = ", ".join(repr(other) for other in wanted if other in state)
-                raise ValueError(
-                    f"state {key!r} of parameter {name} has {held.shape[0]} rows, but {shape[0]} are needed: who adds "
-                    f"or removes rows of a parameter does so in all of {kept}; rows of zeros are right for new ones, "
-                    "in companions as in moments, beside the kept ones in order"
-                )
-        elif held is not None and (held.shape != shape or held.dtype != dtype):
+        if held is not None and (held.shape != shape or held.dtype != dtype):
+            kept = ", ".join(repr(other) for other in wanted if other in state)
             raise ValueError(
                 f"state {key!r} of parameter {name} is {held.dtype} of shape {tuple(held.shape)}, but {dtype} of shape "
                 f"{tuple(shape)} is needed: convert a model before its optimizer is made, and choose amsgrad and its "
-                "like then, or make a new optimizer"
+                f"like then; who adds or removes rows of a parameter does so in all of {kept}, zeros for new ones"
             )
 
 
