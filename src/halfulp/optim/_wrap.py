@@ -152,7 +152,9 @@ def wrap(
         )
     options = read_options(options, read_defaults(optimizer))
     return WrappedOptimizer(
-        *make_base_optimizer(optimizer, params, options),
+        optimizer,
+        params,
+        options,
         weight_update=weight_update,
         param_dtype=param_dtype,
         format=format,
@@ -174,37 +176,62 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
 
     def __init__(
         self,
-        base: torch.optim.Optimizer,
-        groups: list[dict[str, Any]],
-        shadows: dict[torch.Tensor, torch.Tensor],
+        make: Callable[..., torch.optim.Optimizer],
+        params: Iterable[Any],
+        options: dict[str, Any],
         **narrow: Unpack[NarrowOptions],
     ) -> None:
-        claimed = sorted(set(OUTER_OPTIONS) & base.defaults.keys())
-        if claimed:
-            raise ValueError(
-                f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own"
-            )
-        if any(group.get("differentiable") for group in base.param_groups):
-            raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
+        if isinstance(params, torch.Tensor):
+            raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
+        given = list(params)
+        if not given:
+            raise ValueError("optimizer got an empty parameter list")
+        self._shadows: TensorMap[torch.Tensor] = TensorMap()
+        pairs = [self._split_group(one) for one in (given if isinstance(given[0], Mapping) else [{"params": given}])]
+        base = make([inner for inner, _ in pairs], **options)
+        if not isinstance(base, torch.optim.Optimizer):
+            raise TypeError(f"{make!r} made {base!r}, which is no torch.optim.Optimizer")
+        _refuse_unfollowed(base)
+        if len(base.param_groups) != len(pairs):
+            raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
         self.base = base
-        self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
+        groups = [outer | _list_group_options(inner) for (_, outer), inner in zip(pairs, base.param_groups)]
         super().__init__(groups, dict(base.defaults), **narrow)
+
+    def _split_group(self, group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a group over shadows for the wrapped optimizer, and the same over the parameters."""
+        members = group["params"]
+        if not isinstance(members, set):  # which torch refuses
+            members = [members] if isinstance(members, torch.Tensor) else list(members)
+        inner = []
+        for member in members:
+            parameter = member[1] if isinstance(member, tuple) else member
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
+            shadow = self._find_shadow(parameter)
+            inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
+        rest = {name: value for name, value in group.items() if name not in (*OUTER_OPTIONS, "params")}
+        return {**rest, "params": inner}, {**group, "params": members}
+
+    def _find_shadow(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that the wrapped optimizer steps instead of a parameter."""
+        if parameter not in self._shadows:
+            placeholder = place_like(_make_placeholder(parameter), parameter)
+            self._shadows[parameter] = torch.nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
+        return self._shadows[parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers; what either refuses is added to none."""
         if not self._is_built:
             super().add_param_group(param_group)
             return
-        shadows: dict[torch.Tensor, torch.Tensor] = {}
-        inner, outer = split_group(param_group, shadows)
+        inner, outer = self._split_group(param_group)
         self.base.add_param_group(inner)
         try:
             super().add_param_group(outer | _list_group_options(self.base.param_groups[-1]))
         except Exception:
             del self.base.param_groups[-1]
             raise
-        for parameter, shadow in shadows.items():
-            self._shadows[parameter] = shadow
 
     def _follow_group_edits(self) -> None:
         super()._follow_group_edits()
@@ -217,10 +244,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         del groups[len(self.param_groups) :]
         groups += [{"params": []} for _ in self.param_groups[len(groups) :]]
         for own, inner in zip(self.param_groups, groups):
-            for parameter in own["params"]:
-                if parameter not in self._shadows:
-                    self._shadows[parameter] = make_shadow(parameter)
-            inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
+            inner["params"][:] = map(self._find_shadow, own["params"])
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
@@ -309,8 +333,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         for plan in plans:
             parameter = plan.parameter
             shadow, value = self._shadows[parameter], values.get(id(plan))
-            point_shadow(shadow, local(parameter).detach() if value is None else value)
-            shadow.grad = widen_gradient(parameter.grad, buffer)
+            _point_shadow(shadow, local(parameter).detach() if value is None else value)
+            shadow.grad = _widen_gradient(parameter.grad, buffer)
 
     def _call_under_outer_options(self, change: Callable[[], Any]) -> Any:
         """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
@@ -330,7 +354,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         for plan in plans:
             shadow = self._shadows[plan.parameter]
             shadow.grad = None
-            point_shadow(shadow, make_placeholder(plan.parameter))
+            _point_shadow(shadow, _make_placeholder(plan.parameter))
 
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
@@ -370,30 +394,24 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
             for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
-                label = read_parameter_name(group, k)
-                state, shadow = inner.get(number, {}), self._shadows[parameter]
-                held, copied = self.base.state.get(shadow, {}), dict[str, Any]()
-                for name, value in state.items():
-                    known, device = held.get(name), None if name == "step" else parameter.device
-                    if (
-                        isinstance(value, torch.Tensor)
-                        and isinstance(known, torch.Tensor)
-                        and value.shape != known.shape
-                    ):
-                        raise ValueError(
-                            f"state {name!r} of parameter {label} has shape {tuple(value.shape)}, "
-                            f"{tuple(known.shape)} is needed"
-                        )
-                    move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
-                    copied[name] = tree_map_only(torch.Tensor, move, value)
+                label, shadow = read_parameter_name(group, k), self._shadows[parameter]
+                state, held = inner.get(number, {}), self.base.state.get(shadow, {})
                 if held and not state and own["state"].get(number, {}).get("step"):
                     raise ValueError(
                         f"the file holds no states of {type(self.base).__name__} for parameter {label}, "
                         "which it has stepped: torch's flatten_optimizer_state_dict leaves out what is wrapped; save "
                         "without it"
                     )
-                if copied:
-                    fitted[shadow] = copied
+                for name, value in state.items():
+                    known = held.get(name)
+                    if torch.is_tensor(value) and torch.is_tensor(known) and value.shape != known.shape:
+                        raise ValueError(
+                            f"state {name!r} of parameter {label} has shape {tuple(value.shape)}, "
+                            f"{tuple(known.shape)} is needed"
+                        )
+                    device = None if name == "step" else parameter.device
+                    move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
+                    fitted.setdefault(shadow, {})[name] = tree_map_only(torch.Tensor, move, value)
         return fitted
 
     def bytes_per_parameter(self) -> float:
@@ -436,61 +454,18 @@ def _needs_no_shadow(plan: ParameterPlan) -> bool:
     return plan.spec.store is F32
 
 
-def make_base_optimizer(
-    optimizer: Callable[..., Any], params: Iterable[Any], options: dict[str, Any]
-) -> tuple[torch.optim.Optimizer, list[dict[str, Any]], dict[torch.Tensor, torch.Tensor]]:
-    """Make an optimizer over shadows of parameters; return it, its groups and the shadows."""
-    if isinstance(params, torch.Tensor):
-        raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
-    given = list(params)
-    if not given:
-        raise ValueError("optimizer got an empty parameter list")
-    given = given if isinstance(given[0], Mapping) else [{"params": given}]
-    shadows: dict[torch.Tensor, torch.Tensor] = {}
-    pairs = [split_group(group, shadows) for group in given]
-    base = optimizer([inner for inner, _ in pairs], **options)
-    if not isinstance(base, torch.optim.Optimizer):
-        raise TypeError(f"{optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
-    _refuse_unfollowed(base)
-    if len(base.param_groups) != len(pairs):
-        raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
-    return base, [outer | _list_group_options(inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
-
-
-def split_group(
-    group: Mapping[str, Any], shadows: dict[torch.Tensor, torch.Tensor]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a group over shadows for the wrapped optimizer, and the same over the parameters."""
-    members = group["params"]
-    members = [members] if isinstance(members, torch.Tensor) else members if isinstance(members, set) else list(members)
-    inner = []
-    for member in members:
-        parameter = member[1] if isinstance(member, tuple) else member
-        if not isinstance(parameter, torch.Tensor):
-            raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
-        shadow = shadows.setdefault(parameter, make_shadow(parameter))
-        inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
-    rest = {name: value for name, value in group.items() if name not in (*OUTER_OPTIONS, "params")}
-    return {**rest, "params": inner}, {**group, "params": members}
-
-
 def _list_group_options(inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group of the wrapped optimizer, without its parameters."""
     return {name: value for name, value in inner.items() if name not in ("params", "param_names")}
 
 
-def make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
+def _make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """Return a zero expanded to a parameter's local shape, without memory of that size."""
     part = local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
-def make_shadow(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that the wrapped optimizer steps instead of a parameter."""
-    return torch.nn.Parameter(place_like(make_placeholder(parameter), parameter), requires_grad=parameter.requires_grad)
-
-
-def point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
+def _point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
     """Point a shadow, or its shard on this rank, to other memory."""
     if is_dtensor(shadow):
         shadow._local_tensor = values
@@ -498,7 +473,7 @@ def point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
         shadow.data = values
 
 
-def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
+def _widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
     """Return a gradient in float32, the same object if it is; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
@@ -513,7 +488,11 @@ def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torc
 
 
 def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that evaluates the model itself, holds another one, or saves more than states and groups."""
+    """Refuse an optimizer whose options, closures, inner optimizers or files wrap cannot follow."""
+    if any(group.get("differentiable") for group in base.param_groups):
+        raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
+    if claimed := sorted(set(OUTER_OPTIONS) & base.defaults.keys()):
+        raise ValueError(f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own")
     wanted, name = inspect.signature(type(base).step).parameters.get("closure"), type(base).__name__
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise NotImplementedError(
