@@ -72,11 +72,10 @@ def test_the_bits_are_those_of_a_step_after_backward(clip, parts, float32):
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("clip_by", ["this", "previous"])
-def test_a_backward_past_it_is_refused(clip, clip_by):
+def test_a_backward_past_it_is_refused(clip):
     model = _model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    released = hu.optim.release_gradients(model, _made, clip=clip, clip_by=clip_by)
+    released = hu.optim.release_gradients(model, _made, clip=clip)
     scaler = torch.amp.GradScaler("cpu")
     for backward in (_loss(model, 0).backward, scaler.scale(_loss(model, 0)).backward):
         with pytest.raises(RuntimeError, match=r"call released\.backward\(loss\)"):
@@ -136,13 +135,6 @@ def test_parameters_that_were_frozen_step_when_they_are_not():
     assert model[0].weight.grad is None
 
 
-def test_clipping_by_the_norm_before_lags_a_step():
-    model, norms = _released(0.5, clip_by="previous")
-    assert not _equal(model, _plain(0.5)[0])
-    assert all(norm > 0.5 for norm in norms)
-    assert _equal(_released(1e6, clip_by="previous")[0], _plain()[0])
-
-
 def test_few_gradients_live_at_a_time():
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
     most, weights = [], [layer.weight for layer in model]
@@ -172,8 +164,6 @@ def test_what_is_wrong_is_said():
     for clip in (0, -1.0, "1", float("nan")):
         with pytest.raises((ValueError, TypeError), match="clip="):
             hu.optim.release_gradients(model, _made, clip=clip)
-    with pytest.raises(ValueError, match="allowed are 'this' and 'previous'"):
-        hu.optim.release_gradients(model, _made, clip=1.0, clip_by="last")
     for make in (lambda p: hu.optim.wrap(torch.optim.AdamW, p), hu.optim.Prodigy, hu.optim.AdamWScheduleFree):
         with pytest.raises(NotImplementedError, match="steps all parameters together"):
             hu.optim.release_gradients(model, make)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import optimizer as _torch_optimizer
@@ -17,8 +17,6 @@ from ._inner_optimizer import find_own_optimizer
 from ._optimizer import Optimizer
 from .parameters._narrow_groups import walk_model_parameters
 from .parameters._tensor_map import TensorMap
-
-ClipNormStep = Literal["this", "previous"]
 
 
 class StepWatcher:
@@ -47,13 +45,12 @@ class GradientRelease:
         norm: of all gradients of the last step, before they were clipped; None without clipping, or before a step.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, clip: float | None, clip_by: ClipNormStep) -> None:
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, clip: float | None) -> None:
         self.optimizer = optimizer
         self.norm: torch.Tensor | None = None
-        self._model, self._clip, self._clip_by = model, clip, clip_by
+        self._model, self._clip = model, clip
         self._hook: Callable[[torch.Tensor, dict[str, Any], int], None] = self._refuse_plain_backward
         self._handles: TensorMap[RemovableHandle] = TensorMap()
-        self._norms: dict[torch.Tensor, torch.Tensor] = {}
         self._clip_coefficient: torch.Tensor | None = None
         self._is_accumulating = self._has_begun = False
         self._watchers: list[StepWatcher] = []
@@ -62,8 +59,8 @@ class GradientRelease:
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate and step.
 
-        With `clip` and `clip_by="this"` there are two passes: one measures the norms, the other steps. Inside of
-        `accumulate` there is one, which does not step.
+        With `clip` there are two passes: one measures the norms, the other steps. Inside of `accumulate` there is one,
+        which does not step.
 
         Raises:
             NotImplementedError: a gradient scaler of halfulp, or DistributedDataParallel, that came since, or hooks of
@@ -79,11 +76,10 @@ class GradientRelease:
         for watcher in _find_watchers(self.optimizer):
             watcher.begin_step(self.optimizer)
             self._watchers.append(watcher)
-        if self._clip is None or self._clip_by == "previous":
+        if self._clip is None:
             with self._context_with_hook(self._step):
                 loss.backward()
             self._step_remaining()  # of micro-batches before, which this one has not reached
-            self._set_clip_coefficient()
         elif any(parameter.grad is not None for parameter in self._list_parameters()):
             # The gradients of several passes are summed up already: step after backward.
             with self.accumulate():
@@ -92,11 +88,20 @@ class GradientRelease:
             self._clip_coefficient = None
             self._step_remaining()
         else:
-            with contextlib.ExitStack() as paused, self._context_with_hook(self._measure_norm):
+            norms: dict[torch.Tensor, torch.Tensor] = {}
+
+            def measure_norm(parameter: torch.Tensor, *_: Any) -> None:
+                assert parameter.grad is not None
+                # As clip_grad_norm_ computes it, to the bit.
+                norms[parameter], parameter.grad = torch._foreach_norm([parameter.grad.detach()], 2.0)[0], None
+
+            with contextlib.ExitStack() as paused, self._context_with_hook(measure_norm):
                 for watcher in self._watchers:
                     paused.enter_context(watcher.pause())
                 loss.backward(retain_graph=True)
-            self._set_clip_coefficient()
+            if found := [norms[p] for p in self._list_parameters() if p in norms]:
+                self.norm = torch.linalg.vector_norm(torch.stack([norm.to(found[0].device) for norm in found]))
+                self._clip_coefficient = torch.clamp(self._clip / (self.norm + 1e-6), max=1.0)
             with self._context_with_hook(self._step):
                 loss.backward()
         for watcher in self._watchers:
@@ -151,8 +156,6 @@ class GradientRelease:
     def _step(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        if self._clip is not None and self._clip_by == "previous":
-            self._norms[parameter] = _compute_norm(gradient)
         if self._clip_coefficient is not None:
             gradient.mul_(self._clip_coefficient.to(gradient.device))
         with contextlib.ExitStack() as watched:
@@ -166,23 +169,11 @@ class GradientRelease:
             if parameter.grad is not None:
                 self._step(parameter, group, position)
 
-    def _measure_norm(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        assert parameter.grad is not None
-        self._norms[parameter], parameter.grad = _compute_norm(parameter.grad), None
-
     def _refuse_plain_backward(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         raise RuntimeError(
             "the gradients of this model are released as they come: call released.backward(loss) in place of "
             "loss.backward(), a scaled loss's too, or released.remove() before"
         )
-
-    def _set_clip_coefficient(self) -> None:
-        """Turn the measured norms into the factor of `torch.nn.utils.clip_grad_norm_`."""
-        norms, self._norms = [self._norms[p] for p in self._list_parameters() if p in self._norms], {}
-        if norms:
-            assert self._clip is not None
-            norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-            self.norm, self._clip_coefficient = norm, torch.clamp(self._clip / (norm + 1e-6), max=1.0)
 
 
 def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
@@ -200,17 +191,11 @@ def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
                 yield watcher
 
 
-def _compute_norm(gradient: torch.Tensor) -> torch.Tensor:
-    # As clip_grad_norm_ computes it, to the bit.
-    return torch._foreach_norm([gradient.detach()], 2.0)[0]
-
-
 def release_gradients(
     model: torch.nn.Module,
     optimizer: Optimizer | Callable[..., Optimizer],
     *,
     clip: float | None = None,
-    clip_by: ClipNormStep = "this",
 ) -> GradientRelease:
     """Step each parameter as soon as backward has its gradient, and free the gradient: no two layers' live at a time.
 
@@ -221,11 +206,9 @@ def release_gradients(
     Args:
         model: that is trained; FSDP2's `fully_shard` may have sharded it.
         optimizer: of hu.optim, over the model's parameters, or what makes one of `model.named_parameters()`.
-        clip: the largest norm of all gradients together, as `clip_grad_norm_`; None to leave them as they are.
-        clip_by: "this" clips by the norm of this step's gradients, which takes a second backward pass and
-            `released.backward(loss)`; the bits are those of `clip_grad_norm_` where all gradients are on one device and
-            of one dtype. "previous" clips by the norm of the step before, and not in the first one: one pass, other
-            bits.
+        clip: the largest norm of all gradients together, as `clip_grad_norm_`; None to leave them as they are. It takes
+            a second backward pass; the bits are those of `clip_grad_norm_` where all gradients are on one device and of
+            one dtype.
 
     Returns:
         Its `backward(loss)` stands for `loss.backward()`, which is refused; `accumulate()` is a context for all
@@ -233,7 +216,7 @@ def release_gradients(
 
     Raises:
         TypeError: no module, or no optimizer of hu.optim.
-        ValueError: `clip` that is no positive number, or an unknown `clip_by`.
+        ValueError: `clip` that is no positive number.
         NotImplementedError: DistributedDataParallel, which reduces gradients after that, a gradient scaler of halfulp,
             which unscales them after that, or an optimizer that steps all parameters together (`wrap`, Prodigy,
             schedule-free ones). A scaled loss of torch's scaler is not known as one.
@@ -250,14 +233,12 @@ def release_gradients(
         check_number("clip", clip)
         if not clip > 0:
             raise ValueError(f"clip={clip} is not allowed: give the largest norm, above 0, or None")
-    if clip_by not in ("this", "previous"):
-        raise ValueError(f"clip_by={clip_by!r}: allowed are 'this' and 'previous'")
     _refuse_wrappers_and_scalers(model, True)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(model.named_parameters())
     own = find_own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
     own._check_can_step_one()
-    return GradientRelease(model, own, clip, clip_by)
+    return GradientRelease(model, own, clip)
 
 
 def _refuse_wrappers_and_scalers(model: torch.nn.Module, with_wrappers: bool) -> None:

@@ -246,27 +246,6 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         for own, inner in zip(self.param_groups, groups):
             inner["params"][:] = map(self._find_shadow, own["params"])
 
-    @torch.no_grad()
-    def train(self, mode: bool = True) -> None:
-        """Switch between a wrapped optimizer's two weights, such as a schedule-free one's; else do nothing.
-
-        What it writes enters the parameters by the weight update, as in a step.
-        """
-        change = getattr(self.base, "train" if mode else "eval", None)
-        if not callable(change):
-            return
-        self._follow_parameter_edits()
-        # What was frozen after steps has a state still, and two weights.
-        plans = list(self._walk_plans(lambda p: p.requires_grad or bool(self.base.state.get(self._shadows[p]))))
-        try:
-            self._fill_shadows(plans, Float32Buffer(0))
-            before = [local(self._shadows[plan.parameter])._version for plan in plans]
-            self._call_under_outer_options(change)
-            now = [local(self._shadows[plan.parameter])._version for plan in plans]
-            self._write_changes([plan for plan, one, other in zip(plans, before, now, strict=True) if one != other])
-        finally:
-            self._release_shadows(plans)
-
     @overload
     def step(self, closure: None = None) -> None: ...
 
@@ -296,13 +275,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         runs = self._list_runs(list(self._walk_plans(lambda p: p.grad is not None)))
         buffer = make_buffer(runs)
         for plans in runs:
-            try:
-                self._fill_shadows(plans, buffer)
-                with _without_global_hooks():
-                    self._call_under_outer_options(self.base.step)
-                self._write_changes(plans)
-            finally:
-                self._release_shadows(plans)
+            self._step_run(plans, buffer)
         return loss
 
     def _list_runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
@@ -317,7 +290,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         apart = [plan for plan in plans if not _needs_no_shadow(plan)]
         return [*([whole] if whole else []), *split_into_runs(apart, MOST_RUN_ELEMENTS)]
 
-    def _walk_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
+    def _walk_plans(self, wanted: Callable[[torch.Tensor], bool]) -> Iterable[ParameterPlan]:
         for group in self.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if wanted(parameter):
@@ -325,36 +298,31 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
                     reset_if_stale(plan)
                     yield plan
 
-    def _fill_shadows(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
-        """Fill the shadows and their gradients."""
-        buffer.clear()
+    def _step_run(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
+        """Let the wrapped optimizer step the shadows of some plans, and write their changes."""
         apart = [plan for plan in plans if not _needs_no_shadow(plan)]
+        buffer.clear()
         values = dict(zip(map(id, apart), read_weights(apart, buffer)))
-        for plan in plans:
-            parameter = plan.parameter
-            shadow, value = self._shadows[parameter], values.get(id(plan))
-            _point_shadow(shadow, local(parameter).detach() if value is None else value)
-            shadow.grad = _widen_gradient(parameter.grad, buffer)
-
-    def _call_under_outer_options(self, change: Callable[[], Any]) -> Any:
-        """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
-        for own, inner in zip(self.param_groups, self.base.param_groups):
-            inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
-        result = change()
-        for own, inner in zip(self.param_groups, self.base.param_groups):
-            own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
-        return result
-
-    def _write_changes(self, plans: list[ParameterPlan]) -> None:
-        # A float32 parameter's shadow has its memory, but a version counter of its own.
-        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _needs_no_shadow(plan)])
-        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _needs_no_shadow(s)})
-
-    def _release_shadows(self, plans: list[ParameterPlan]) -> None:
-        for plan in plans:
-            shadow = self._shadows[plan.parameter]
-            shadow.grad = None
-            _point_shadow(shadow, _make_placeholder(plan.parameter))
+        try:
+            for plan in plans:
+                parameter, value = plan.parameter, values.get(id(plan))
+                shadow = self._shadows[parameter]
+                _point_shadow(shadow, local(parameter).detach() if value is None else value)
+                shadow.grad = _widen_gradient(parameter.grad, buffer)
+            for own, inner in zip(self.param_groups, self.base.param_groups):
+                inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
+            with _without_global_hooks():
+                self.base.step()
+            for own, inner in zip(self.param_groups, self.base.param_groups):
+                own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
+            # A float32 parameter's shadow has its memory, but a version counter of its own.
+            torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _needs_no_shadow(plan)])
+            self._step_by({plan.parameter: self._shadows[plan.parameter].detach() for plan in apart})
+        finally:
+            for plan in plans:
+                shadow = self._shadows[plan.parameter]
+                shadow.grad = None
+                _point_shadow(shadow, _make_placeholder(plan.parameter))
 
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
@@ -417,7 +385,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     def bytes_per_parameter(self) -> float:
         """Return bytes per element of weights, auxiliary tensors, states and gradients, as held between steps."""
         total = elements = 0
-        for plan in self._walk_plans():
+        for plan in self._walk_plans(lambda _: True):
             parameter = plan.parameter
             leaves = tree_leaves(self.base.state.get(self._shadows[parameter], {}))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -498,6 +466,11 @@ def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
         raise NotImplementedError(
             f"{name}.step needs a closure, by which it evaluates the model at trial points; narrow parameters would "
             f"round these: step float32 parameters by {name} itself"
+        )
+    if callable(getattr(base, "train", None)):
+        raise NotImplementedError(
+            f"{name} switches between two weights by train() and eval(), which narrow parameters would round: take "
+            "hu.optim.AdamWScheduleFree or SGDScheduleFree"
         )
     for place, value in vars(base).items():
         # Float32 weights exist during a step of `base` alone: another optimizer has the narrow ones, or no memory yet.

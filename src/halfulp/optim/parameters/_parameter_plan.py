@@ -142,11 +142,6 @@ class ParameterPlan:
         return self.scale if scale is None or scale.is_cpu else scale.clone()
 
     @property
-    def seed(self) -> int:
-        """The seed of the random bits."""
-        return self.options.seed
-
-    @property
     def auxiliary_tensors(self) -> tuple[torch.Tensor, ...]:
         """The auxiliary tensors beside the parameter, local."""
         return self.stored[: len(self.spec.auxiliary_names)]

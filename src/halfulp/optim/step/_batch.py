@@ -76,14 +76,14 @@ class BatchTable:
         """Return the tables of some plans of one step specification."""
         chunks = chunk_table([plan.index_map for plan in plans])
         pointers = np.array([plan.addresses for plan in plans], np.int64)
-        seeds, rows = {plan.seed for plan in plans}, np.zeros(len(plans), np.int64)
+        seeds, rows = {plan.options.seed for plan in plans}, np.zeros(len(plans), np.int64)
         keys = np.zeros((len(plans), int(plans[0].spec.draws)), np.uint64)
         return cls(
             plans=plans,
             chunks=chunks,
             pointers=pointers,
             identities=np.array([[plan.identity] for plan in plans], np.uint64),
-            seeds=seeds.pop() if len(seeds) == 1 else np.array([[plan.seed] for plan in plans], np.uint64),
+            seeds=seeds.pop() if len(seeds) == 1 else np.array([[plan.options.seed] for plan in plans], np.uint64),
             keys=keys,
             chunk_lengths=chunks[:, 2],
             constant_rows=rows,
