@@ -13,8 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..subclass.models._conversion import check_module
 from ..subclass.models._parameter_holders import list_data_parallel_modules
 from ._group_options import check_number
-from ._inner_optimizer import find_own_optimizer
-from ._optimizer import Optimizer
+from ._optimizer import Optimizer, find_own_optimizer
 from .parameters._narrow_groups import walk_model_parameters
 from .parameters._tensor_map import TensorMap
 
