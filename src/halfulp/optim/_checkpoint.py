@@ -89,10 +89,9 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the state_dict before the post hooks have run."""
         self._follow_group_edits()
-        places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
+        places = list(walk_model_parameters(self))
         refuse_confusing_keys(self.state)
-        held = [self.state.get(group["params"][position]) for group, position in places]
-        beside = [self._auxiliary_tensors_to_save(*place) if state else {} for place, state in zip(places, held)]
+        beside = [self._auxiliary_tensors_to_save(group, k) if self.state.get(p) else {} for group, k, p in places]
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
             saved = super().state_dict()
@@ -101,8 +100,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         for number, state in saved["state"].items():
             if not isinstance(number, int) or not 0 <= number < len(places):  # the user's, or a hook's
                 continue
-            group, position = places[number]
-            parameter, state = group["params"][position], {**state, **beside[number]}
+            parameter, state = places[number][2], {**state, **beside[number]}
             plan = self._plans.get(parameter)
             whole = () if plan is None else plan.spec.factor_names  # the same on every rank
             placed = {
@@ -300,7 +298,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
             raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
-        places = {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
+        places = {id(parameter): (group, k) for group, k, parameter in walk_model_parameters(self)}
         if not any(id(tensor) in places for tensor in own.values()):
             raise ValueError(
                 f"the optimizer holds none of the parameters of this {type(model).__name__}, and nothing of their low "
@@ -329,11 +327,10 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._follow_group_edits()
         state: dict[str, Any] = super().__getstate__()
         held = state["state"] = state["state"].copy()
-        for group in self.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
-                if CHECKSUMS_KEY in saved:
-                    held[parameter] = {**held[parameter], **saved}
+        for group, position, parameter in walk_model_parameters(self):
+            saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
+            if CHECKSUMS_KEY in saved:
+                held[parameter] = {**held[parameter], **saved}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -153,12 +153,6 @@ def split_into_runs(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[
         yield run
 
 
-def make_buffer(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
-    """Return a buffer for the weights and the gradients of the largest of some runs."""
-    sizes = ([math.prod(plan.shape) for plan in plans] for plans in runs)
-    return Float32Buffer(max((2 * sum(size + ALIGNMENT_ELEMENTS for size in run) for run in sizes), default=0))
-
-
 def _run_kernel(
     kernel: Callable[..., None], parts: list[list[torch.Tensor]], out: list[torch.Tensor]
 ) -> list[torch.Tensor]:

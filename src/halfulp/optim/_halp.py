@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from .._messages import a_kind
 from ..rounding import mix64, random_words
 from ._group_options import ParamGroups, check_parameters
+from .parameters._narrow_groups import walk_model_parameters
 
 _FIRST_RANGE_IN_STEPS = 32.0
 _RANGE_MARGIN = 1.5
@@ -104,7 +105,7 @@ class HALP(torch.optim.Optimizer):
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         if not math.isfinite(norm):
             raise ValueError("the full gradient is not finite, so no center can be there: take a smaller lr or mu")
-        for group, parameter, _ in self._walk_parameters():
+        for group, _, parameter in walk_model_parameters(self):
             state = self.state[parameter]
             if parameter not in gradients:
                 state.clear()  # frozen until the next center
@@ -144,7 +145,7 @@ class HALP(torch.optim.Optimizer):
         if not all(bool(g.isfinite().all()) for made in (here, at_center) for g in made.values()):
             raise ValueError("a gradient of this step is not finite: weights and offsets stay; take a smaller lr")
         moved = {}
-        for group, parameter, position in self._walk_parameters():
+        for position, (group, _, parameter) in enumerate(walk_model_parameters(self)):
             if parameter in weights and parameter in here and parameter in at_center:
                 gradient = here[parameter] - at_center[parameter] + self.state[parameter]["gradient"]
                 moved[parameter] = self._move_offset(group, parameter, gradient, position)
@@ -179,18 +180,10 @@ class HALP(torch.optim.Optimizer):
         self.zero_grad(set_to_none=True)
         with torch.enable_grad():
             result = closure()
-        made = {p: p.grad.detach().clone() for _, p, _ in self._walk_parameters() if p.grad is not None}
+        made = {p: p.grad.detach().clone() for _, _, p in walk_model_parameters(self) if p.grad is not None}
         if not made:
             raise ValueError("the closure made no gradient of these parameters: call backward() on the loss in it")
         return result, made
-
-    def _walk_parameters(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, int]]:
-        """Yield each parameter with its group and its position among all."""
-        position = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                yield group, parameter, position
-                position += 1
 
     @torch.no_grad()
     def _write_parameters(self, values: dict[torch.Tensor, torch.Tensor]) -> None:

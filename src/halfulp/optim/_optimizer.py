@@ -39,6 +39,7 @@ from .parameters._narrow_groups import (
     refuse_overlaps,
     refuse_replaced_parameters,
     refuse_unused_update,
+    walk_model_parameters,
 )
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
@@ -243,10 +244,9 @@ class Optimizer(CheckpointMixin):
         self._carry_low_bits_to_shards(members)
         for parameter in [key for key in self.state if isinstance(key, torch.Tensor) and id(key) not in members]:
             self._states_outside_groups[parameter] = self.state.pop(parameter)
-        for group in self.param_groups if len(self._states_outside_groups) else ():
-            for parameter in group["params"]:
-                if parameter in self._states_outside_groups:
-                    self.state[parameter] = self._states_outside_groups.pop(parameter)
+        for _, _, parameter in walk_model_parameters(self) if len(self._states_outside_groups) else ():
+            if parameter in self._states_outside_groups:
+                self.state[parameter] = self._states_outside_groups.pop(parameter)
 
     def _carry_low_bits_to_shards(self, members: set[int]) -> None:
         """Give shards that replaced whole parameters before the first step the low bits of these parameters.
@@ -255,16 +255,15 @@ class Optimizer(CheckpointMixin):
         """
         left = [p for p, state in self.state.items() if isinstance(p, torch.Tensor) and id(p) not in members and state]
         whole = {self._identities.get(p): p for p in left if not self.state[p].get("step")}
-        for group in self.param_groups if whole else ():
-            for position, parameter in enumerate(group["params"]):
-                before = whole.get(self._identities.get(parameter))
-                if before is None or not is_dtensor(parameter) or before.shape != parameter.shape:
-                    continue
-                name, state = read_parameter_name(group, position), self.state.pop(before)
-                spec = self._choose_step_spec(group, parameter, None, name)
-                for name, _ in spec.update.auxiliary_tensors(spec.store):
-                    self.state[parameter][name] = cut_shard(state[name], find_index_map(parameter)).clone()
-                self._find_valid_plan(group, position)
+        for group, position, parameter in walk_model_parameters(self) if whole else ():
+            before = whole.get(self._identities.get(parameter))
+            if before is None or not is_dtensor(parameter) or before.shape != parameter.shape:
+                continue
+            name, state = read_parameter_name(group, position), self.state.pop(before)
+            spec = self._choose_step_spec(group, parameter, None, name)
+            for name, _ in spec.update.auxiliary_tensors(spec.store):
+                self.state[parameter][name] = cut_shard(state[name], find_index_map(parameter)).clone()
+            self._find_valid_plan(group, position)
 
     def _make_plan(
         self,
@@ -561,16 +560,15 @@ class Optimizer(CheckpointMixin):
         A frozen parameter has none but its own until it is stepped.
         """
         total = elements = 0
-        for group in self.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                held = [*list_own_tensors(parameter)]
-                if parameter.requires_grad or self.state.get(parameter):
-                    plan = self._find_valid_plan(group, position)
-                    held += [*plan.tensors.values(), *plan.watched]
-                    held += [parameter.scale] if plan.spec.scaled else []
-                    total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
-                total += sum(tensor.numel() * tensor.element_size() for tensor in held)
-                elements += local(parameter).numel()
+        for group, position, parameter in walk_model_parameters(self):
+            held = [*list_own_tensors(parameter)]
+            if parameter.requires_grad or self.state.get(parameter):
+                plan = self._find_valid_plan(group, position)
+                held += [*plan.tensors.values(), *plan.watched]
+                held += [parameter.scale] if plan.spec.scaled else []
+                total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
+            total += sum(tensor.numel() * tensor.element_size() for tensor in held)
+            elements += local(parameter).numel()
         return total / elements if elements else 0.0
 
     def __repr__(self) -> str:

@@ -17,13 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .._messages import a_kind, listed
 from ..formats import Format
 from ..scaled import ScaledTensor
-from ._float32 import MOST_RUN_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
+from ._float32 import ALIGNMENT_ELEMENTS, MOST_RUN_ELEMENTS, Float32Buffer, read_weights, split_into_runs
 from ._group_options import NarrowOptions, ParamGroups, check_number, read_defaults, read_options
 from ._optimizer import Loss, Optimizer
 from ._state_dict_validation import is_halfulp_file, refuse_confusing_keys
 from ._storage import F32, Store
 from .parameters._local_tensors import is_dtensor, local, place_like
-from .parameters._narrow_groups import read_parameter_name
+from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import reset_if_stale
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
@@ -267,13 +267,14 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         for group in self.param_groups:
             self._check_hyperparameters(group)
         self._follow_parameter_edits()
-        self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
+        self._check_wrappers(any(parameter.grad is not None for _, _, parameter in walk_model_parameters(self)))
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         runs = self._list_runs(list(self._walk_plans(lambda p: p.grad is not None)))
-        buffer = make_buffer(runs)
+        sizes = (sum(math.prod(plan.shape) + ALIGNMENT_ELEMENTS for plan in plans) for plans in runs)
+        buffer = Float32Buffer(2 * max(sizes, default=0))  # of the largest run's weights and gradients
         for plans in runs:
             self._step_run(plans, buffer)
         return loss
@@ -291,12 +292,11 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         return [*([whole] if whole else []), *split_into_runs(apart, MOST_RUN_ELEMENTS)]
 
     def _walk_plans(self, wanted: Callable[[torch.Tensor], bool]) -> Iterable[ParameterPlan]:
-        for group in self.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                if wanted(parameter):
-                    plan = self._find_valid_plan(group, position, F32)
-                    reset_if_stale(plan)
-                    yield plan
+        for group, position, parameter in walk_model_parameters(self):
+            if wanted(parameter):
+                plan = self._find_valid_plan(group, position, F32)
+                reset_if_stale(plan)
+                yield plan
 
     def _step_run(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Let the wrapped optimizer step the shadows of some plans, and write their changes."""
@@ -398,7 +398,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle: the wrapped optimizer by class and fields, without hooks."""
         own = super().__getstate__()
-        shadows = [(p, self._shadows[p]) for group in self.param_groups for p in group["params"]]
+        shadows = [(parameter, self._shadows[parameter]) for _, _, parameter in walk_model_parameters(self)]
         own |= {"_shadows": shadows, "base": None}
         # Without a step that a scheduler has bound to it.
         fields = {k: v for k, v in vars(self.base).items() if k != "step" and not k.endswith("_hooks")}
