@@ -14,11 +14,11 @@ from ..formats import Format
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
+from ._checkpoint import refuse_other_random_stream
 from ._float32 import MOST_DEVICE_ELEMENTS, MOST_RUN_ELEMENTS, read_weights, split_into_runs
 from ._group_options import check_number
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer, find_own_optimizer
-from ._state_dict_validation import refuse_other_random_stream
 from ._wrap import ExplicitGradientOptimizer
 from .parameters._local_tensors import local, memory, place_like
 from .parameters._narrow_groups import walk_model_parameters

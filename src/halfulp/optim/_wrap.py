@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .._messages import a_kind, listed
 from ..formats import Format
 from ..scaled import ScaledTensor
+from ._checkpoint import is_halfulp_file, refuse_confusing_keys
 from ._float32 import ALIGNMENT_ELEMENTS, MOST_RUN_ELEMENTS, Float32Buffer, read_weights, split_into_runs
 from ._group_options import NarrowOptions, ParamGroups, check_number, read_defaults, read_options
 from ._optimizer import Loss, Optimizer
-from ._state_dict_validation import is_halfulp_file, refuse_confusing_keys
 from ._storage import F32, Store
 from .parameters._local_tensors import is_dtensor, local, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
