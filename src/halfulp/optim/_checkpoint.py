@@ -32,14 +32,12 @@ from .parameters._outside_writes import (
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import identities_of, plain_names
 from .parameters._state_tensors import (
-    ABSENT_STATE,
     BEGUN,
     STORAGE_SUFFIXES,
     check_codec_version,
     decode_saved_state,
     find_block_length,
     find_packed_block_length,
-    find_saved_tensor,
     is_auxiliary_name,
     list_codec_versions,
     set_initial_values,
@@ -148,13 +146,6 @@ class CheckpointMixin(torch.optim.Optimizer):
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def _check_random_bits(self, saved_groups: list[Mapping]) -> None:
-        """Refuse a file of another version of the stream of random bits for groups that draw some."""
-        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
-            plans = (self._plans.get(parameter) for parameter in group["params"])
-            if any(plan is not None and plan.spec.draws for plan in plans):
-                refuse_other_random_stream(f"param group {number}", "the groups of the state_dict", saved)
-
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
         self._follow_group_edits()
@@ -177,7 +168,10 @@ class CheckpointMixin(torch.optim.Optimizer):
         is_own = is_halfulp_file(before, state_dict["param_groups"])
         try:
             trial = [(*one, self._fit_saved_tensors(*one, is_own)) for one in given]
-            self._check_random_bits(state_dict["param_groups"])
+            for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
+                plans = (self._plans.get(parameter) for parameter in group["params"])
+                if any(plan is not None and plan.spec.draws for plan in plans):
+                    refuse_other_random_stream(f"param group {number}", "the groups of the state_dict", saved)
         except Exception:
             for group, old in zip(self.param_groups, before):
                 group.clear()
@@ -551,8 +545,9 @@ def _fit_saved_state(
     plan: ParameterPlan, group: Mapping, codec: Codec, rule_state: StateSlot, names: tuple[str, ...], state: Mapping
 ) -> dict[str, torch.Tensor]:
     """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
-    given = find_saved_tensor(state, rule_state.name)
-    if given is ABSENT_STATE:
+    held = [key for form in ("_codes", "_packed", "") if (key := f"{rule_state.name}{form}") in state]
+    given = state[held[0]] if held else None
+    if not held:
         raise ValueError(
             f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
         )

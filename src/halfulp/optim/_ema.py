@@ -28,8 +28,6 @@ from .parameters._random_identity import plain_names
 from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
-DecayChoice = float | Callable[[int], float]
-
 
 def move_average(w: Any, g: Any, take: Any) -> tuple[Any]:
     """Return u = (1 - decay) (g - w), with the live weight in the gradient's place."""
@@ -109,7 +107,7 @@ class EMA:
     def __init__(
         self,
         model: torch.nn.Module,
-        decay: DecayChoice = 0.999,
+        decay: float | Callable[[int], float] = 0.999,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         weight_update: WeightUpdate | str | None = None,
@@ -201,7 +199,11 @@ class EMA:
         The weights wait in a copy, so the block needs their memory once more. Do not step an optimizer inside. An
         optimizer's float32_state_dict is there that of the averages as the model shows them.
         """
-        shown = self._pair_with_replacements()
+        plans, buffers = self._average_optimizer.plans(), self.model.named_buffers()
+        shown = [(buffer, self._copied[name]) for name, buffer in buffers if name in self._copied]
+        for name, tensor in self._read_live_tensors().items():
+            mine = self._averages[name]
+            shown.append((tensor, mine if mine.dtype == tensor.dtype else _read_float32_weight(plans[mine])))
         kept = []
         try:
             with torch.no_grad():
@@ -214,15 +216,6 @@ class EMA:
                 for tensor, value, version in kept:
                     tensor.copy_(value)
                     note_restored_version(tensor, version, tensor._version)
-
-    def _pair_with_replacements(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return every averaged or copied tensor of the model with its replacement."""
-        plans, pairs = self._average_optimizer.plans(), []
-        for name, tensor in self._read_live_tensors().items():
-            mine = self._averages[name]
-            pairs.append((tensor, mine if mine.dtype == tensor.dtype else _read_float32_weight(plans[mine])))
-        buffers = self.model.named_buffers()
-        return pairs + [(buffer, self._copied[name]) for name, buffer in buffers if name in self._copied]
 
     def float32_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state_dict in float32, with the averages in place of the weights."""

@@ -18,7 +18,6 @@ import torch
 from .._messages import a_kind, find_users_level
 from .._names import unknown
 from ..formats import Format
-from ..subclass.models._parameter_holders import EMULATED
 from .states._state import State, StateChoice, make_state
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
@@ -168,7 +167,6 @@ def check_parameters(params: object) -> None:
 def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     """Check a new group's options; keys that resemble no option are the user's own, and stay."""
     _check_group_keys(group, list(options))
-    _check_emulated_format(group)
     if group["weight_update"] is not None:
         group["weight_update"] = find_weight_update(group["weight_update"])
     if group["param_dtype"] not in (None, torch.bfloat16, torch.float16):
@@ -196,18 +194,6 @@ def _check_group_keys(group: dict, options: list[str]) -> None:
                     f"a param group has the unknown key {key!r}: did you mean {near!r}? A key of your own needs a name "
                     "less like an option's"
                 )
-
-
-def _check_emulated_format(group: dict) -> None:
-    """Raise for format= beside a model that `halfulp.emulate` keeps in another format."""
-    chosen = getattr(group["format"], "name", group["format"])
-    for parameter in group.get("params", ()) if chosen is not None else ():
-        emulated = getattr(parameter, EMULATED, None)
-        if emulated is not None and emulated != chosen:
-            raise ValueError(
-                f"format={chosen!r} beside a model that halfulp.emulate runs in {emulated!r}: give the optimizer "
-                f"format={emulated!r}, or emulate the model in {chosen!r}"
-            )
 
 
 def check_number(name: str, value: object) -> None:

@@ -213,14 +213,12 @@ def _offset_dtype(bits: int) -> torch.dtype:
 
 
 def _check_group_options(group: dict[str, Any]) -> None:
-    for name in ("lr", "mu"):
-        value = group[name]
-        if value is None and name == "mu":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    for name, value in (("lr", group["lr"]), ("mu", group["mu"])):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        if not is_number and not (name == "mu" and value is None):
             raise ValueError(f"HALP({name}={value!r}): a finite number above 0" + (", or None" if name == "mu" else ""))
     bits = group["bits"]
-    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16):
+    if bits is not None and (not isinstance(bits, int) or not 2 <= bits <= 16):
         raise ValueError(f"HALP(bits={bits!r}): 2 to 16, or None for SVRG in full precision")
     for parameter in group["params"]:
         if type(parameter) not in (torch.nn.Parameter, torch.Tensor):

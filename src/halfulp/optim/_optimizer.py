@@ -488,11 +488,7 @@ class Optimizer(CheckpointMixin):
         gradients = self._list_gradients(parameters)
         plans = [*map(self._plans.by_id.get, map(id, parameters))]
         resting = [place for place, gradient in enumerate(gradients) if gradient is None]
-        waiting = []
-        for place in resting:
-            plan = plans[place]
-            if plan is not None and is_version_current(plan):
-                waiting.append(plan)
+        waiting = [plan for place in resting if (plan := plans[place]) is not None and is_version_current(plan)]
         roster, batches = self._plans.roster, None
         if roster is not None and roster.is_valid_for(settings, plans, resting, parameters, gradients, self.state):
             batches = roster.make_batches(groups, parameters, gradients, {})

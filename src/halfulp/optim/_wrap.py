@@ -287,8 +287,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             or self.base._optimizer_step_post_hooks
         ):
             return [plans]
-        whole = [plan for plan in plans if _needs_no_shadow(plan)]
-        apart = [plan for plan in plans if not _needs_no_shadow(plan)]
+        whole = [plan for plan in plans if plan.spec.store is F32]
+        apart = [plan for plan in plans if plan.spec.store is not F32]
         return [*([whole] if whole else []), *split_into_runs(apart, MOST_RUN_ELEMENTS)]
 
     def _walk_plans(self, wanted: Callable[[torch.Tensor], bool]) -> Iterable[ParameterPlan]:
@@ -300,7 +300,8 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
 
     def _step_run(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Let the wrapped optimizer step the shadows of some plans, and write their changes."""
-        apart = [plan for plan in plans if not _needs_no_shadow(plan)]
+        whole = [plan for plan in plans if plan.spec.store is F32]  # which are their own shadows
+        apart = [plan for plan in plans if plan.spec.store is not F32]
         buffer.clear()
         values = dict(zip(map(id, apart), read_weights(apart, buffer)))
         try:
@@ -316,7 +317,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             for own, inner in zip(self.param_groups, self.base.param_groups):
                 own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
             # A float32 parameter's shadow has its memory, but a version counter of its own.
-            torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _needs_no_shadow(plan)])
+            torch.autograd.graph.increment_version([local(plan.parameter) for plan in whole])
             self._step_by({plan.parameter: self._shadows[plan.parameter].detach() for plan in apart})
         finally:
             for plan in plans:
@@ -415,11 +416,6 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     def __repr__(self) -> str:
         """Return the wrapped class, then the fields as Optimizer does."""
         return super().__repr__().replace("WrappedOptimizer (", f"wrap({type(self.base).__name__}) (", 1)
-
-
-def _needs_no_shadow(plan: ParameterPlan) -> bool:
-    """Return whether a parameter is plain float32: its own shadow."""
-    return plan.spec.store is F32
 
 
 def _list_group_options(inner: Mapping[str, Any]) -> dict[str, Any]:
