@@ -30,7 +30,7 @@ from .parameters._outside_writes import (
     set_weight,
 )
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._random_identity import identities_of, plain_names
+from .parameters._random_identity import list_identities, plain_names
 from .parameters._state_tensors import (
     BEGUN,
     STORAGE_SUFFIXES,
@@ -525,7 +525,7 @@ def _read_loaded_options(number: int, mine: dict, theirs: Mapping, check_numbers
         )
     names = mine.get("param_names") or taken.get("param_names")
     if names and ("identities" not in taken or _is_keyed_by_name(theirs)):
-        taken["identities"] = identities_of({"param_names": names})
+        taken["identities"] = list_identities({"param_names": names})
     trial = {**mine, **taken}
     try:
         check_group_options(trial)

@@ -43,12 +43,12 @@ def assign_weight(w: Any, g: Any) -> tuple[Any]:
     return (g - w,)
 
 
-def no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+def make_no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     """Return the constants of an assignment, by a function that can be pickled."""
     return ()
 
 
-ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), no_constants, assigns=True, decays=False)
+ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), make_no_constants, assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):

@@ -35,7 +35,7 @@ def memory(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.payload if isinstance(parameter, ScaledTensor) else local(parameter)
 
 
-def scale_of(parameter: torch.Tensor) -> torch.Tensor:
+def get_scale(parameter: torch.Tensor) -> torch.Tensor:
     """Return the scale of a scaled parameter."""
     assert isinstance(parameter, ScaledTensor)
     return parameter.scale

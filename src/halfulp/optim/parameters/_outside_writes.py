@@ -41,7 +41,7 @@ def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
     return {CHECKSUMS_KEY: checksums, COPY_KEY: STEPS_WITH_COPY - 1 if is_payload_written(plan) else held.steps}
 
 
-def payload_version_of(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
+def renew_payload_version(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
     """Return the payload version for a new plan, carried over from the plans before it."""
     memory = part.detach()
     if held is None:

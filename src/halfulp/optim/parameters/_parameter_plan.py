@@ -10,7 +10,7 @@ import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ._local_tensors import list_own_tensors, local, memory, scale_of
+from ._local_tensors import get_scale, list_own_tensors, local, memory
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
@@ -133,12 +133,12 @@ class ParameterPlan:
     @property
     def scale(self) -> float:
         """The scale of a scaled parameter; 1 of any other."""
-        return scale_of(self.parameter).item() if self.spec.scaled else 1.0
+        return get_scale(self.parameter).item() if self.spec.scaled else 1.0
 
     @property
     def scale_to_keep(self) -> float | torch.Tensor:
         """The scale as `PayloadVersion` keeps it: off the CPU a copy, which nothing waits for."""
-        scale = scale_of(self.parameter) if self.spec.scaled else None
+        scale = get_scale(self.parameter) if self.spec.scaled else None
         return self.scale if scale is None or scale.is_cpu else scale.clone()
 
     @property

@@ -195,12 +195,12 @@ def list_draws(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | No
     return tuple(placed[: len(of_weight)]), tuple(placed[len(of_weight) :])
 
 
-def pointer_count(spec: StepSpec) -> int:
+def count_pointers(spec: StepSpec) -> int:
     """Return the number of pointer columns: parameter, three auxiliary, gradient, states, prepared tensors."""
     return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs) + (spec.rule.prepare is not None)
 
 
-def state_pointers(spec: StepSpec) -> list[int]:
+def list_state_pointers(spec: StepSpec) -> list[int]:
     """Return the first column of each state's tensors in the pointer table."""
     widths = [codec.columns for codec in spec.codecs]
     return [POINTERS_BEFORE_STATES + before for before in itertools.accumulate([0, *widths[:-1]])] if widths else []

@@ -19,7 +19,7 @@ from ...scaled import ScaledTensor
 from .._storage import PAYLOADS, STORES, Store
 from ..parameters._local_tensors import find_index_map, list_own_tensors, local, memory
 from ..parameters._narrowing import is_kept
-from ..parameters._outside_writes import mark_stepped, payload_version_of, record_version, reset_if_stale
+from ..parameters._outside_writes import mark_stepped, record_version, renew_payload_version, reset_if_stale
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
 from ..parameters._state_tensors import BEGUN
 from ..parameters._step_spec import StepSpec, choose_step_spec
@@ -431,7 +431,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         if gradient is not None:
             check_memory(plan, gradient)
         if plan.tracks_writes:
-            plan.record.payload_version = payload_version_of(parameter, part, plan.record.payload_version)
+            plan.record.payload_version = renew_payload_version(parameter, part, plan.record.payload_version)
         self[parameter] = plan
         return plan
 

@@ -22,9 +22,9 @@ from ..parameters._step_spec import (
     SUM_SCALES,
     Draw,
     StepSpec,
+    count_pointers,
     list_draws,
-    pointer_count,
-    state_pointers,
+    list_state_pointers,
 )
 from ..rules._update_rule import UpdateRule
 from ..states._codec import Scaled, finite_word
@@ -50,7 +50,7 @@ def make_step_table(spec: StepSpec) -> Table:
     """Return the step of a specification as a device function on a table of pointers."""
     return Table(
         record_step(spec),
-        pointer_count(spec),
+        count_pointers(spec),
         len(spec.constants),
         record_stream_start() if spec.draws and spec.writes else None,
         int(WEYL_STEP),
@@ -67,7 +67,7 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     one that finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload` of the
     payload as read.
     """
-    element = Recording(pointer_count(spec), len(spec.constants))
+    element = Recording(count_pointers(spec), len(spec.constants))
     step = _StepRecorder(spec, element)
     step.record()
     if with_payload:
@@ -133,7 +133,7 @@ class _StepRecorder:
 
     def find_columns(self, k: int) -> Sequence[Any]:
         """Return the addresses of a state's tensors."""
-        first = state_pointers(self.spec)[k]
+        first = list_state_pointers(self.spec)[k]
         return self.arrays[first : first + self.spec.codecs[k].columns]
 
     def choose_rescaling(self, g: Any, roots: Sequence[Any]) -> None:
