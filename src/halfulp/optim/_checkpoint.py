@@ -39,12 +39,11 @@ from .parameters._state_tensors import (
     find_block_length,
     find_packed_block_length,
     is_auxiliary_name,
-    list_codec_versions,
     set_initial_values,
 )
 from .rules._update_rule import StateSlot
 from .states._codec import finite_amax
-from .states._int8_blocks import scale_shape
+from .states._int8_blocks import CODEC_VERSION, scale_shape
 from .states._state import Codec
 from .step._batch import PlanCache
 from .step._scales import choose_weight_scale
@@ -112,7 +111,9 @@ class CheckpointMixin(torch.optim.Optimizer):
                 name: value if name in whole else _place_like_parameter(name, value, state, parameter)
                 for name, value in state.items()
             }
-            saved["state"][number] = list_codec_versions(state) | placed
+            # A reader that knows no codes finds a number where it wants a tensor, and stops.
+            versions = {name.removesuffix("_codes"): CODEC_VERSION for name in state if name.endswith("_codes")}
+            saved["state"][number] = versions | placed
         saved["param_groups"] = [_make_group_plain(group) for group in saved["param_groups"]]
         return saved
 
@@ -445,16 +446,13 @@ def _refuse_newer_version(saved: list[Mapping]) -> None:
     """Raise ValueError for a file of a later minor version, which may hold what this one does not know."""
     own = read_own_version()
     for version in (str(group[VERSION_KEY]) for group in saved if VERSION_KEY in group):
-        if _split_version(own) < _split_version(version):
+        ours, theirs = ([int(number) for number in re.findall(r"\d+", one)[:2]] for one in (own, version))
+        if ours < theirs:
             raise ValueError(
                 f"halfulp {version} saved the state_dict, and this is {own}: load it with that (pip install "
                 f"'halfulp>={version}'), or take the weights alone over, by float32_state_dict there and "
                 "load_float32_state_dict here"
             )
-
-
-def _split_version(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
 
 
 def refuse_other_random_stream(what: str, place: str, saved: Mapping) -> None:

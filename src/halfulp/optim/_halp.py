@@ -13,10 +13,6 @@ from ..rounding import mix64, random_words
 from ._group_options import ParamGroups, check_parameters
 from .parameters._narrow_groups import walk_model_parameters
 
-_FIRST_RANGE_IN_STEPS = 32.0
-_RANGE_MARGIN = 1.5
-_MOST_RANGE_CHANGE = 4.0
-
 
 class HALP(torch.optim.Optimizer):
     """High-accuracy low-precision training: SVRG whose iterate is an offset of a few bits from a center.
@@ -200,12 +196,12 @@ class HALP(torch.optim.Optimizer):
 def _choose_next_mu(state: dict[str, Any], group: dict[str, Any], norm: float) -> float:
     """Return the mu whose range is 1.5 times as far as the offset went since the last center."""
     if "mu" not in state:
-        return 1.0 / (_FIRST_RANGE_IN_STEPS * float(group["lr"]))
+        return 1.0 / (32.0 * float(group["lr"]))  # of 32 steps
     most: int = 2 ** (int(group["bits"]) - 1) - 1
     grown = 2.0 if norm > group["norm"] else 1.0
     mu: float = state["mu"]
-    change: float = grown * most / (_RANGE_MARGIN * max(1, int(state["farthest"])))
-    return mu * min(max(change, 1 / _MOST_RANGE_CHANGE), _MOST_RANGE_CHANGE)
+    change: float = grown * most / (1.5 * max(1, int(state["farthest"])))
+    return mu * min(max(change, 0.25), 4.0)
 
 
 def _offset_dtype(bits: int) -> torch.dtype:

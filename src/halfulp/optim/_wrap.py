@@ -19,7 +19,7 @@ from ..formats import Format
 from ..scaled import ScaledTensor
 from ._checkpoint import is_halfulp_file, refuse_confusing_keys
 from ._float32 import ALIGNMENT_ELEMENTS, MOST_RUN_ELEMENTS, Float32Buffer, read_weights, split_into_runs
-from ._group_options import NarrowOptions, ParamGroups, check_number, read_defaults, read_options
+from ._group_options import NarrowOptions, ParamGroups, check_hyperparameters, read_defaults, read_options
 from ._optimizer import Loss, Optimizer
 from ._storage import F32, Store
 from .parameters._local_tensors import is_dtensor, local, place_like
@@ -79,11 +79,8 @@ class ExplicitGradientOptimizer(Optimizer):
         return [*map(self._explicit_gradients.get, parameters)]
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:
-        lr = group.get("lr")
-        if isinstance(lr, torch.Tensor):
-            check_number("lr", lr)
-        if isinstance(lr, (int, float, torch.Tensor)) and not (math.isfinite(value := float(lr)) and value >= 0):
-            raise ValueError(f"lr={value} is not allowed: give a finite number that is not negative")
+        if isinstance(group.get("lr"), int | float | torch.Tensor):
+            check_hyperparameters({"lr": group["lr"]}, ("lr",))
 
     def _check_torch_switches(self, group: dict[str, Any]) -> None:
         """Accept all: these options belong to the wrapped optimizer."""

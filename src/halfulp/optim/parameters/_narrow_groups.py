@@ -24,9 +24,6 @@ from ._narrowing import is_kept, is_written_since_narrowing, take_float32_values
 from ._outside_writes import record_payload, reset_if_stale
 from ._parameter_plan import ParameterPlan
 
-# Bytes that travel in one message.
-_MESSAGE_BYTES = 1 << 26
-
 
 def check_narrowing(groups: Iterable[dict]) -> Wrappers:
     """Find other holders of the float32 parameters that groups ask to be narrowed."""
@@ -132,7 +129,7 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
                     reset_if_stale(plan)
                     tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
         if memory := [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]:
-            torch.distributed._broadcast_coalesced(module.process_group, memory, _MESSAGE_BYTES, 0)
+            torch.distributed._broadcast_coalesced(module.process_group, memory, 1 << 26, 0)  # bytes of a message
 
 
 def refuse_replaced_parameters(optimizer: Any) -> None:

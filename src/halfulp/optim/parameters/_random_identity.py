@@ -77,12 +77,10 @@ def assign_identities(group: dict, earlier: list[dict]) -> None:
 
 def note_identities(group: dict, known: TensorMap[Identity]) -> None:
     """Record each parameter's name and number; a group keeps no numbers that follow from its names."""
-    names = group.get("param_names") or [None] * len(group["params"])
-    numbers = list_identities(group)
-    if group.get("param_names") and "identities" in group:
-        by_name = list_identities({"param_names": names})
-        if numbers == by_name:
-            del group["identities"]
+    names = group.get("param_names")
+    if names and group.get("identities") == list_identities({"param_names": names}):
+        del group["identities"]
+    names, numbers = names or [None] * len(group["params"]), list_identities(group)
     for parameter, name, number in zip(group["params"], names, numbers, strict=True):
         known[parameter] = name, number
 

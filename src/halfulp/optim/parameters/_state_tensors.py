@@ -121,15 +121,6 @@ def _refuse_partial_states(state: Mapping, spec: StepSpec, name: str) -> None:
 BLOCK_LENGTHS = tuple(1 << power for power in range(4, 11))
 
 
-def list_codec_versions(state: Mapping[str, object]) -> dict[str, int]:
-    """Return the version of the codes of every 8-bit state, under the state's own name.
-
-    A reader that knows no codes finds a number where it wants a tensor, and stops, instead of taking codes for moments
-    or starting without them.
-    """
-    return {name.removesuffix("_codes"): CODEC_VERSION for name in state if name.endswith("_codes")}
-
-
 def check_codec_version(name: str, state: Mapping[str, object]) -> None:
     """Raise ValueError for codes of another version than this one."""
     version = state.get(name)
