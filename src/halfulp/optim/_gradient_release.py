@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,7 +51,6 @@ class GradientRelease:
         self._model, self._clip = model, clip
         self._hook: Callable[[torch.Tensor, dict[str, Any], int], None] = self._refuse_plain_backward
         self._handles: TensorMap[RemovableHandle] = TensorMap()
-        self._clip_coefficient: torch.Tensor | None = None
         self._is_accumulating = self._has_begun = False
         self._watchers: list[StepWatcher] = []
         self._attach_hooks()
@@ -84,27 +84,32 @@ class GradientRelease:
             with self.accumulate():
                 loss.backward()
             self.norm = torch.nn.utils.clip_grad_norm_(self._list_parameters(), self._clip)
-            self._clip_coefficient = None
             self._step_remaining()
         else:
-            norms: dict[torch.Tensor, torch.Tensor] = {}
-
-            def measure_norm(parameter: torch.Tensor, *_: Any) -> None:
-                assert parameter.grad is not None
-                # As clip_grad_norm_ computes it, to the bit.
-                norms[parameter], parameter.grad = torch._foreach_norm([parameter.grad.detach()], 2.0)[0], None
-
-            with contextlib.ExitStack() as paused, self._context_with_hook(measure_norm):
-                for watcher in self._watchers:
-                    paused.enter_context(watcher.pause())
-                loss.backward(retain_graph=True)
-            if found := [norms[p] for p in self._list_parameters() if p in norms]:
-                self.norm = torch.linalg.vector_norm(torch.stack([norm.to(found[0].device) for norm in found]))
-                self._clip_coefficient = torch.clamp(self._clip / (self.norm + 1e-6), max=1.0)
-            with self._context_with_hook(self._step):
+            coefficient = self._measure_clip_coefficient(loss, self._clip)
+            with self._context_with_hook(functools.partial(self._step, coefficient=coefficient)):
                 loss.backward()
         for watcher in self._watchers:
             watcher.end_step(self.optimizer)
+
+    def _measure_clip_coefficient(self, loss: torch.Tensor, clip: float) -> torch.Tensor | None:
+        """Return the factor of `torch.nn.utils.clip_grad_norm_`, by a backward pass that keeps norms alone."""
+        norms: dict[torch.Tensor, torch.Tensor] = {}
+
+        def measure_norm(parameter: torch.Tensor, *_: Any) -> None:
+            assert parameter.grad is not None
+            # As clip_grad_norm_ computes it, to the bit.
+            norms[parameter], parameter.grad = torch._foreach_norm([parameter.grad.detach()], 2.0)[0], None
+
+        with contextlib.ExitStack() as paused, self._context_with_hook(measure_norm):
+            for watcher in self._watchers:
+                paused.enter_context(watcher.pause())
+            loss.backward(retain_graph=True)
+        found = [norms[parameter] for parameter in self._list_parameters() if parameter in norms]
+        if not found:
+            return None
+        self.norm = torch.linalg.vector_norm(torch.stack([norm.to(found[0].device) for norm in found]))
+        return torch.clamp(clip / (self.norm + 1e-6), max=1.0)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -152,11 +157,12 @@ class GradientRelease:
         finally:
             self._hook = before
 
-    def _step(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if self._clip_coefficient is not None:
-            gradient.mul_(self._clip_coefficient.to(gradient.device))
+    def _step(
+        self, parameter: torch.Tensor, group: dict[str, Any], position: int, coefficient: torch.Tensor | None = None
+    ) -> None:
+        assert parameter.grad is not None
+        if coefficient is not None:
+            parameter.grad.mul_(coefficient.to(parameter.grad.device))
         with contextlib.ExitStack() as watched:
             for watcher in self._watchers:
                 watched.enter_context(watcher.watch_parameter(self.optimizer, parameter))

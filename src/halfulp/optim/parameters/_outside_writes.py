@@ -48,7 +48,9 @@ def renew_payload_version(parameter: torch.Tensor, part: torch.Tensor, held: Pay
         return PayloadVersion(parameter._version, memory)
     before = held.memory
     is_same = before.data_ptr() == memory.data_ptr() or before.shape != memory.shape or held.version == ANY_VERSION
-    is_same = is_same or (before.dtype == memory.dtype and same_bits(before.to(memory.device), memory))
+    if not is_same and before.dtype == memory.dtype and not (before.is_meta or memory.is_meta):
+        is_freed = before.untyped_storage().nbytes() < before.nbytes  # by an offloader
+        is_same = not is_freed and same_bits(before.to(memory.device), memory)
     return replace(held, memory=memory, version=held.version if is_same else MOVED)
 
 
