@@ -21,12 +21,6 @@ from ..formats import Format
 from .states._state import State, StateChoice, make_state
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
 
-DTYPES_BY_WORD = {
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
-    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
-}
-
 
 def read_dtype(given: Any) -> Any:
     """Return the dtype that a word names; return anything else, such as "8bit", unchanged.
@@ -34,7 +28,11 @@ def read_dtype(given: Any) -> Any:
     >>> read_dtype("torch.bfloat16"), read_dtype("fp16"), read_dtype("8bit")
     (torch.bfloat16, torch.float16, '8bit')
     """
-    return DTYPES_BY_WORD.get(given.strip().lower().removeprefix("torch."), given) if isinstance(given, str) else given
+    if not isinstance(given, str):
+        return given
+    word = given.strip().lower().removeprefix("torch.")
+    found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(word, word), None)
+    return found if isinstance(found, torch.dtype) else given
 
 
 def read_defaults(make: Callable[..., Any]) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class HALP(torch.optim.Optimizer):
                 state |= {"mu": mu, "spacing": norm / (mu * (2 ** (group["bits"] - 1) - 1)), "farthest": 0}
             state |= {"center": parameter.detach().clone(), "gradient": gradients[parameter]}
             if group["bits"] is not None:
-                state["offset"] = torch.zeros_like(parameter, dtype=_offset_dtype(group["bits"]))
+                state["offset"] = torch.zeros_like(parameter, dtype=torch.int8 if group["bits"] <= 8 else torch.int16)
         for group in self.param_groups:
             group["norm"] = norm
         return result
@@ -167,7 +167,8 @@ class HALP(torch.optim.Optimizer):
         wanted = (state["offset"].double() - group["lr"] * gradient.double() / spacing + uniform).floor()
         codes = wanted.clamp(-most - 1, most)
         state["farthest"] = max(state["farthest"], int(codes.abs().max()) if codes.numel() else 0)
-        state["offset"] = codes.to(_offset_dtype(group["bits"]))  # from a file they have the parameter's dtype
+        # From a file they have the parameter's dtype.
+        state["offset"] = codes.to(torch.int8 if group["bits"] <= 8 else torch.int16)
         stands_for: torch.Tensor = (state["center"].double() + codes * spacing).to(parameter.dtype)
         return stands_for
 
@@ -202,10 +203,6 @@ def _choose_next_mu(state: dict[str, Any], group: dict[str, Any], norm: float) -
     mu: float = state["mu"]
     change: float = grown * most / (1.5 * max(1, int(state["farthest"])))
     return mu * min(max(change, 0.25), 4.0)
-
-
-def _offset_dtype(bits: int) -> torch.dtype:
-    return torch.int8 if bits <= 8 else torch.int16
 
 
 def _check_group_options(group: dict[str, Any]) -> None:
