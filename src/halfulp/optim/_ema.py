@@ -169,7 +169,7 @@ class EMA:
 
     def _read_live_tensors(self) -> dict[str, torch.Tensor]:
         """Return the model's parameters by name, each once; raises ValueError for others than those averaged."""
-        live = dict(self.model.named_parameters())
+        live: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         changed = sorted(live.keys() ^ self._averages.keys())
         for name, mine in self._averages.items():
             if not changed and (live[name].shape != mine.shape or live[name].device != mine.device):

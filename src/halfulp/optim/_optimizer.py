@@ -29,7 +29,7 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
-from .parameters._local_tensors import cut_shard, find_index_map, is_dtensor, list_own_tensors, local, memory
+from .parameters._local_tensors import cut_shard, find_index_map, get_scale, is_dtensor, list_own_tensors, local, memory
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
@@ -561,7 +561,7 @@ class Optimizer(CheckpointMixin):
             if parameter.requires_grad or self.state.get(parameter):
                 plan = self._find_valid_plan(group, position)
                 held += [*plan.tensors.values(), *plan.watched]
-                held += [parameter.scale] if plan.spec.scaled else []
+                held += [get_scale(parameter)] if plan.spec.scaled else []
                 total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
             total += sum(tensor.numel() * tensor.element_size() for tensor in held)
             elements += local(parameter).numel()

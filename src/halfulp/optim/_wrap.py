@@ -173,7 +173,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
 
     def __init__(
         self,
-        make: Callable[..., torch.optim.Optimizer],
+        make: Callable[..., Any],
         params: Iterable[Any],
         options: dict[str, Any],
         **narrow: Unpack[NarrowOptions],
@@ -481,7 +481,9 @@ def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
         )
 
 
-def _split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tuple[dict, dict]:
+def _split_base_states(
+    state_dict: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[Any, Any]]:
     """Split a state_dict into one without the wrapped optimizer's states, and these by number."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
