@@ -53,7 +53,6 @@ from .parameters._random_identity import (
     Identity,
     assign_identities,
     follow_parameters,
-    has_identities,
     note_identities,
 )
 from .parameters._state_tensors import add_missing_tensors, refuse_other_update
@@ -423,8 +422,9 @@ class Optimizer(CheckpointMixin):
 
     def _begin_step(self) -> None:
         """Follow what users have done to the groups since the last step."""
-        count = sum(len(group["params"]) for group in self.param_groups)
-        if len(self.state) > count or not all(map(has_identities, self.param_groups)):
+        counts = [len(group["params"]) for group in self.param_groups]
+        known = [len(group.get("identities") or group.get("param_names", ())) for group in self.param_groups]
+        if len(self.state) > sum(counts) or known != counts:
             self._follow_group_edits()
 
     def _run_batches(self, batches: list[Batch]) -> None:

@@ -58,11 +58,6 @@ def list_identities(group: Mapping[str, Any]) -> list[int]:
     return [hash_name(name) for name in plain_names(group["param_names"])] if held is None else held
 
 
-def has_identities(group: Mapping[str, Any]) -> bool:
-    """Return whether a group has a number, or a name, for each of its parameters, as far as their counts tell."""
-    return len(group.get("identities") or group.get("param_names", ())) == len(group["params"])
-
-
 def assign_identities(group: dict, earlier: list[dict]) -> None:
     """Give every parameter of a group without names its identity, unless it came with them; note what keys draw."""
     group["random_stream"] = STREAM_VERSION
