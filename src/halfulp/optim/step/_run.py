@@ -29,9 +29,9 @@ from ...kernels import (
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_weights
-from ..parameters._local_tensors import cut_shard, is_dtensor, local, place_like, scale_of
+from ..parameters._local_tensors import cut_shard, get_scale, is_dtensor, local, place_like
 from ..parameters._parameter_plan import ParameterPlan
-from ..parameters._step_spec import StepSpec, pointer_count
+from ..parameters._step_spec import StepSpec, count_pointers
 from ._batch import Batch
 from ._kernel import compile_step, record_step, reference_amax, reference_step
 from ._scales import append_present_scales, choose_new_scales, write_kept_scales
@@ -140,7 +140,7 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     kernel, table = compile_and_check(spec), batch.table
     _point_at_gradients(batch)
     table.keys[...] = _make_keys(batch)
-    chunks, pointers, rows, keys, digests = table.array_addresses
+    chunks, pointers, rows, keys = table.array_addresses
     distinct, row_of_each = _find_distinct(batch.constants)
     numbers = array("f", itertools.chain.from_iterable(distinct))
     if row_of_each:
@@ -149,9 +149,7 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     counts = spec.metered or not spec.writes
     meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
     at = address_of(meter) if counts else 0
-    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, digests)
-    if spec.digests:
-        batch.digests = table.digests
+    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, 0)
     if spec.metered:
         _count_lost_updates(meter, table.chunks, batch.plans)
     return meter
@@ -179,7 +177,7 @@ def _run_triton_scaled(batch: Batch) -> bool:
 
     spec, device = batch.spec, batch.device
     kernels = scaled_kernels(spec, amax_spec(spec), device, _step_fixed_elements)
-    weights, gradients = [scale_of(plan.parameter) for plan in batch.plans], _scale_tensors(batch)
+    weights, gradients = [get_scale(plan.parameter) for plan in batch.plans], _scale_tensors(batch)
     if kernels is None or any(scale.device != device for scale in (*weights, *gradients)):
         return False
     addresses = np.array([[address(scale) for scale in pair] for pair in zip(weights, gradients)], np.int64)
@@ -270,9 +268,8 @@ def compile_and_check(spec: StepSpec):
 
 def _run_llvm_trial(kernel, table, pointers, constants, keys) -> np.ndarray:
     meter = np.zeros((len(table), METER_COLUMNS))
-    digests = np.zeros(len(table), np.uint64)
-    given = table, pointers, np.zeros(1, np.int64), constants, keys, meter, digests
-    kernel(0, len(table), *map(address_of, given))
+    given = table, pointers, np.zeros(1, np.int64), constants, keys, meter
+    kernel(0, len(table), *map(address_of, given), 0)
     return meter
 
 
@@ -311,7 +308,7 @@ def _step_fixed_elements(
     keys = np.full((1, int(spec.draws)), mix64(1, 2, 3), np.uint64)
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
     pointers += [address(tensor) for state in states for tensor in state]
-    assert len(pointers) == pointer_count(spec)
+    assert len(pointers) == count_pointers(spec)
     rule_constants = constants
     of_sums = (0.25, 1.5 * 2.0**16, 1.5 * 2.0**-30) * len(spec.rule.reductions if spec.reduces else ())
     for new_scale in (0.125, 0.5):

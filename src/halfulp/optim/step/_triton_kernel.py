@@ -29,7 +29,7 @@ from ...kernels.triton._launch import (
     to_device,
 )
 from ...kernels.triton._writer import COMPILE_OPTIONS, element_source, load_module, module_source, word_function_source
-from ..parameters._step_spec import StepSpec, pointer_count, state_pointers
+from ..parameters._step_spec import StepSpec, count_pointers, list_state_pointers
 from ._kernel import make_step_table, record_step
 from ._scales import (
     fill_fixed_columns,
@@ -57,7 +57,7 @@ class ParameterColumns:
     @classmethod
     def of_spec(cls, spec: StepSpec) -> ParameterColumns:
         """Return the columns of one specification."""
-        return cls(pointer_count(spec), len(spec.rule.constants), int(spec.draws))
+        return cls(count_pointers(spec), len(spec.rule.constants), int(spec.draws))
 
     @property
     def count(self) -> int:
@@ -354,7 +354,7 @@ def launch_scaled_step(
     chunks, pointers, constants, keys = numbers
     held = _place_chunks(chunks, _find_aligned_rows(pointers), device, held)
     parameters = make_parameter_table(device, pointers, constants, keys)
-    count, states = len(pointers), state_pointers(spec)
+    count, states = len(pointers), list_state_pointers(spec)
     of_states = [pointers[:, states[k] + 1] for k in spec.scaled_states]
     scales = ScaleColumns.read(spec, np.stack([*addresses.T, *of_states]), device)
     scales.choose(
