@@ -62,22 +62,17 @@ class Policy(abc.ABC):
         """
         return None
 
-    def propose_bounds(
-        self, site: Site, operands: Operands, format: Format, global_site: Site
-    ) -> ExponentProposal | None:
+    def propose_bounds(self, site: Site, operands: Operands, format: Format) -> ExponentProposal | None:
         """Return bounds of a site's exponent from a product's operands, for policies with ``wants_operands``, or None.
 
         Args:
             site: Whose gradient is stored at its present exponent.
             operands: The gradient, as stored, and what it is multiplied by.
             format: What stores the product.
-            global_site: The global site.
         """
         return None
 
-    def propose_bounds_at_loss(
-        self, site: Site, gradient: Tensor, format: Format, global_site: Site
-    ) -> ExponentProposal | None:
+    def propose_bounds_at_loss(self, site: Site, gradient: Tensor, format: Format) -> ExponentProposal | None:
         """Return the bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
         return None
 

@@ -313,7 +313,6 @@ def test_measured_is_the_least_that_any_gradient_allows(headroom, seed):
 PUBLISHED = [
     UnderflowBound(),
     UnderflowBound(version="product"),
-    UnderflowBound(scale_bound=16.0, accumulated_bound=1024.0),
     ElementWise(),
     AbsRange(),
 ]
@@ -335,9 +334,6 @@ def test_published_policies_train_and_react(policy, format, power, seed):
     assert all(applied[8:])
     assert max(sites(scaler)[key] for key in SITES) > 0
     assert all(p.isfinite().all() for p in model.parameters())
-    global_site = sites(scaler)["global"]
-    if policy.accumulated_bound:
-        assert all(exponent <= global_site + 10 for exponent in sites(scaler).values())
 
 
 def test_the_rule_at_the_loss_rescues_what_underflows_altogether(seed):
