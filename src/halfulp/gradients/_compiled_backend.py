@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -350,30 +350,22 @@ def warn_of_graph_breaks(inputs: Sequence, backward: Backward) -> None:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
         return node.name() == _COMPILED_NODE_NAME or backward.sites.global_site in node.metadata
 
-    behind = list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
-    broken = {name for node in behind if hasattr(node, "variable") for name in _name_owners(node.variable, backward)}
-    names = _shorten_list(sorted(broken))
-    if names:
+    broken = set()
+    for node in list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends):
+        if hasattr(node, "variable"):
+            name = find_owning_module(node.variable, backward)
+            if name is not None:
+                broken.add(repr(name))
+            elif isinstance(node.variable, nn.Parameter) and any(one.is_sharded() for one in backward.names):
+                broken.add("modules that fully_shard wraps")  # no module lists its copies
+    if broken:
+        names = ", ".join(sorted(broken)[:5]) + (" and others" if len(broken) > 5 else "")
         warnings.warn(
             f"torch.compile breaks the model's graph and leaves {names} uncompiled, where all gradients have the "
             "global exponent: torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too, which "
             "gives them their own",
             stacklevel=2,
         )
-
-
-def _name_owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
-    """Yield the name of the module that holds a parameter, or words for FSDP's copies, which no module lists."""
-    name = find_owning_module(parameter, backward)
-    if name is not None:
-        yield repr(name)
-    elif isinstance(parameter, nn.Parameter) and any(one.is_sharded() for one in backward.names):
-        yield "modules that fully_shard wraps"
-
-
-def _shorten_list(words: list[str], most: int = 5) -> str:
-    rest = len(words) - most
-    return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # sites of a forward graph ------------------------------------------------------------------------------------
@@ -457,7 +449,8 @@ class _SitePlanner:
 
     def _visit_node(self, node: Node, path: str) -> None:
         differentiable = [x for x in node.all_input_nodes if self._has_gradient(x)]
-        kind = self._classify_node(node)
+        in_place = not isinstance(node.target, str) and node.target.__name__ in _IN_PLACE_OPERATORS
+        kind: OperatorKind = "in-place" if in_place else classify_function(node.target)
         if kind == "shape":
             # Only the first argument has a gradient.
             differentiable = [x for x in differentiable if x is node.args[0]]
@@ -475,11 +468,6 @@ class _SitePlanner:
         self._sites[node] = self._pick_result_site(node, site)
         if kind == "in-place" and node.args and isinstance(node.args[0], Node):
             self._sites.setdefault(node.args[0], site)
-
-    def _classify_node(self, node: Node) -> OperatorKind:
-        if not isinstance(node.target, str) and node.target.__name__ in _IN_PLACE_OPERATORS:
-            return "in-place"
-        return classify_function(node.target)
 
     def _has_gradient(self, node: Node) -> bool:
         """Return whether gradients flow to a node."""

@@ -89,7 +89,8 @@ def find_node_role(node: Node, gradients: Mapping[Node, None]) -> NodeRole:
         return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
     if name not in _LINEAR_MOVE_NAMES or not _is_data_movement(node, name, gradients):
         return "other"
-    return "widening" if _is_widening_cast(node, gradients) else "linear"
+    widens = name in _CAST_NAMES and node.all_input_nodes[0].meta["val"].dtype in HALF_DTYPES
+    return "widening" if widens and node.meta["val"].dtype not in HALF_DTYPES else "linear"
 
 
 def is_floating_tensor(node: Node) -> bool:
@@ -156,13 +157,6 @@ def is_float16(node: Node) -> bool:
     """Return whether a node's value is a float16 tensor."""
     value = node.meta["val"]
     return isinstance(value, Tensor) and value.dtype == torch.float16
-
-
-def _is_widening_cast(node: Node, gradients: Mapping[Node, None]) -> bool:
-    if getattr(node.target, "_opname", None) not in _CAST_NAMES:
-        return False
-    narrow = node.all_input_nodes[0].meta["val"].dtype
-    return narrow in HALF_DTYPES and node.meta["val"].dtype not in HALF_DTYPES
 
 
 def find_viewed_node(node: Node) -> Node:

@@ -274,7 +274,10 @@ class ExponentController:
 
     def read_overflow(self, flags: list[Tensor]) -> bool:
         """Read whether any flag is set, and the iteration's measurements, by one copy from the device."""
-        binades = self.following.take_binades(flags[0].device) if self.backward.measuring else []
+        binades: list[Tensor] = []
+        if self.backward.measuring:
+            held, self.following.binades = self.following.binades, []
+            binades = [torch.as_tensor(binade, dtype=torch.float32, device=flags[0].device) for binade in held]
         values, measured = self.backward.measurements.read_all([*flags, *binades])
         self._measured += measured
         self.following.read += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
@@ -302,7 +305,7 @@ class ExponentController:
         if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if not found and not backward.measuring:
-            self._suspects = [site for site in backward.reached if not site.is_wide]
+            self._suspects = [site for site in backward.reached if site.format or not site.measured]
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [global_site]

@@ -127,9 +127,15 @@ class Amax(Policy):
             # What no narrow format stores has no limit, whatever it was before.
             return None
         limits = []
-        for kind, sizes in _list_gradient_sizes(site, self.measurements).items():
+        sizes_by_kind: dict[str, list[float]] = {}
+        for entry in list(site.history)[-self.measurements :]:
+            for kind, size in entry.items():
+                if size > 0:
+                    sizes_by_kind.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
+        for kind, sizes in sizes_by_kind.items():
             room = self.weight_headroom if kind == "weight" else self.headroom
-            limits.append(find_highest_exponent(site.format) - _find_needed_top(sizes, room, site.format))
+            highest = min(site.format.emax, _HIGHEST_USED_EXPONENT)
+            limits.append(highest - _find_needed_top(sizes, room, site.format))
         return min(limits, default=None)
 
 
@@ -145,22 +151,6 @@ def _find_needed_top(sizes: list[float], room: int | None, format: Format) -> in
     usual = largest + min(_PEAK_ROOM, format.binades // 6)
     above_usual = min(_USUAL_ROOM, format.binades - _BELOW)
     return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + above_usual)
-
-
-def _list_gradient_sizes(site: Site, measurements: int) -> dict[str, list[float]]:
-    """Return, by kind, the nonzero sizes of true gradients over a site's last measurements."""
-    recent = list(site.history)[-measurements:]
-    found: dict[str, list[float]] = {}
-    for entry in recent:
-        for kind, size in entry.items():
-            if size > 0:
-                found.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
-    return found
-
-
-def find_highest_exponent(format: Format) -> int:
-    """Return the power of two that the largest gradients stored in a format may reach."""
-    return min(format.emax, _HIGHEST_USED_EXPONENT)
 
 
 def check_integer_option(field: str, given: object, low: int, high: int) -> None:

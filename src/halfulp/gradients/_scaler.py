@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-import os
 import sys
 import weakref
 from collections import defaultdict
@@ -22,10 +20,10 @@ from ..kernels import uncompiled
 from ..rounding import Rounding
 from ._controller import ExponentController
 from ._policy import Policy, get_policy
-from ._reports import LastStep, SiteRecorder, SiteTable
+from ._reports import LastStep, SiteTable
 from ._site import HIGHEST, parse_scale_exponent
 from ._state import check_sites, read_sites, save_sites
-from .eager._attach import attach_scaler, get_wrapped_model
+from .eager._attach import attach_scaler
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
@@ -96,7 +94,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         device = next((p.device.type for one in models for p in one.parameters()), "cpu")
         super().__init__(device, init_scale=init_scale, enabled=enabled)
         self.last_step: LastStep | None = None
-        self._recorders: list[SiteRecorder] = []
         # By a parameter's identity: the gradient that was divided since the last update, and after how many passes.
         self._divided: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self._exponent: int | None = None
@@ -247,20 +244,39 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.UNSCALED and state["passes"] != self._controller.backward.passes:
             raise ValueError(_PASS_AFTER_UNSCALING)
-        if is_handling_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters:
+        handles_overflow = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if handles_overflow and "grad_scaler" in inspect.signature(optimizer.step).parameters:
             raise TypeError(
                 "the optimizer's step takes grad_scaler=, the older form of torch's contract: let it read the "
                 "attributes grad_scale and found_inf, which are set on it during a step"
             )
-        if state["stage"] is OptState.READY and not is_stepped_without_gradients(optimizer):
+        # As GradScaler steps torch's fused ones.
+        without_gradients = handles_overflow and next(_list_parameters_with_gradients(optimizer), None) is None
+        if state["stage"] is OptState.READY and not without_gradients:
             self.unscale_(optimizer)
         if self._controller.backward.passes:
             self._controller.backward.warn_if_unwatched()
-        flags = collect_overflow_flags(optimizer, state["found_inf_per_device"], self._device)
+        flags = list(state["found_inf_per_device"].values())
+        if not flags and without_gradients:
+            flags = [torch.zeros((), dtype=torch.float32, device=self._device)]
+        if not flags:
+            raise ValueError(
+                "the optimizer's parameters have no gradients: there is nothing to step with. Leave this step out, or "
+                "call another optimizer's zero_grad(), which clears what they share, after all steps"
+            )
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read_overflow(flags)
         self.last_step = self._controller.record_skipped_step() if overflowed else LastStep(applied=True)
-        return step_with_unscaled_gradients(optimizer, flags, overflowed, args, kwargs)
+        if not handles_overflow:
+            return None if overflowed else optimizer.step(*args, **kwargs)
+        aware: Any = optimizer
+        # A scale of its own that somebody set stays.
+        aware.grad_scale = getattr(optimizer, "grad_scale", None)
+        aware.found_inf = sum(flag.to(flags[0].device, non_blocking=True) for flag in flags)
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            del aware.grad_scale, aware.found_inf
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -285,7 +301,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read_overflow(flags):
             self.last_step = self._controller.record_skipped_step()
-        measured = self._controller.backward.measuring
         if exponent is None:
             self._controller.update_exponents()
         else:
@@ -293,8 +308,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
         self._divided.clear()
         self._scale_was_read = False
-        for recorder in self._recorders if measured else ():
-            recorder.write_iteration(self._controller.iteration, self.last_step, self.sites())
 
     def get_scale(self) -> float:
         """Return the global scale: a scaled loss over the loss, and a parameter's scaled gradient over the true one.
@@ -318,39 +331,18 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             self._scale = torch.full_like(self._scale, self._compute_global_scale())
         return self._scale.to(device, non_blocking=True)
 
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of steps without overflow after which the scale doubles, for policies that count them.
+    def set_growth_factor(self, new_value: float) -> None:
+        """Refuse: scales are powers of two, which the policy chooses.
 
         Raises:
-            NotImplementedError: another policy, which grows scales by what it measures.
-            ValueError: no whole number of at least 1.
+            NotImplementedError: always, with the policy to give instead.
         """
-        policy = self._controller.policy
-        if not hasattr(policy, "growth_interval"):
-            raise NotImplementedError(
-                f"policy {policy.name!r} grows scales by what it measures, after no number of steps: take "
-                f"policy='dynamic', or Dynamic(growth_interval={new_interval})"
-            )
-        changes: dict[str, Any] = {"growth_interval": new_interval}
-        policy = dataclasses.replace(policy, **changes)
-        self._controller.policy = self._controller.backward.policy = policy
-        self._growth_interval = new_interval
+        raise NotImplementedError(
+            f"scales are powers of two, which the policy chooses, got {new_value}: give policy= to the scaler, such as "
+            "Dynamic(growth_interval=...)"
+        )
 
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Raise unless the factor is 2, by which scales grow.
-
-        Raises:
-            NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
-        """
-        _refuse_other_factor("growth", new_factor, self._growth_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Raise unless the factor is the policy's own.
-
-        Raises:
-            NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
-        """
-        _refuse_other_factor("backoff", new_factor, self._backoff_factor)
+    set_backoff_factor = set_growth_interval = set_growth_factor
 
     # what it tells --------------------------------------------------------------------------------------------
 
@@ -366,19 +358,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             ValueError: an unknown order.
         """
         return SiteTable.from_sites(self._controller.sites, pattern, sort)
-
-    def record(self, path: str | os.PathLike[str]) -> SiteRecorder:
-        """Start writing ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
-
-        Returns:
-            The recorder, whose ``close()`` ends it.
-
-        Raises:
-            ValueError: another ending, or a file that cannot be written.
-        """
-        recorder = SiteRecorder(path)
-        self._recorders.append(recorder)
-        return recorder
 
     def set_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set sites' exponents by hand, all others to 0, and begin a new iteration: for experiments and proofs.
@@ -406,7 +385,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         """
         from ._compiled_backend import make_backend
 
-        self._controller.backward.following.stop_following()
+        # Compiled graphs cannot lift exponents by the loss.
+        following = self._controller.backward.following
+        following.wanted = following.on = False
         return make_backend(self._controller.backward, name)
 
     # what is saved --------------------------------------------------------------------------------------------
@@ -434,8 +415,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned, or a GradScaler's state, whose scale becomes the global one.
 
-        Sites are known from the first forward pass on; before it only the modules that they name are compared. Policy,
-        floor and ceiling stay this scaler's.
+        Sites are known from the first forward pass on, and compared from then on. Policy, floor and ceiling stay this
+        scaler's.
 
         Raises:
             ValueError: an empty state, one with an entry missing or of another type, or one of another model; nothing
@@ -447,7 +428,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
         controller, given = self._controller, read_sites(state_dict)
         if given is not None:
-            check_sites(given, {site.key for site in controller.sites}, self._list_module_names())
+            check_sites(given, {site.key for site in controller.sites})
             controller.check_random_stream(state_dict["progress"])
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
@@ -457,29 +438,12 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         else:
             controller.load_state(given, state_dict["progress"])
 
-    def _list_module_names(self) -> set[str]:
-        """Return the qualified names of all modules, with which sites' keys begin."""
-        found = {"model", ""}
-        for i, model in enumerate(one() for one in self._models):
-            names = () if model is None else (name for name, _ in get_wrapped_model(model).named_modules())
-            prefix = str(i) if len(self._models) > 1 else ""
-            found |= {f"{prefix}.{name}".strip(".") for name in names}
-        return found
-
     def detach(self) -> None:
         """Restore the models' own forward passes; the scaler cannot be used afterwards."""
         for detach in self._detach:
             detach()
         self._detach.clear()
         self._enabled = False
-
-
-def _refuse_other_factor(name: str, new_factor: float, factor: float) -> None:
-    if new_factor != factor:
-        raise NotImplementedError(
-            f"scales are powers of two, which the policy chooses, got a {name} factor of {new_factor}: keep {factor}, "
-            "or give policy= to the scaler"
-        )
 
 
 def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -519,48 +483,3 @@ def _group_by_device_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
         gradient: Any = parameter.grad
         found.setdefault(gradient.device_mesh if is_sharded else None, []).append(parameter)
     return [alike for alike in found.values() if alike]
-
-
-def is_handling_overflow(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer skips overflowed steps by itself, as torch's fused ones do."""
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def is_stepped_without_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is stepped without any gradient, as GradScaler steps torch's fused ones."""
-    return is_handling_overflow(optimizer) and next(_list_parameters_with_gradients(optimizer), None) is None
-
-
-def collect_overflow_flags(
-    optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor], device: str | torch.device
-) -> list[Tensor]:
-    """Return the overflow flags of an optimizer's gradients, one that is not set where it is stepped without any."""
-    flags = list(found.values())
-    if not flags and is_stepped_without_gradients(optimizer):
-        flags = [torch.zeros((), dtype=torch.float32, device=device)]
-    if not flags:
-        raise ValueError(
-            "the optimizer's parameters have no gradients: there is nothing to step with. Leave this step out, or call "
-            "another optimizer's zero_grad(), which clears what they share, after all steps"
-        )
-    return flags
-
-
-def step_with_unscaled_gradients(
-    optimizer: torch.optim.Optimizer,
-    found: list[Tensor],
-    overflowed: bool,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Step with unscaled gradients; None where they overflowed, unless the optimizer handles that itself."""
-    if not is_handling_overflow(optimizer):
-        return None if overflowed else optimizer.step(*args, **kwargs)
-    aware: Any = optimizer
-    # A scale of its own that somebody set stays.
-    aware.grad_scale = getattr(optimizer, "grad_scale", None)
-    aware.found_inf = sum(flag.to(found[0].device, non_blocking=True) for flag in found)
-    try:
-        return optimizer.step(*args, **kwargs)
-    finally:
-        del aware.grad_scale, aware.found_inf

@@ -6,8 +6,6 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from .._messages import name_differences
 from ..formats import Format
 from ._site import GLOBAL_KEY, UNIFORM_SCALE_REASON, OverflowMemory, Site, Sites, parse_scale_exponent
@@ -80,23 +78,14 @@ def _check_fields(place: str, given: object, types: dict[str, Any]) -> None:
             raise ValueError(f"{name!r} of {place} is damaged, got {found}: load what a scaler's state_dict() gave")
 
 
-def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None:
-    """Compare the sites of a state with those of a scaler, or with the modules of models that have not run yet."""
-    known = len(own) > 1
-    missing = sorted(own - given.keys()) if known else []
-    unknown = [key for key in given if key not in own and (known or not _names_module(key.split("#")[0], modules))]
-    if missing or unknown:
+def check_sites(given: dict[str, Any], own: set[str]) -> None:
+    """Compare the sites of a state with those of a scaler whose models have run."""
+    missing, unknown = sorted(own - given.keys()), sorted(given.keys() - own)
+    if len(own) > 1 and (missing or unknown):
         raise ValueError(
-            f"this state_dict is of another model: it {name_differences(missing, sorted(unknown))}. Load the one "
-            "that was saved with this model"
+            f"this state_dict is of another model: it {name_differences(missing, unknown)}. Load the one that was "
+            "saved with this model"
         )
-
-
-def _names_module(key: str, modules: set[str]) -> bool:
-    """Return whether a key names a module, an operator in one, or a derivative that only a compiled graph has."""
-    place, _, name = key.rpartition(".")
-    operator = any(hasattr(home, name) for home in (torch, torch.Tensor, torch.nn.functional))
-    return key in modules or (operator and place in modules) or place == "backward"
 
 
 def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:

@@ -40,7 +40,12 @@ def derive_rule(operator: OpOverload) -> Callable:
     if name in RULES_OF_OPERATORS_TO_COME:
         return RULES_OF_OPERATORS_TO_COME[name]
     if operator._schema.is_mutable:
-        return _derive_write_rule(operator, name)
+        functional = functional_form(operator)
+        if functional is None or name in _REFUSED_WRITES:
+            return functools.partial(_refuse_operator, operator, "writes into its argument")
+        if torch.Tag.inplace_view in operator.tags:
+            return functools.partial(_run_view_in_place, operator, functional)
+        return functools.partial(_run_in_place, operator, functional, name)
     if operator._can_decompose():
         return functools.partial(_run_composite, operator)
     decomposition = None if name.startswith(_UNDECOMPOSED_PREFIXES) else _load_decompositions().get(operator)
@@ -122,15 +127,6 @@ def run_on_values(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
         return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
 
     return tree_map(encode, operator(*arguments, **options))
-
-
-def _derive_write_rule(operator: OpOverload, name: str) -> Callable:
-    functional = functional_form(operator)
-    if functional is None or name in _REFUSED_WRITES:
-        return functools.partial(_refuse_operator, operator, "writes into its argument")
-    if torch.Tag.inplace_view in operator.tags:
-        return functools.partial(_run_view_in_place, operator, functional)
-    return functools.partial(_run_in_place, operator, functional, name)
 
 
 def _run_in_place(operator: OpOverload, functional: OpOverload, name: str, *arguments: Any, **options: Any) -> Any:

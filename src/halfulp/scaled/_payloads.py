@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,20 +13,14 @@ from . import _powers_of_two as _powers
 from ._powers_of_two import PowerRounding
 from ._registry import EIGHT_BITS
 
-STORAGES_WITH_INFINITY = (torch.float16, torch.float8_e5m2)
+if TYPE_CHECKING:
+    from ._scaled_tensor import ScaledTensor
+
 _STORAGE_WIDTHS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
 # The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
 _MOST_QUICK_ELEMENTS = 2**30
 # Norms whose squares are normal float32 numbers, unless nearly all elements are far smaller.
 _ORDINARY_NORMS = (2.0**-40, 2.0**40)
-
-
-class PayloadWithScale(Protocol):
-    """The parts of a ScaledTensor that are read here."""
-
-    dtype: torch.dtype
-    _payload: Tensor
-    _scale: Tensor
 
 
 def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
@@ -51,12 +45,7 @@ def smallest_number(storage: torch.dtype) -> float:
     return _SMALLEST_NUMBERS[storage]
 
 
-def selectable_payload(x: PayloadWithScale) -> Tensor:
-    """Return the payload for operators that select or negate elements: unchanged where torch has such kernels."""
-    return to_float32(x) if x._payload.dtype in EIGHT_BITS else x._payload
-
-
-def to_float32(x: PayloadWithScale) -> Tensor:
+def to_float32(x: ScaledTensor) -> Tensor:
     """Return the payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
 
@@ -69,12 +58,14 @@ def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
         values = _round_to_odd(values)
     if storage in (torch.bfloat16, torch.float32):
         return values.to(storage)
-    if _fits(values, storage):
-        return values.to(storage)
+    largest = torch.finfo(storage).max
+    if _powers.is_concrete(values) and values.numel():
+        low, high = torch.aminmax(values)
+        if -largest <= low.item() and high.item() <= largest:
+            return values.to(storage)
     if fused.is_fused(values):
         return fused.finish_payload(values, (), storage, "factor")[0]
-    largest = torch.finfo(storage).max
-    kept = values if storage in STORAGES_WITH_INFINITY else torch.nan
+    kept = torch.nan if storage == torch.float8_e4m3fn else values  # which has no infinity
     return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
 
 
@@ -90,16 +81,7 @@ def _round_to_odd(values: Tensor) -> Tensor:
     return torch.where((cut.double() != values) & near.isfinite(), odd, near)
 
 
-def _fits(values: Tensor, storage: torch.dtype) -> bool:
-    """Return whether values are concrete and all within a payload type's range."""
-    if not _powers.is_concrete(values) or not values.numel():
-        return False
-    largest = torch.finfo(storage).max
-    low, high = torch.aminmax(values)
-    return -largest <= low.item() and high.item() <= largest
-
-
-def decode_values(x: PayloadWithScale, dtype: torch.dtype | None = None) -> Tensor:
+def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return payload x scale, computed in float32 (float64 for that dtype) and rounded once, by default to x.dtype."""
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -24,7 +24,6 @@ from ._registry import (
     LOGICAL_DTYPES,
     RULES,
     ComplexOperand,
-    TransientHome,
     check_home,
     check_logical,
     check_storage,
@@ -67,7 +66,7 @@ class ScaledTensor(CompositeTensor):
 
     _payload: Tensor
     _scale: Tensor
-    _home: Any = None  # a dtype, or within a formula a Transient
+    _home: torch.dtype | None = None
 
     _value_description = "a payload with a scale"
     _parts_expression = "x.payload and x.scale"
@@ -113,7 +112,9 @@ class ScaledTensor(CompositeTensor):
                 return promoted_rule_of(operator)(home, arguments, options or {})
             return rule_of(operator)(*arguments, **(options or {}))
         except ComplexOperand:
-            return _run_in_complex_numbers(operator, arguments, options or {})
+            # On values, with plain results: complex numbers carry no scale.
+            with enable_lazy_conjugates():
+                return operator(*tree_map(to_plain, arguments), **tree_map(to_plain, options or {}))
         except (NotImplementedError, RuntimeError):
             _refuse_sparse(operator, arguments, options or {})
             raise
@@ -198,8 +199,7 @@ class ScaledTensor(CompositeTensor):
         >>> x.exp().payload.dtype, (x.exp() * x).payload.dtype, (x.exp() @ x.mT).payload.dtype
         (torch.float32, torch.float32, torch.float16)
         """
-        home: torch.dtype | None = None if type(self._home) is TransientHome else self._home
-        return home
+        return self._home
 
     # torch's distributed checkpoints look up every entry of a state_dict as an attribute of the module or tensor.
     payload_scale = scale
@@ -248,14 +248,12 @@ class ScaledTensor(CompositeTensor):
         return f"ScaledTensor({', '.join(words)})"
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        x, marks = self, get_saved_marks(self)
-        if type(x._home) is TransientHome:
-            x = convert_dtypes(x.detach(), x.dtype, x._home.storage)
-        payload = x._payload.detach()
+        payload, marks = self._payload.detach(), get_saved_marks(self)
         # torch.load has no storage class for eight-bit floats.
         stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
-        home = () if x._home is None else (x._home,)
-        return rebuild_scaled_tensor, (PICKLE_LAYOUT_VERSION, stored, payload.dtype, x._scale, x.dtype, *marks, *home)
+        home = () if self._home is None else (self._home,)
+        fields = stored, payload.dtype, self._scale, self.dtype
+        return rebuild_scaled_tensor, (PICKLE_LAYOUT_VERSION, *fields, *marks, *home)
 
     @property
     def data(self) -> Tensor:
@@ -359,12 +357,6 @@ def change_scale(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     return wrap(to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
-def _run_in_complex_numbers(operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Run an operator on values, with plain results: complex numbers carry no scale."""
-    with enable_lazy_conjugates():
-        return operator(*tree_map(to_plain, arguments), **tree_map(to_plain, options))
-
-
 def enable_lazy_conjugates() -> AbstractContextManager[Any]:
     """Let torch see that a complex tensor is still to be conjugated or negated, inside a rule too.
 
@@ -461,15 +453,11 @@ def _check_payload_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale:
     largest = torch.finfo(storage).max
     if bool(((payload.abs() > largest) & x.isfinite()).any()):
         amax = x[x.isfinite()].abs().max().item()
-        if amax / largest > _powers.LARGEST_SCALE:
-            raise ValueError(
-                f"a value of magnitude {amax:g} is beyond what any scale holds: {storage} ends at {largest:g} and "
-                f"scales at 2**127, which makes {largest * _powers.LARGEST_SCALE:g}"
-            )
-        wanted = _powers.nearest_power(amax / largest, "up")
+        is_beyond = amax / largest > _powers.LARGEST_SCALE
+        power = _powers.nearest_power(amax / largest, "up")
+        remedy = "it is beyond what any scale holds" if is_beyond else f"give scale={power:g} or more, or None"
         raise ValueError(
-            f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: give scale="
-            f"{wanted:g} or more, or None"
+            f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: {remedy}"
         )
 
 

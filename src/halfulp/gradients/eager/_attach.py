@@ -102,15 +102,12 @@ class WatchedForward(GraphReader):
         if not torch.is_grad_enabled() or self._backward.idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
-            if is_exporting():
-                return self.inner(*args, **kwargs)
-            return self._mark_outputs(self.inner(*args, **kwargs))
+            out = self.inner(*args, **kwargs)
+            return out if is_exporting() or self._role != "model" else self._mark_outputs(out)
         return self._run_with_edges(args, kwargs)
 
     def _mark_outputs(self, out: Any) -> Any:
         """Mark the model's outputs in a compiled graph for the scaler's backend."""
-        if self._role != "model":
-            return out
         wide = self._is_widening()
         widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
         return map_tensors(widened, lambda x: mark_scaled_output(x, self._backward.handle))
@@ -136,8 +133,8 @@ class WatchedForward(GraphReader):
             # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
             self._backward.forwards += 1
             return self.inner(*args, **kwargs)
-        if region is None or self._role == "model":
-            self._backward.find_processes()
+        if (region is None or self._role == "model") and not self._backward.reached and not self._backward.forwards:
+            self._backward.find_groups()
         if region is None:
             replays = self._replays if self._backward.can_replay() else None
             if replays is None or not replays.is_ready():

@@ -206,11 +206,6 @@ class Backward:
         wanted = self._replays and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
 
-    def find_processes(self) -> None:
-        """Find, once in an iteration, which processes share the gradients."""
-        if not self.reached and not self.forwards:
-            self.find_groups()
-
     def warn_if_unwatched(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""
         if self._seen or self.idle:

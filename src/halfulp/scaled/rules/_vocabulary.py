@@ -44,7 +44,7 @@ from .._operands import (
     result_storage,
     saturate_stand_ins,
 )
-from .._payloads import decode_values, selectable_payload, to_float32
+from .._payloads import decode_values, to_float32
 from .._registry import EIGHT_BITS, FAMILIES, implements
 from .._scaled_tensor import ScaledTensor, wrap
 
@@ -96,16 +96,12 @@ def make_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtyp
     y = _powers.times_power(y, rest)
     value = _powers.concrete_value(scale)
     if value is not None and not 1 / _FARTHEST_SCALE <= value <= _FARTHEST_SCALE and y.numel():
-        y, scale = _bring_payload_to_one(y, scale)
+        # Iterations that multiply scales would leave float32's range.
+        amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
+        power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
+        scale, rest = _powers.scale_product(scale, power)
+        y = _powers.times_power(y / power, rest)
     return make_scaled_to_fit(y, scale, storage, dtype)
-
-
-def _bring_payload_to_one(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Bring a payload back to about 1: iterations that multiply scales would leave float32's range."""
-    amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
-    power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
-    total, rest = _powers.scale_product(scale, power)
-    return _powers.times_power(y / power, rest), total
 
 
 def make_scaled_result(
@@ -144,11 +140,6 @@ def scale_values(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype
     if fused.is_fused(y) and y.dtype in fused.PAYLOAD_CODECS:
         return wrap(*fused.finish_payload(y, (scale,), storage, "values"), dtype)
     return make_result(y, scale.clone(), _powers.scale_ratio(scale_one(y), scale), storage, dtype)
-
-
-def scale_values_by_one(y: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """Return float32 values as a scaled tensor under the scale 1, or what the largest needs."""
-    return make_scaled_to_fit(y, scale_one(y), storage, dtype)
 
 
 def encode_measured(y: Any, holders: list[Any]) -> Any:
@@ -416,7 +407,8 @@ def homogeneous(
 def _make_homogeneous_rule(operator: OpOverload, degree: int) -> Callable[..., Any]:
     def scaled(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         storage, dtype = x._payload.dtype, x.dtype
-        entered = selectable_payload(x) if operator in _SELECTING_OPERATORS else to_float32(x)
+        keeps = operator in _SELECTING_OPERATORS and storage not in EIGHT_BITS  # for which torch has no such kernels
+        entered = x._payload if keeps else to_float32(x)
         results = operator(entered, *arguments, **options)
         if degree > 0:
             return scale_payloads(results, [x._scale] * degree, [x])
@@ -505,7 +497,9 @@ def _make_value_rule(
 def _encode_result(y: Any, storage: torch.dtype, dtype: torch.dtype, is_unit: bool) -> Any:
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.layout != torch.strided:
         return y
-    return scale_values_by_one(y, storage, dtype) if is_unit else encode_values(y, storage, dtype=dtype)
+    if is_unit:  # under the scale 1, or what the largest needs
+        return make_scaled_to_fit(y, scale_one(y), storage, dtype)
+    return encode_values(y, storage, dtype=dtype)
 
 
 def decoded(*operators: OpOverload, family: str = "own") -> None:
