@@ -121,7 +121,7 @@ def test_no_format(seed):
     [
         (lambda: Amax(headroom=-1), "headroom is an integer from 0 to 30, got -1"),
         (lambda: Amax(measurements=0), "measurements is an integer from 1 to 64, got 0"),
-        (lambda: Amax(weight_headroom=1.5), "weight_headroom is an integer"),
+        (lambda: Amax(headroom=1.5), "headroom is an integer"),
         (lambda: Measured(headroom=31), "headroom is an integer from 0 to 30, got 31"),
         (lambda: Dynamic(growth_interval=0), "growth_interval is an integer from 1"),
         (lambda: RisingFloor(floors=((5, 1), (3, 2))), "by rising steps"),

@@ -27,11 +27,9 @@ from . import _functions
 from ._compiled_placement import (
     HALF_DTYPES,
     Edge,
+    MeasuredGradient,
     SitePlacement,
     SitePlan,
-    find_viewed_node,
-    is_cast_to_float16,
-    is_float16,
     name_nested_function,
 )
 from ._functions import OperatorKind, classify_function, get_function_name
@@ -123,43 +121,10 @@ def move_gradients(module: GraphModule, plan: SitePlan, scaler: str) -> None:
     edges = placement.list_edges()
     writer = BackwardGraphWriter(module, scaler, placement.list_site_keys(), edges)
     moved = {writer.write_move(edge): edge for edge in edges}
-    for key, gradients in _list_limiting_gradients(placement, moved).items():
+    for key, gradients in placement.list_measured_gradients(moved).items():
         writer.write_measurement(key, gradients)
     module.graph.lint()
     module.recompile()
-
-
-# Which gradient, of what kind, and whether it has the global exponent.
-MeasuredGradient = tuple[Node, str, bool]
-
-
-def _list_limiting_gradients(placement: SitePlacement, moved: dict[Node, Edge]) -> dict[str, list[MeasuredGradient]]:
-    """Return, by site, the gradients to measure: all that may overflow there, each tensor once.
-
-    That is what its products read and make and, in float16, what comes to it, becomes narrow there or leaves it,
-    between which and its products other functions may lie.
-    """
-    found: dict[str, dict[Node, MeasuredGradient]] = {}
-
-    def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
-        found.setdefault(key, {}).setdefault(find_viewed_node(node), (node, kind, shared))
-
-    for product in placement.list_products(moved):
-        for node in [] if product.is_at_global_exponent else product.read_gradients:
-            add(product.site_key, node, "received")
-        for gradient in product.made_gradients:
-            add(product.site_key, *gradient)
-    for node, edge in moved.items():
-        if edge.target != GLOBAL_KEY and is_float16(node):
-            add(edge.target, node, "received")
-        left = placement.find_stored_gradient(edge.node)
-        if edge.source != GLOBAL_KEY and is_float16(left):
-            add(edge.source, left, placement.name_gradient_kind(left))
-    for node, key in placement.sites.items():
-        if key != GLOBAL_KEY and is_cast_to_float16(node):
-            # It was wide when it came to the site.
-            add(key, node, "received")
-    return {key: list(gradients.values()) for key, gradients in found.items()}
 
 
 class BackwardGraphWriter:
@@ -400,7 +365,7 @@ class _SitePlanner:
         self._parts = {str(key): name for one in backward.names for key, name in one.list_parts_by_id().items()}
         self._parameters = dict(parameters)
         self._owners = {
-            x: find_owning_module(x, backward) or _read_parameter_path(node).rpartition(".")[0] or "model"
+            x: find_owning_module(x, backward) or _read_owner_from_source(node) or "model"
             for node, x in parameters.items()
         }
         # The site of each node that a gradient flows to; of several results, those of each.
@@ -554,6 +519,7 @@ def find_owning_module(parameter: Tensor, backward: Backward) -> str | None:
     return next((name for name in (one.find_module_name(parameter) for one in backward.names) if name), None)
 
 
-def _read_parameter_path(node: Node) -> str:
-    """Return the qualified name of the parameter that a graph reads, as far as its source tells."""
-    return ".".join(a or b for a, b in _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source)))
+def _read_owner_from_source(node: Node) -> str:
+    """Return the module that holds the parameter that a graph reads, as far as its source tells."""
+    names = _ATTRIBUTE_IN_SOURCE.findall(name_dynamo_source(node.meta["grapharg"].source))
+    return ".".join(a or b for a, b in names[:-1])

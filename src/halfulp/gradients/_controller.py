@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -139,9 +139,7 @@ class GradientSharingProcesses:
             for group in () if model is None else _list_fsdp_groups(model):
                 self._add_group(group)
 
-    def agree_on_minimum(
-        self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]
-    ) -> list[int]:
+    def agree_on_minimum(self, occasion: str, iteration: int, values: list[int]) -> list[int]:
         """Return the minimum of each value (two at most) over all processes that share gradients."""
         if not self._groups:
             return values
@@ -154,7 +152,9 @@ class GradientSharingProcesses:
             )
         place = AGREEMENT_OCCASIONS.index(occasion)
         message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
-        found = torch.tensor(message, device=device(), dtype=torch.int64)
+        models = [model for model in (one() for one in self._models) if model is not None]
+        device = next((p.device for model in models for p in model.parameters()), "cpu")
+        found = torch.tensor(message, device=device, dtype=torch.int64)
         for group in self._groups:
             try:
                 dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
@@ -328,7 +328,7 @@ class ExponentController:
 
     def _agree_on_minimum(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
-        return self.processes.agree_on_minimum(occasion, self.iteration, list(values), self.backward.find_device)
+        return self.processes.agree_on_minimum(occasion, self.iteration, list(values))
 
     def set_global_exponent(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""

@@ -129,7 +129,8 @@ class NarrowReduction:
             sent = [
                 self._round_to_bfloat16(name, "sent", gradient.reshape(-1)) for name, gradient in zip(names, gradients)
             ]
-            rows = [self._split_into_rows(payload) for payload in sent]
+            # A row for each rank, padded with zeros.
+            rows = [nn.functional.pad(one, (0, -one.numel() % self.size)).view(self.size, -1) for one in sent]
             widths = [row.shape[1] for row in rows]
             mean = self._exchange_and_sum_rows(torch.cat(rows, 1)) / self.size
             mine = [self._round_to_bfloat16(name, "summed", part) for name, part in zip(names, mean.split(widths))]
@@ -176,11 +177,6 @@ class NarrowReduction:
         # An overflow is seen by whoever skips the step, and is not owed for ever.
         setattr(debt, part, torch.where(lost.isfinite(), lost, 0.0))
         return payload
-
-    def _split_into_rows(self, payload: Tensor) -> Tensor:
-        """Return a row for each rank, padded with zeros."""
-        width = -(-payload.numel() // self.size)
-        return nn.functional.pad(payload, (0, width * self.size - payload.numel())).view(self.size, width)
 
     def _exchange_and_sum_rows(self, rows: Tensor) -> Tensor:
         """Send row k to rank k; return the float32 sum of the rows received, in the order of ranks."""

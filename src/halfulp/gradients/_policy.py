@@ -81,7 +81,7 @@ def get_policy(policy: Policy | str) -> Policy:
     """Return the policy of that name with its defaults; a Policy is returned as it is.
 
     >>> get_policy("amax")
-    Amax(headroom=None, weight_headroom=None, measurements=4)
+    Amax(headroom=None, measurements=4)
     """
     if isinstance(policy, Policy):
         return policy
@@ -104,21 +104,18 @@ class Amax(Policy):
         headroom: Powers of two left free above the activations' gradients, which grow in sums on their way, and from
             batch to batch; None for 3, or a sixth of fewer than 18 binades, and where that is more for 8 above the
             median of the measurements that count, or what a format of fewer than 35 binades has beyond 27.
-        weight_headroom: The same above the parameters' gradients.
         measurements: How many of the last measurements count; exponents fall at once and
             rise when a peak is this old.
     """
 
     headroom: int | None = None
-    weight_headroom: int | None = None
     measurements: int = 4
 
     name = "amax"
 
     def __post_init__(self) -> None:
-        for field in ("headroom", "weight_headroom"):
-            if getattr(self, field) is not None:
-                check_integer_option(field, getattr(self, field), 0, 30)
+        if self.headroom is not None:
+            check_integer_option("headroom", self.headroom, 0, 30)
         check_integer_option("measurements", self.measurements, 1, 64)
 
     def exponent(self, site: Site) -> int | None:
@@ -126,16 +123,13 @@ class Amax(Policy):
         if site.format is None:
             # What no narrow format stores has no limit, whatever it was before.
             return None
-        limits = []
         sizes_by_kind: dict[str, list[float]] = {}
         for entry in list(site.history)[-self.measurements :]:
             for kind, size in entry.items():
                 if size > 0:
                     sizes_by_kind.setdefault(kind, []).append(math.ldexp(size, site.reference_binade))
-        for kind, sizes in sizes_by_kind.items():
-            room = self.weight_headroom if kind == "weight" else self.headroom
-            highest = min(site.format.emax, _HIGHEST_USED_EXPONENT)
-            limits.append(highest - _find_needed_top(sizes, room, site.format))
+        highest = min(site.format.emax, _HIGHEST_USED_EXPONENT)
+        limits = [highest - _find_needed_top(sizes, self.headroom, site.format) for sizes in sizes_by_kind.values()]
         return min(limits, default=None)
 
 
@@ -201,7 +195,7 @@ class Measured(Policy):
 
     def exponent(self, site: Site) -> int | None:
         """Return the exponent that this site alone would allow; the scaler takes the least of all sites."""
-        return Amax(self.headroom, self.headroom).exponent(site)
+        return Amax(self.headroom).exponent(site)
 
 
 @dataclasses.dataclass(frozen=True)

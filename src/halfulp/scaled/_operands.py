@@ -391,12 +391,10 @@ def is_outer_broadcast(a: Tensor, b: Tensor) -> bool:
 
     Sizes are compared to 1 alone: a graph whose sizes vary would be compiled again where two of them become equal.
     """
-    return _is_broadcast_along(a, b) and _is_broadcast_along(b, a)
-
-
-def _is_broadcast_along(x: Tensor, y: Tensor) -> bool:
-    sizes = zip(reversed(x.shape), reversed(y.shape))
-    return x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in sizes)
+    return all(
+        x.dim() < y.dim() or any(one == 1 and other != 1 for one, other in zip(reversed(x.shape), reversed(y.shape)))
+        for x, y in ((a, b), (b, a))
+    )
 
 
 # By `Family.operands`. Normalisations are left to their rules: they compute in float32 and give results about 1, which

@@ -103,14 +103,12 @@ class WatchedForward(GraphReader):
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
             out = self.inner(*args, **kwargs)
-            return out if is_exporting() or self._role != "model" else self._mark_outputs(out)
+            if is_exporting() or self._role != "model":
+                return out
+            wide = self._is_widening()
+            widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
+            return map_tensors(widened, lambda x: mark_scaled_output(x, self._backward.handle))
         return self._run_with_edges(args, kwargs)
-
-    def _mark_outputs(self, out: Any) -> Any:
-        """Mark the model's outputs in a compiled graph for the scaler's backend."""
-        wide = self._is_widening()
-        widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
-        return map_tensors(widened, lambda x: mark_scaled_output(x, self._backward.handle))
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -163,7 +161,10 @@ class WatchedForward(GraphReader):
             return region.leave_region(out, self._is_widening())
 
     def _is_widening(self) -> bool:
-        return is_autocasting_to_float16() if self._wide is None else self._wide
+        if self._wide is not None:
+            return self._wide
+        kinds = ("cpu", "cuda", "mps", "xpu")
+        return any(torch.is_autocast_enabled(k) and torch.get_autocast_dtype(k) == torch.float16 for k in kinds)
 
     def restore(self) -> None:
         """Restore the module's previous forward."""
@@ -187,12 +188,6 @@ def get_plain_forward(module: nn.Module) -> types.MethodType:
 
 # Modules whose forward reads their parts' parameters and does not call the parts.
 SINGLE_SITE_MODULES = (nn.MultiheadAttention,)
-
-
-def is_autocasting_to_float16() -> bool:
-    """Return whether autocast to float16 is on, for any kind of device."""
-    kinds = ("cpu", "cuda", "mps", "xpu")
-    return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
 
 
 def list_watched_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleRole]]:

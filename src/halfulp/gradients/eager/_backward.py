@@ -306,10 +306,6 @@ class Backward:
         if proposal is not None:
             site.proposals.append(proposal)
 
-    def find_device(self) -> torch.device:
-        """Return the device of the models' parameters."""
-        return next((p.device for names in self.names for p in names.list_parameters()), torch.device("cpu"))
-
     def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> GradientHook:
         """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
         key = site, find_narrow_format(made_in)

@@ -105,11 +105,6 @@ class ParameterNames:
             self._names.setdefault(id(parameter), None)
         return self._names[id(parameter)]
 
-    def list_parameters(self) -> Iterator[nn.Parameter]:
-        """Return all parameters of the model, if it still exists."""
-        model = self._model()
-        return iter(()) if model is None else model.parameters()
-
     def list_parts_by_id(self) -> dict[int, str]:
         """Return the qualified names of the modules that have children, by their ids."""
         model = self._model()
@@ -177,7 +172,7 @@ class ArgumentMoves:
     def __init__(self, backward: Backward, site: Site) -> None:
         self._backward = backward
         self._site = site
-        self._hooks: dict[tuple[Any, int], GradientHook] = {}
+        self.hooks: dict[tuple[Any, int], GradientHook] = {}
         # Leaves by identity, as their nodes may not be there before they are read; None: a parameter, whose gradient
         # leaves for the global exponent.
         self.leaves: dict[int, GradientHook | None] = {}
@@ -197,7 +192,7 @@ class ArgumentMoves:
         if tensor.is_leaf:
             self.leaves[id(tensor)] = hook
         else:
-            self._hooks[tensor.grad_fn, tensor.output_nr] = hook
+            self.hooks[tensor.grad_fn, tensor.output_nr] = hook
 
     def run_call(
         self, recording: CallRecording | None, function: Callable, args: tuple, kwargs: dict, written: Tensor | None
@@ -213,12 +208,8 @@ class ArgumentMoves:
             self._hook_readers([written, written._base], written)
         return out
 
-    def is_argument(self, tensor: Tensor) -> bool:
-        """Return whether a result is one of the arguments that were read, which stays at its site."""
-        return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
-
     def _hook_readers(self, made: Any, out: Any) -> None:
-        if not (self._hooks or self.leaves or self.views):
+        if not (self.hooks or self.leaves or self.views):
             return
         if isinstance(out, list | tuple):
             out = next((x for x in out if isinstance(x, Tensor)), None)
@@ -233,7 +224,7 @@ class ArgumentMoves:
             else:
                 node.register_prehook(leaving)
             mark_node(node, self._site, global_site, global_site)
-        if self._hooks or self.leaves:
+        if self.hooks or self.leaves:
             for node, moves in self._list_readers(made, leaving):
                 node.register_hook(_make_slot_hook(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
@@ -250,7 +241,7 @@ class ArgumentMoves:
             seen.add(node)
             moves = []
             for slot, link in enumerate(node.next_functions):
-                hook = self._hooks.get(link) or self._find_leaf_hook(link[0], leaving)
+                hook = self.hooks.get(link) or self._find_leaf_hook(link[0], leaving)
                 if hook is None:
                     pending.append(link[0])
                 else:
@@ -537,7 +528,8 @@ class Region(TorchFunctionMode):
         return map_tensors(out, lambda x: self._give_site(x, site, kind, nodes, reads))
 
     def _give_site(self, out: Tensor, site: Site, kind: str, nodes: set, reads: ArgumentMoves | None) -> Tensor:
-        if out.is_leaf or (reads is not None and reads.is_argument(out)):
+        if out.is_leaf or (reads is not None and reads.hooks and (out.grad_fn, out.output_nr) in reads.hooks):
+            # One of the arguments that were read stays at its site.
             return out
         if kind == "product":
             site.stored = find_narrow_format(out.dtype)

@@ -188,22 +188,16 @@ def learn_graph(
     refused = any(kind is not None and kind.__name__ in _UNREPLAYABLE_NODES for kind in shape.kinds)
     # The gradient of a leaf in float16 would need an edge of its own.
     refused = refused or any(dtype == torch.float16 for _, dtype, _ in shape.leaves)
-    if refused or _has_sums_in_16_bits(nodes, recording.edges):
+    # Gradients of several readers that are summed in 16 bits before a region moves the sum: hooks of nodes move each of
+    # them before the sum, which overflows and underflows elsewhere.
+    readers = Counter(one for node in nodes for one, _ in node.next_functions if one in recording.edges)
+    if refused or any(n > 1 and edge._input_metadata[0].dtype.itemsize == 2 for edge, n in readers.items()):
         return None
     global_site = backward.sites.global_site
     ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
     found = [global_site if end else recording.find_site(node) for node, end in zip(nodes, ends)]
     sites = [site for site in found if site is not None]
     return None if len(sites) < len(found) else LearnedGraph(shape, sites, list(recording.opened), backward)
-
-
-def _has_sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
-    """Return whether gradients of several readers are summed in 16 bits before a region moves the sum.
-
-    Hooks of nodes move each of them before the sum, which overflows and underflows elsewhere.
-    """
-    readers = Counter(one for node in nodes for one, _ in node.next_functions if one in edges)
-    return any(count > 1 and edge._input_metadata[0].dtype.itemsize == 2 for edge, count in readers.items())
 
 
 def _place_leaf_views(shape: GraphShape, sites: list[Site], global_site: Site) -> list[Site]:

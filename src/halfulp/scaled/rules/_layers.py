@@ -153,18 +153,10 @@ def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight:
     return _scale_norm_gradients(g, (to_x, to_weight), mask, rows, as_operand(deviation, like)._scale, holder)
 
 
-def _normalise_batch(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
-    """Normalise over the batch; return the saved statistics too, and the mean and unbiased variance as values."""
-    p = as_operand(x, first_scaled((x, weight, bias)))
-    zeros = torch.zeros(x.shape[1], dtype=torch.float32, device=p.device)
-    y, *statistics, mean, variance = aten._native_batch_norm_legit_functional.default(
-        *_decode_operands(p, weight, bias), zeros, zeros.clone(), True, 1.0, eps
-    )
-    return _make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics), (mean, variance)
-
-
 def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
-    """Return a moving average after one step: scaled if the average is."""
+    """Return a moving average after one step: scaled if the average is; None without one."""
+    if running is None:
+        return None
     if not isinstance(running, ScaledTensor):
         return running * (1 - momentum) + batch.to(running.dtype) * momentum
     wide = wrap(to_float32(running), running._scale, running.dtype)
@@ -172,81 +164,65 @@ def _step_running_average(running: Any, batch: Tensor, momentum: float) -> Any:
     return make_scaled(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
 
 
-def _normalise_in_evaluation(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: float) -> tuple:
-    values = _decode_operands(x, weight, bias, mean, variance)
-    y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
-    empty = torch.empty(0, dtype=torch.float32, device=y.device)
-    return _make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()
-
-
-@implements(aten.native_batch_norm.default, aten._native_batch_norm_legit.default, family="norm")
-def batch_norm(
+def _compute_batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> tuple[tuple, list]:
+    """Return the normalised values with the statistics that are saved, and the running statistics after the step."""
+    if not training:
+        values = _decode_operands(x, weight, bias, mean, variance)
+        y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
+        empty = torch.empty(0, dtype=torch.float32, device=y.device)
+        return (_make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()), [mean, variance]
+    p = as_operand(x, first_scaled((x, weight, bias)))
+    zeros = torch.zeros(x.shape[1], dtype=torch.float32, device=p.device)
+    y, *statistics, batch_mean, batch_variance = aten._native_batch_norm_legit_functional.default(
+        *_decode_operands(p, weight, bias), zeros, zeros.clone(), True, 1.0, eps
+    )
+    moved = [_step_running_average(*one, momentum) for one in ((mean, batch_mean), (variance, batch_variance))]
+    return (_make_normalised(y, x, weight, bias), *_scale_statistics(p, eps, *statistics)), moved
+
+
+def _make_reserve(x: Tensor, is_wanted: bool) -> list[Tensor]:
+    """Return the empty tensor that follows the results of some backends' operators."""
+    return [torch.empty(0, dtype=torch.uint8, device=x.device)] if is_wanted else []
+
+
+def batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any, reserve: bool = False
 ) -> tuple:
     """Normalised over the batch in training, the running statistics moved in place; else by those."""
-    if not training:
-        return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
-    y, saved, deviation, batch = _normalise_batch(x, weight, bias, eps)
-    for running, new in zip((mean, variance), batch):
-        if running is not None:
-            write_values(running, _step_running_average(running, new, momentum))
-    return y, saved, deviation
+    results, moved = _compute_batch_norm(x, weight, bias, mean, variance, training, *rest)
+    for running, new in zip((mean, variance), moved):
+        if training and running is not None:
+            write_values(running, new)
+    return *results, *_make_reserve(x, reserve)
 
 
-implements(aten._native_batch_norm_legit.no_stats, family="norm")(
-    lambda x, weight, bias, training, momentum, eps: batch_norm(x, weight, bias, None, None, True, momentum, eps)
-)
-
-
-@implements(aten._native_batch_norm_legit_functional.default, family="norm")
 def batch_norm_functional(
-    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *rest: Any, reserve: bool = False
 ) -> tuple:
     """Normalise like `native_batch_norm`, returning the moved running statistics as results."""
-    if not training:
-        return *_normalise_in_evaluation(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
-    y, saved, deviation, batch = _normalise_batch(x, weight, bias, eps)
-    return (
-        y,
-        saved,
-        deviation,
-        _step_running_average(mean, batch[0], momentum),
-        _step_running_average(variance, batch[1], momentum),
-    )
+    results, moved = _compute_batch_norm(x, weight, bias, mean, variance, training, *rest)
+    return *results, *_make_reserve(x, reserve), *(moved if training else (one.clone() for one in moved))
 
 
-def _register_backend_batch_norms() -> None:
-    """Register the operators of other backends: the same results, of which some are followed by an empty reserve."""
-
-    normal: Callable[..., tuple] = batch_norm
-    functional: Callable[..., tuple] = batch_norm_functional
-
-    def reserve(x: Tensor) -> Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=x.device)
-
-    def functional_with_reserve(x: Any, *given: Any) -> tuple:
-        results = functional(x, *given[:4], True, *given[4:])
-        return *results[:3], reserve(x), *results[3:]
-
-    def in_evaluation(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float) -> tuple:
-        return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
-
-    variants: dict[OpOverload, Callable[..., tuple]] = {
-        aten.miopen_batch_norm.default: normal,
-        aten.cudnn_batch_norm.default: lambda x, *given: (*normal(x, *given), reserve(x)),
-        aten._native_batch_norm_legit_no_training.default: in_evaluation,
-        aten._batch_norm_no_update.default: lambda x, *given: (*in_evaluation(x, *given), reserve(x)),
-        aten._batch_norm_with_update.default: lambda x, *given: (
-            *normal(x, *given[:4], True, *given[4:]),
-            reserve(x),
-        ),
-        aten._batch_norm_with_update_functional.default: functional_with_reserve,
-    }
-    for operator, rule in variants.items():
-        implements(operator, family="norm")(rule)
-
-
-_register_backend_batch_norms()
+_batch_norm_rules: dict[OpOverload, Callable[..., tuple]] = {
+    aten.native_batch_norm.default: batch_norm,
+    aten._native_batch_norm_legit.default: batch_norm,
+    aten._native_batch_norm_legit_functional.default: batch_norm_functional,
+    # Those of other backends, or without some of the arguments.
+    aten.miopen_batch_norm.default: batch_norm,
+    aten.cudnn_batch_norm.default: lambda *given: batch_norm(*given, reserve=True),
+    aten._native_batch_norm_legit.no_stats: lambda *given: batch_norm(*given[:3], None, None, True, *given[4:]),
+    aten._native_batch_norm_legit_no_training.default: lambda *given: batch_norm(*given[:5], False, *given[5:]),
+    aten._batch_norm_no_update.default: lambda *given: batch_norm(*given[:5], False, *given[5:], reserve=True),
+    aten._batch_norm_with_update.default: lambda *given: batch_norm(*given[:5], True, *given[5:], reserve=True),
+    aten._batch_norm_with_update_functional.default: lambda *given: batch_norm_functional(
+        *given[:5], True, *given[5:], reserve=True
+    ),
+}
+for _operator, _rule in _batch_norm_rules.items():
+    implements(_operator, family="norm")(_rule)
 
 
 @implements(aten.native_batch_norm_backward.default, family="norm")

@@ -355,9 +355,13 @@ def data_movement(*operators: OpOverload, family: str = "own") -> None:
 
 def _make_data_movement_rule(operator: OpOverload, is_view: bool) -> Callable[..., Any]:
     def move(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
-        scale, dtype = x._scale, x.dtype
-        results = move_elements(operator, x._payload, *arguments, **options)
-        return map_tree(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
+        payload, scale, dtype = x._payload, x._scale, x.dtype
+        if is_view or payload.dtype not in EIGHT_BITS:
+            results = operator(payload, *arguments, **options)
+            return map_tree(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
+        # torch has no kernels for eight-bit floats.
+        results = operator(payload.view(torch.uint8), *arguments, **options)
+        return map_tree(lambda p: wrap(p.view(payload.dtype), scale.clone(), dtype), results)
 
     def view(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         if not torch.is_inference_mode_enabled() or x.is_inference():
@@ -366,14 +370,6 @@ def _make_data_movement_rule(operator: OpOverload, is_view: bool) -> Callable[..
             return move(x, *arguments, **options)
 
     return view if is_view else move
-
-
-def move_elements(operator: OpOverload, payload: Tensor, *arguments: Any, **options: Any) -> Any:
-    """Run an operator that moves elements on a payload: as bytes where torch has no kernel for eight bits."""
-    if payload.dtype not in EIGHT_BITS or operator.is_view:
-        return operator(payload, *arguments, **options)
-    results = operator(payload.view(torch.uint8), *arguments, **options)
-    return map_tree(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
 
 
 def homogeneous(
@@ -421,7 +417,10 @@ def _make_homogeneous_rule(operator: OpOverload, degree: int) -> Callable[..., A
 def _make_rule_of_degrees(
     operator: OpOverload, degrees: dict[str, int], terms: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    names = _list_argument_names(operator, *degrees)
+    names = [argument.name for argument in operator._schema.arguments]
+    for name in degrees:
+        if name not in names:
+            raise ValueError(unknown(f"argument of {operator}", name, names))
 
     def rule(*arguments: Any, **options: Any) -> Any:
         like = first_scaled(tree_leaves((arguments, options)))
@@ -446,15 +445,6 @@ def _make_rule_of_degrees(
         return scale_payloads(results, factors, holders, sum_scale)
 
     return rule
-
-
-def _list_argument_names(operator: OpOverload, *given: str) -> list[str]:
-    """Return the names of an operator's arguments; raise unless those given are among them."""
-    names = [argument.name for argument in operator._schema.arguments]
-    for name in given:
-        if name not in names:
-            raise ValueError(unknown(f"argument of {operator}", name, names))
-    return names
 
 
 def unit_scale(*operators: OpOverload, family: str = "own") -> None:
@@ -486,20 +476,17 @@ def _make_value_rule(
         storage, dtype = (product_storage if is_product else result_storage)(flat), logical_dtype(flat)
         arguments, options = map_tree(decode_value, (arguments, options))
         results = operator(*arguments, **options)
-        encoded = map_tree(
-            lambda y: _encode_result(y, storage, dtype, is_unit), results[:scaled] if scaled else results
-        )
-        return (*encoded, *results[scaled:]) if scaled else encoded
+
+        def encode(y: Any) -> Any:
+            if not is_floating(y) or y.layout != torch.strided:
+                return y
+            if is_unit:  # under the scale 1, or what the largest needs
+                return make_scaled_to_fit(y, scale_one(y), storage, dtype)
+            return encode_values(y, storage, dtype=dtype)
+
+        return (*map_tree(encode, results[:scaled]), *results[scaled:]) if scaled else map_tree(encode, results)
 
     return compute
-
-
-def _encode_result(y: Any, storage: torch.dtype, dtype: torch.dtype, is_unit: bool) -> Any:
-    if not isinstance(y, Tensor) or not y.is_floating_point() or y.layout != torch.strided:
-        return y
-    if is_unit:  # under the scale 1, or what the largest needs
-        return make_scaled_to_fit(y, scale_one(y), storage, dtype)
-    return encode_values(y, storage, dtype=dtype)
 
 
 def decoded(*operators: OpOverload, family: str = "own") -> None:
@@ -516,25 +503,22 @@ def _make_plain_rule(operator: OpOverload) -> Callable[..., Any]:
     return compute
 
 
-def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False, of: str | None = None) -> None:
+def gate(*operators: OpOverload, family: str = "own", at_least_one: bool = False) -> None:
     """Register operators f(x) = x g(x) with a gate g about 1: op(p s) under the scale s, computed on values.
 
     Args:
         operators: the overloads.
         family: the heading in tables.
         at_least_one: results do not vanish where arguments do, so that their scale is at least 1: softplus.
-        of: the name of the argument whose scale stays; the first by default.
     """
     for operator in present_operators(operators):
-        implements(operator, family=family)(_make_gate_rule(operator, of, at_least_one))
+        implements(operator, family=family)(_make_gate_rule(operator, at_least_one))
 
 
-def _make_gate_rule(operator: OpOverload, of: str | None, at_least_one: bool) -> Callable[..., Any]:
-    position = 0 if of is None else _list_argument_names(operator, of).index(of)
-
+def _make_gate_rule(operator: OpOverload, at_least_one: bool) -> Callable[..., Any]:
     def rule(*arguments: Any, **options: Any) -> Any:
         flat = tree_leaves((arguments, options))
-        kept = as_operand(arguments[position], first_scaled(flat))
+        kept = as_operand(arguments[0], first_scaled(flat))
         scale = _powers.maximum_scale(kept._scale, scale_one(kept)) if at_least_one else kept._scale
         values = operator(*map_tree(decode_value, arguments), **map_tree(decode_value, options))
         holders = [x for x in flat if isinstance(x, Tensor)]
