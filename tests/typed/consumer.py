@@ -515,7 +515,7 @@ def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None
 
 def distributed_read_only(bucket: Any, model: nn.parallel.DistributedDataParallel) -> None:
     """The hooks that DistributedDataParallel takes."""
-    reduction = hu.gradients.reduce_in_bfloat16(model, "feedback", seed=1)
+    reduction = hu.gradients.reduce_in_bfloat16(model)
     assert_type(reduction, hu.gradients.NarrowReduction)
     reduction.load_state_dict(reduction.state_dict())
     assert_type(reduction.bytes_sent, int)

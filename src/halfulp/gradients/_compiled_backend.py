@@ -317,11 +317,12 @@ def warn_of_graph_breaks(inputs: Sequence, backward: Backward) -> None:
 
     broken = set()
     for node in list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends):
-        if hasattr(node, "variable"):
-            name = find_owning_module(node.variable, backward)
+        parameter = getattr(node, "variable", None)
+        if isinstance(parameter, Tensor):
+            name = find_owning_module(parameter, backward)
             if name is not None:
                 broken.add(repr(name))
-            elif isinstance(node.variable, nn.Parameter) and any(one.is_sharded() for one in backward.names):
+            elif isinstance(parameter, nn.Parameter) and any(one.is_sharded() for one in backward.names):
                 broken.add("modules that fully_shard wraps")  # no module lists its copies
     if broken:
         names = ", ".join(sorted(broken)[:5]) + (" and others" if len(broken) > 5 else "")

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._powers_of_two import PowerRounding
 from ._registry import EIGHT_BITS
 
 if TYPE_CHECKING:
@@ -100,19 +99,17 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     return scaled if dtype == wide else scaled.to(dtype)
 
 
-def measure_rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
+def measure_rms_scale(values: Tensor, storage: torch.dtype) -> Tensor:
     """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
 
     Without such values `ZERO_SCALE`. Of values times a power of two it is that times it.
     """
     if not values.numel():
         return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    quick = (
-        None if storage in EIGHT_BITS or values.dtype in EIGHT_BITS else _measure_rms_scale_quickly(values, rounding)
-    )
+    quick = None if storage in EIGHT_BITS or values.dtype in EIGHT_BITS else _measure_rms_scale_quickly(values)
     if quick is not None:
         return torch.full((), quick, dtype=torch.float32, device="cpu")
-    if rounding == "nearest" and values.dtype in fused.PAYLOAD_CODECS and fused.is_fused(values):
+    if values.dtype in fused.PAYLOAD_CODECS and fused.is_fused(values):
         return fused.measure_level(values, storage, _powers.ZERO_SCALE)
     wide = values.detach().to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     finite = torch.nan_to_num(wide, 0.0, 0.0, 0.0)
@@ -121,12 +118,12 @@ def measure_rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRound
     near = _powers.round_to_power(amax)
     finite = finite / near
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
-    scale = _powers.round_to_power(near * rms, rounding)
+    scale = _powers.round_to_power(near * rms, "nearest")
     least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
     return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
 
 
-def _measure_rms_scale_quickly(values: Tensor, rounding: PowerRounding) -> float | None:
+def _measure_rms_scale_quickly(values: Tensor) -> float | None:
     """Return the scale of `measure_rms_scale` for ordinary concrete values, in two passes, not eight; else None.
 
     No element of so few is beyond float16's range under it.
@@ -138,4 +135,4 @@ def _measure_rms_scale_quickly(values: Tensor, rounding: PowerRounding) -> float
     norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
     if not _ORDINARY_NORMS[0] < norm < _ORDINARY_NORMS[1]:  # squares that leave float32's range, infinities, NaN, zeros
         return None
-    return _powers.nearest_power(norm / max(int(values.count_nonzero()), 1) ** 0.5, rounding)
+    return _powers.nearest_power(norm / max(int(values.count_nonzero()), 1) ** 0.5)

@@ -19,7 +19,6 @@ from ..subclass._rule_table import Given, is_in_quotient_formula
 from ..subclass.models._parameter_holders import refuse_fully_shard_for
 from . import _powers_of_two as _powers
 from ._payloads import common_storage, decode_values, measure_rms_scale, to_float32, to_storage
-from ._powers_of_two import PowerRounding
 from ._registry import (
     LOGICAL_DTYPES,
     RULES,
@@ -124,7 +123,6 @@ class ScaledTensor(CompositeTensor):
         x: Tensor,
         dtype: torch.dtype = torch.float16,
         scale: Tensor | float | None = None,
-        rounding: PowerRounding = "nearest",
         home: torch.dtype | None = None,
     ) -> ScaledTensor:
         """Encode a plain tensor as payload x scale.
@@ -136,7 +134,6 @@ class ScaledTensor(CompositeTensor):
             dtype: of the payload: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32.
             scale: a power of two; None takes one next to the root mean square of the finite non-zero values, or as
                 much larger as the largest needs.
-            rounding: how the root mean square becomes a power of two: "down", "up" or "nearest" (in log2).
             home: see `home`.
 
         Returns:
@@ -156,7 +153,6 @@ class ScaledTensor(CompositeTensor):
         refuse_make_fx("ScaledTensor")
         check_storage(dtype)
         check_home(home)
-        _powers.check_power_rounding(rounding)
         if x.dtype not in LOGICAL_DTYPES:
             raise ValueError(
                 f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}; integers carry no scale"
@@ -167,7 +163,7 @@ class ScaledTensor(CompositeTensor):
         if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
             x = x.decode(x.dtype)
         given = None if scale is None else _powers.as_scale(scale, x.device)
-        made: ScaledTensor = convert_tensor(x, _encode_tensor, (x.dtype, dtype, home), dtype, given, rounding, home)
+        made: ScaledTensor = convert_tensor(x, _encode_tensor, (x.dtype, dtype, home), dtype, given, home)
         return made
 
     @staticmethod
@@ -426,16 +422,14 @@ convert_tensor: Callable[..., Any] = _ConvertTensor.apply
 def _convert_to_kind(x: Tensor, dtype: torch.dtype, storage: torch.dtype | None, home: Any) -> Tensor:
     """Return values as a plain tensor, or where there is a storage as a scaled one; a scaled one as it is."""
     if storage is not None:
-        return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, None, "nearest", home)
+        return x if isinstance(x, ScaledTensor) else ScaledTensor.encode(x.to(dtype), storage, home=home)
     return x.decode(dtype) if isinstance(x, ScaledTensor) else x.to(dtype)
 
 
-def _encode_tensor(
-    x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: PowerRounding, home: Any
-) -> ScaledTensor:
+def _encode_tensor(x: Tensor, storage: torch.dtype, scale: Tensor | None, home: Any) -> ScaledTensor:
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
     if scale is None:
-        scale = measure_rms_scale(x, storage, rounding)
+        scale = measure_rms_scale(x, storage)
     payload = wide / scale.to(wide.dtype)
     _check_payload_fits(wide, payload.to(torch.float32), storage, scale)
     return wrap(to_storage(payload, storage), scale, x.dtype, home)

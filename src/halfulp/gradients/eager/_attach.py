@@ -102,13 +102,17 @@ class WatchedForward(GraphReader):
         if not torch.is_grad_enabled() or self._backward.idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
-            out = self.inner(*args, **kwargs)
-            if is_exporting() or self._role != "model":
-                return out
-            wide = self._is_widening()
-            widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
-            return map_tensors(widened, lambda x: mark_scaled_output(x, self._backward.handle))
+            # One expression: where a graph breaks in it, Dynamo goes on inside of the module.
+            return self.inner(*args, **kwargs) if is_exporting() else self._mark_outputs(self.inner(*args, **kwargs))
         return self._run_with_edges(args, kwargs)
+
+    def _mark_outputs(self, out: Any) -> Any:
+        """Mark the model's outputs in a compiled graph for the scaler's backend."""
+        if self._role != "model":
+            return out
+        wide = self._is_widening()
+        widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
+        return map_tensors(widened, lambda x: mark_scaled_output(x, self._backward.handle))
 
     @property
     def __func__(self) -> Callable[..., Any]:
