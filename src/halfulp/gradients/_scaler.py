@@ -331,18 +331,22 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             self._scale = torch.full_like(self._scale, self._compute_global_scale())
         return self._scale.to(device, non_blocking=True)
 
-    def set_growth_factor(self, new_value: float) -> None:
+    def set_growth_factor(self, new_factor: float) -> None:
         """Refuse: scales are powers of two, which the policy chooses.
 
         Raises:
             NotImplementedError: always, with the policy to give instead.
         """
         raise NotImplementedError(
-            f"scales are powers of two, which the policy chooses, got {new_value}: give policy= to the scaler, such as "
-            "Dynamic(growth_interval=...)"
+            f"scales are powers of two, which the policy chooses, got {new_factor}: give policy= to the scaler, such "
+            "as Dynamic(growth_interval=...)"
         )
 
-    set_backoff_factor = set_growth_interval = set_growth_factor
+    set_backoff_factor = set_growth_factor
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Refuse, as `set_growth_factor` does."""
+        self.set_growth_factor(new_interval)
 
     # what it tells --------------------------------------------------------------------------------------------
 

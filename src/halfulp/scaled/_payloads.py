@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,14 +12,19 @@ from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._registry import EIGHT_BITS
 
-if TYPE_CHECKING:
-    from ._scaled_tensor import ScaledTensor
-
 _STORAGE_WIDTHS = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
 # The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
 _MOST_QUICK_ELEMENTS = 2**30
 # Norms whose squares are normal float32 numbers, unless nearly all elements are far smaller.
 _ORDINARY_NORMS = (2.0**-40, 2.0**40)
+
+
+class PayloadWithScale(Protocol):
+    """The parts of a ScaledTensor that are read here."""
+
+    dtype: torch.dtype
+    _payload: Tensor
+    _scale: Tensor
 
 
 def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
@@ -44,7 +49,7 @@ def smallest_number(storage: torch.dtype) -> float:
     return _SMALLEST_NUMBERS[storage]
 
 
-def to_float32(x: ScaledTensor) -> Tensor:
+def to_float32(x: PayloadWithScale) -> Tensor:
     """Return the payload in float32, in which rules compute."""
     return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
 
@@ -80,7 +85,7 @@ def _round_to_odd(values: Tensor) -> Tensor:
     return torch.where((cut.double() != values) & near.isfinite(), odd, near)
 
 
-def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
+def decode_values(x: PayloadWithScale, dtype: torch.dtype | None = None) -> Tensor:
     """Return payload x scale, computed in float32 (float64 for that dtype) and rounded once, by default to x.dtype."""
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
