@@ -53,7 +53,7 @@ def read_sites(state_dict: Any) -> dict[str, Any] | None:
     parse_scale_exponent("'scale' of the state_dict", state_dict["scale"])
     if not {"sites", "progress"} & state_dict.keys():
         return None
-    _check_fields("the state_dict", state_dict, dict.fromkeys(("sites", "progress"), (list, tuple)))
+    _check_fields("the state_dict", state_dict, {"sites": (list, tuple, dict), "progress": (list, tuple)})
     sites = dict(state_dict["sites"])
     if len(state_dict["progress"]) != _PROGRESS_LENGTH or GLOBAL_KEY not in sites:
         raise ValueError("'sites' or 'progress' of the state_dict is damaged: load what a scaler's state_dict() gave")
