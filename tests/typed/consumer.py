@@ -216,7 +216,7 @@ def scaled_tensors() -> None:
     assert_type(hu.scaled.linear_fp8(torch.randn(16, 16), torch.randn(16, 16)), Tensor)
     assert_type(hu.scaled.eight_bit_engine("cpu"), Literal["scaled_mm", "emulated"])
     assert_type(hu.scaled.round_to_power(torch.tensor(3.0), "up"), Tensor)
-    model = hu.scalify(nn.Linear(4, 4), torch.float16, rescale={"": "gradient"})
+    model = hu.scalify(nn.Linear(4, 4), torch.float16, rescale=["*"])
     assert_type(model, nn.Linear)
     assert_type(hu.scaled.plain_state_dict(model.state_dict()), dict[str, Any])
     assert_type(hu.fallbacks(model), dict[str, int])
@@ -514,7 +514,7 @@ def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None
 
 def distributed_read_only(bucket: Any, model: nn.parallel.DistributedDataParallel) -> None:
     """The hooks that DistributedDataParallel takes."""
-    reduction = hu.gradients.reduce_in_bfloat16(model, "feedback", seed=1)
+    reduction = hu.gradients.reduce_in_bfloat16(model)
     assert_type(reduction, hu.gradients.NarrowReduction)
     reduction.load_state_dict(reduction.state_dict())
     assert_type(reduction.bytes_sent, int)
