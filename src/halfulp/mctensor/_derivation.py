@@ -17,15 +17,13 @@ from ..subclass._collectives import derive_collective_rule, is_collective
 from ..subclass._foreach import make_foreach_rule
 from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
 from ..subclass._rule_table import functional_form, is_written
-from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
+from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation
 from ._result_type import (
     ResultType,
     encode_plain_operands,
     has_plain_operand,
-    limit_large_elements,
     make_result,
     result_type,
-    to_components,
 )
 from ._write import check_takes_fractions, copy_received, write_value
 
@@ -87,8 +85,6 @@ def run_in_float64(
     form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
-    if form.scaled:
-        results = tree_map(lambda x: limit_large_elements((x,), leaves)[0] if _is_floating(x) else x, results)
     return tree_map(lambda x: make_result((x,), form) if _is_floating(x) else x, results)
 
 
@@ -215,21 +211,12 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
             check_takes_fractions(target)
     for target, result in zip(targets, results, strict=True):
         if isinstance(target, MCTensor) or isinstance(result, MCTensor):
-            write_value(target, _drop_large_elements(target, result, given))
+            write_value(target, result)
         else:
             target.copy_(result)
     if not operator._schema.returns:
         return None
     return targets[0] if len(targets) == 1 else tuple(targets)
-
-
-def _drop_large_elements(target: Tensor, result: Any, given: dict) -> Any:
-    """Return a result to be written without large elements, where plain operands do not decide the memory's scale."""
-    if not isinstance(target, MCTensor) or target._scale is None or not isinstance(result, Tensor):
-        return result
-    parts = tuple(part.double() for part in to_components(result, target.device))
-    found = limit_large_elements(parts, tree_leaves(given))
-    return result if found is parts else wrap_parts(found, None, target._gradients)
 
 
 def _refuse_operator(operator: OpOverload, why: str, *arguments: Any, **options: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -22,7 +22,7 @@ from .._result_type import (
     SUM_FUNCTION_NAMES,
     ResultType,
     convert_operands,
-    limit_updated_elements,
+    limit_large_elements,
     make_result,
     result_type,
     run_function,
@@ -290,8 +290,8 @@ def _make_in_place_binary_rule(name: str) -> Callable:
     return lambda x, other: _update_in_place(name, x, x, other)
 
 
-def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[str, Sequence[Any]] | None = None) -> Tensor:
-    """Write f(operands) into x; `given` is the function and the operands of which they were made."""
+def _update_in_place(name: str, x: Tensor, *operands: Any) -> Tensor:
+    """Write f(operands) into x."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
         return write_value(x, run_function(name, *operands, form=result_type(operands)._replace(gradients=COMPONENTS)))
@@ -301,10 +301,11 @@ def _update_in_place(name: str, x: Tensor, *operands: Any, given: tuple[str, Seq
         return x
     form = choose_computing_type(x)
     result = pointwise(name, *parts, components=form.components, dtype=form.dtype)
-    if x._scale is not None:
-        result = limit_updated_elements(result, *(given or (name, operands)))
+    is_sum = name in SUM_FUNCTION_NAMES
+    if x._scale is not None and is_sum:
+        result = limit_large_elements(result, operands)
     exact = lambda: pointwise(name, *parts, components=1, dtype=torch.float64)[0]  # noqa: E731
-    return write_components(x, result, exact, is_sum=name in SUM_FUNCTION_NAMES)
+    return write_components(x, result, exact, is_sum)
 
 
 for _name, _operator in UNARY_OPERATORS.items():
@@ -354,7 +355,7 @@ def _register_product(name: str, divide: bool) -> None:
     @implements(getattr(aten, f"{name}_").default)
     def accumulate_(x: Tensor, b: Any, c: Any, *, value: Any = 1) -> Tensor:
         factors = _find_product_factors(b, c, value, divide, result_type((x, b, c)))
-        return _update_in_place("addcmul", x, x, *factors, given=(name, (x, b, c, value)))
+        return _update_in_place("addcmul", x, x, *factors)
 
 
 def _find_product_factors(b: Any, c: Any, value: Any, divide: bool, form: Any) -> tuple[Any, Any]:

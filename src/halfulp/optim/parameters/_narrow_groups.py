@@ -11,13 +11,13 @@ import torch
 from ..._messages import find_users_level
 from ...subclass.models._averages import warn_of_narrow_averages
 from ...subclass.models._parameter_holders import (
-    Wrappers,
     check_holders,
     list_data_parallel_modules,
     list_living_modules,
     list_sharded_modules,
     refuse_overlapping_memory,
     replace_parameter_data,
+    reset_shards,
 )
 from .._group_options import check_ranks
 from .._storage import STORES
@@ -31,7 +31,7 @@ from ._parameter_plan import ParameterPlan
 _MESSAGE_BYTES = 1 << 26
 
 
-def check_narrowing(groups: Iterable[dict]) -> Wrappers:
+def check_narrowing(groups: Iterable[dict]) -> list[torch.nn.Module]:
     """Find other holders of the float32 parameters that groups ask to be narrowed."""
     return check_holders(
         [
@@ -43,7 +43,7 @@ def check_narrowing(groups: Iterable[dict]) -> Wrappers:
     )
 
 
-def narrow_groups(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
+def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn.Module]) -> None:
     """Make the groups' float32 parameters narrow in place if so asked, the low bits kept in auxiliary tensors.
 
     So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
@@ -71,7 +71,7 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) ->
                 if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
                     # For one step, to tell whether DistributedDataParallel changed the weights.
                     held.payload, held.steps = held.memory.clone(), 1
-    wrappers.follow()
+    reset_shards(sharded)
 
 
 def _fill_auxiliary_tensors(plan: ParameterPlan, parameter: torch.Tensor, value: torch.Tensor) -> None:

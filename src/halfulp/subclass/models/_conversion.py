@@ -15,8 +15,8 @@ from ..._messages import ENVIRONMENT, a_kind
 from ...kernels import untraced
 from .. import _rule_table as _fallback
 from .._in_backward import refuse_recorders_at_call
-from . import _parameter_holders as _outer_modules
 from . import _state_dict
+from ._parameter_holders import install_registration_hooks
 
 
 def remove_hooks(modules: Iterable[nn.Module], is_ours: Callable[[Any], bool]) -> None:
@@ -255,7 +255,7 @@ def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Conver
         _state_dict.install_hooks(ref.module)
     _state_dict.install_file_check(model)
     install_fallback_counts(model)
-    _outer_modules.install_registration_hooks()
+    install_registration_hooks()
 
 
 def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: ConvertedTensors) -> None:
