@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..._messages import ENVIRONMENT, a_kind
 from ...kernels import untraced
 from .. import _rule_table as _fallback
-from .._in_backward import refuse_recorders_at_call
+from .._in_backward import refuse_tracing_of
 from . import _state_dict
 from ._parameter_holders import install_registration_hooks
 
@@ -210,7 +210,7 @@ def remove_fallback_counts(module: nn.Module) -> None:
 def _begin_forward(module: nn.Module, arguments: Any) -> None:
     """Attribute the following fallbacks to this model, and refuse recorders."""
     if not torch.compiler.is_compiling():
-        refuse_recorders_at_call(module, arguments)
+        refuse_tracing_of(module)
     _fallback._running_model.counts = module.__dict__[_COUNTS_ATTRIBUTE]
 
 
