@@ -50,6 +50,9 @@ def derive_rule(operator: OpOverload) -> Callable:
     name = operator._schema.name.removeprefix("aten::")
     if (rule := make_foreach_rule(operator)) is not None:
         return rule
+    if name.startswith("_fused_") and operator._schema.is_mutable:
+        why = "reads memory as plain numbers (make the optimizer with fused=False)"
+        return functools.partial(_refuse_operator, operator, why)
     if operator in _RESIZING_OPERATORS:
         return functools.partial(_refuse_operator, operator, "changes memory that views share")
     if operator._can_decompose():
@@ -234,5 +237,5 @@ def _refuse_collective(operator: OpOverload) -> NoReturn:
     """Raise for a collective of MCTensors that has no rule."""
     raise NotImplementedError(
         f"{operator} of MCTensors: every component rounded apart would lose digits. Gradients are plain tensors "
-        "with gradients='first'; send other values as x.decode(torch.float64), or as x.components one by one"
+        "with gradients='first'; send other values as x.decode(torch.float64), or gather x.components one by one"
     )

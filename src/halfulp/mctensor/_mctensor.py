@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -320,21 +320,9 @@ class MCTensor(CompositeTensor):
         made = wrap_parts(made[0], made[1], self._gradients) if isinstance(made, tuple) else made
         return made.requires_grad_(requires_grad)
 
-    def new(self, *arguments: Any, device: Any = None) -> Tensor:  # type: ignore[override]
-        """torch's old constructor: of sizes without values, or of data; always an MCTensor like this one."""
-        if len(arguments) == 1 and not isinstance(arguments[0], (int, torch.Size)):
-            return self.new_tensor(arguments[0], device=device)
-        sizes = arguments[0] if arguments and isinstance(arguments[0], torch.Size) else arguments or (0,)
-        made: Tensor = self.new_empty(sizes, device=device)
-        return made
-
-    def type(self, dtype: Any = None, non_blocking: bool = False, **options: Any) -> Any:
-        """Return the name of torch's type of the components, or `to` a dtype or a type of this name."""
-        if dtype is None:
-            return self._parts[0].type()
-        if not isinstance(dtype, torch.dtype):
-            dtype = torch.empty(0, dtype=torch.float32, device="cpu").type(dtype).dtype
-        return self.to(dtype, non_blocking=non_blocking)
+    def new(self, *arguments: Any, **options: Any) -> NoReturn:  # type: ignore[override]
+        """Refuse torch's old constructor."""
+        raise TypeError("x.new is of sizes or of data: use x.new_empty(sizes) or x.new_tensor(data)")
 
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch would round a number to the components' dtype before anyone else sees it.

@@ -342,49 +342,13 @@ for _operator in _VIEW_OPERATORS:
     implements(_operator)(_make_view_rule(_operator))
 
 
-def pack_message(x: MCTensor) -> Tensor:
-    """Return every component and the scale of a tensor as one byte tensor."""
-    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in list_inner_tensors(x)])
-
-
-def unpack_message(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCTensor:
-    """Return the MCTensor that a message holds: of a shape, with dtype, components and scale like another's."""
-    count = len(like._parts)
-    fixed = 0 if like._scale is None else like._scale.element_size()
-    size = (message.numel() - fixed) // count
-    pieces = message.split([*[size] * count, *([fixed] if fixed else [])])
-    parts = tuple(_view_as_dtype(piece, like.dtype).reshape(shape) for piece in pieces[:count])
-    scale = _view_as_dtype(pieces[count], torch.float32).reshape(()) if fixed else None
-    return wrap_parts(parts, scale, like._gradients)
-
-
-def _view_as_dtype(message: Tensor, dtype: torch.dtype) -> Tensor:
-    # A clone: a piece may start anywhere, and a view of another dtype may not.
-    return message.clone().view(dtype)
-
-
-def all_gather(x: MCTensor, size: int, group: Any) -> Tensor:
-    """Return every rank's values, one after another."""
-    messages = run_and_wait("all_gather_into_tensor", pack_message(x), size, group).chunk(size)
-    return torch.cat([unpack_message(message, x, x.shape) for message in messages])
-
-
-def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> Tensor:
-    """Send rows of x to every rank, and return the rows received, one rank after another."""
-    pieces = [pack_message(piece) for piece in x.split(list(input_sizes))]
-    shapes = [(rows, *x.shape[1:]) for rows in output_sizes]
-    # An empty message still holds a scale.
-    fixed = 0 if x._scale is None else x._scale.element_size()
-    row = len(x._parts) * x.dtype.itemsize * x.shape[1:].numel()
-    arriving = [rows * row + fixed for rows in output_sizes]
-    leaving = [piece.numel() for piece in pieces]
-    messages = run_and_wait("all_to_all_single", torch.cat(pieces), arriving, leaving, group).split(arriving)
-    return torch.cat([unpack_message(message, x, shape) for message, shape in zip(messages, shapes, strict=True)])
-
-
 def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
-    """Return one rank's values."""
-    return unpack_message(run_and_wait("broadcast", pack_message(x), source, group), x, x.shape)
+    """Return one rank's values: every component and the scale travel as one byte tensor."""
+    inner = list_inner_tensors(x)
+    message = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in inner])
+    pieces = run_and_wait("broadcast", message, source, group).split([part.nbytes for part in inner])
+    # A clone: a piece may start anywhere, and a view of another dtype may not.
+    return x._like([piece.clone().view(part.dtype).reshape(part.shape) for piece, part in zip(pieces, inner)], False)
 
 
 def wait_tensor(x: MCTensor) -> MCTensor:
@@ -392,10 +356,5 @@ def wait_tensor(x: MCTensor) -> MCTensor:
     return wrap_parts(x._parts, x._scale, x._gradients)
 
 
-_functional_rules: dict[str, Callable[..., Any]] = {
-    "all_gather_into_tensor": all_gather,
-    "all_to_all_single": all_to_all,
-    "broadcast": broadcast,
-    "wait_tensor": wait_tensor,
-}
+_functional_rules: dict[str, Callable[..., Any]] = {"broadcast": broadcast, "wait_tensor": wait_tensor}
 register_collectives(implements, _functional_rules, RULES, copy_received)

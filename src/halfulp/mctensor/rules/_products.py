@@ -402,29 +402,9 @@ def refine_lu_factors(a: Any, components: int) -> tuple[Tensor, Tensor]:
     return (lower.tril(-1) + upper.triu()).to(a.dtype), pivots
 
 
-def _run_each_with_info(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
-    """Run a function on each matrix of a stack; return results and info: 0, or the size where a result is NaN.
-
-    torch's functions without _ex raise where one is not 0.
-    """
-    first = operands[0]
-    try:
-        return function(*operands), torch.zeros(first.shape[:-2], dtype=torch.int32, device=first.device)
-    except torch.linalg.LinAlgError:
-        shape = torch.broadcast_shapes(*(x.shape[:-2] for x in operands))
-        if not shape:
-            size = torch.tensor(first.shape[-1], dtype=torch.int32, device=first.device)
-            return torch.full_like(operands[-1], float("nan")), size
-    stacks = [x.expand(*shape, *x.shape[-2:]).flatten(0, len(shape) - 1) for x in operands]
-    made, found = zip(
-        *(_run_each_with_info(function, *matrices) for matrices in zip(*stacks, strict=True)), strict=True
-    )
-    return torch.stack(made).unflatten(0, shape), torch.stack(found).reshape(shape)
-
-
-def _check_solver_information(information: Tensor, name: str, check_errors: bool) -> None:
-    if check_errors:
-        aten._linalg_check_errors.default(information, name, is_matrix=information.dim() == 0)
+def _make_information(a: Any) -> Tensor:
+    """Return zeros, one for each matrix of a stack: where one has no result, an error is raised."""
+    return torch.zeros(a.shape[:-2], dtype=torch.int32, device=a.device)
 
 
 def _solve_system(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
@@ -441,12 +421,9 @@ def _solve_system(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
 
 @implements(aten._linalg_solve_ex.default)
 def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, ...]:
-    """Return the solution of a linear system, and which matrices are singular."""
-    form, vector = result_type((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
-    columns = b.unsqueeze(-1) if vector else b
-    x, information = _run_each_with_info(lambda a, b: _solve_system(a, b, left, form), a, columns)
-    _check_solver_information(information, "torch.linalg.solve_ex", check_errors)
-    return (x.squeeze(-1) if vector else x), *_factor_for_backward(a, solves_by_transpose()), information
+    """Return the solution of a linear system."""
+    x = _solve_system(a, b, left, result_type((a, b)))
+    return x, *_factor_for_backward(a, solves_by_transpose()), _make_information(a)
 
 
 @implements(aten.linalg_lu_solve.default)
@@ -468,10 +445,8 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
 
 @implements(aten.linalg_inv_ex.default)
 def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the inverse, and which matrices are singular."""
-    found, information = _run_each_with_info(lambda a: _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), a)
-    _check_solver_information(information, "torch.linalg.inv_ex", check_errors)
-    return found, information
+    """Return the inverse."""
+    return _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), _make_information(a)
 
 
 @implements(aten._linalg_det.default)
@@ -489,10 +464,8 @@ def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
 
 @implements(aten.linalg_cholesky_ex.default)
 def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the triangular root of a positive definite matrix, and which matrices are not."""
-    root, information = _run_each_with_info(lambda a: cholesky(a, upper), a)
-    _check_solver_information(information, "torch.linalg.cholesky_ex", check_errors)
-    return root, information
+    """Return the triangular root of a positive definite matrix."""
+    return cholesky(a, upper), _make_information(a)
 
 
 @implements(aten.cholesky.default)
