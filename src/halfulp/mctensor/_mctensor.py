@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, SupportsIndex
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ..arithmetic import Parts, merge
-from ..kernels import define_operator, is_under_transform, untraced
+from ..kernels import define_operator, is_under_transform, present_operators, untraced
 from ..subclass._identity import (
     CompositeTensor,
     check_layout,
@@ -60,6 +61,17 @@ def implements(*operators: OpOverload) -> Callable[[Given], Given]:
     '0.20000000000000'
     """
     return _rule_table.implements(*operators)
+
+
+def implements_each(*operators: OpOverload) -> Callable[[Given], Given]:
+    """Register a function of an operator and its arguments as the rule of each of some operators, as a decorator."""
+
+    def register(rule: Given) -> Given:
+        for operator in present_operators(operators):
+            implements(operator)(functools.wraps(rule)(functools.partial(rule, operator)))
+        return rule
+
+    return register
 
 
 def attach_history(x: Tensor, made: Any) -> Any:
@@ -359,12 +371,12 @@ class MCTensor(CompositeTensor):
 
     # A compiler reads and replaces the components by name.
     _part_0, _part_1, _part_2, _part_3 = (
-        property(untraced(lambda self, i=i: self._parts[i]), untraced(lambda self, part, i=i: self._set_part(i, part)))
+        property(
+            untraced(lambda self, i=i: self._parts[i]),
+            untraced(lambda self, part, i=i: setattr(self, "_parts", (*self._parts[:i], part, *self._parts[i + 1 :]))),
+        )
         for i in range(4)
     )
-
-    def _set_part(self, position: int, part: Tensor) -> None:
-        self._parts = (*self._parts[:position], part, *self._parts[position + 1 :])
 
     @untraced
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, int, bool]]:

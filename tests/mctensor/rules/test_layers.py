@@ -43,6 +43,7 @@ def test_it_has_float64s_digits_forward_and_backward_and_is_counted_beyond(form,
         assert gap <= (2.0**-14 if form[1] == torch.bfloat16 else 2.0**-48)
 
 
+@pytest.mark.filterwarnings("ignore::halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
 def test_a_strict_or_compiled_one_says_so_too(mode, seed):
     x = MCTensor.encode(torch.randn(1, 1, 4, 5, dtype=torch.float64), 2)

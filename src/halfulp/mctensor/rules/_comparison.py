@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from ...arithmetic import Parts, compare, pointwise
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
-from .._mctensor import MCTensor, decode_to_plain, implements, round_to_plain, wrap_parts
+from .._mctensor import MCTensor, decode_to_plain, implements, implements_each, round_to_plain, wrap_parts
 from .._result_type import ResultType, align_operands, make_result, result_type, run_function, to_components
 
 aten = torch_operators("aten")
@@ -34,13 +34,9 @@ _TESTS_OF_ORDER = {
 }
 
 
-def _make_comparison_rule(test: Callable[[Tensor], Tensor]) -> Callable:
-    return lambda a, b: test(compare_by_value(a, b))
-
-
 for _name, _test in _TESTS_OF_ORDER.items():
     _packet = getattr(aten, _name)
-    implements(_packet.Tensor, _packet.Scalar)(_make_comparison_rule(_test))
+    implements(_packet.Tensor, _packet.Scalar)(lambda a, b, test=_test: test(compare_by_value(a, b)))
 
 
 @implements(aten.equal.default)
@@ -136,21 +132,15 @@ def is_nan(x: Any) -> Tensor:
     return x.isnan() if isinstance(x, Tensor) else torch.tensor(x != x, dtype=torch.bool, device="cpu")
 
 
-def _make_first_component_rule(operator: OpOverload) -> Callable:
-    def function(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-        return operator(x._parts[0], *arguments, **options)
-
-    return function
-
-
-# The first component decides: the others never change a sign, nor what is zero, infinite or NaN.
-for _operator in (
+@implements_each(
     *(aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default, aten.isfinite.default),
     *(aten.signbit.default, aten.logical_not.default, aten.nonzero.default, aten.any.default, aten.all.default),
     *(aten.any.dim, aten.all.dim, aten.any.dims, aten.all.dims),
     *(aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
-):
-    implements(_operator)(_make_first_component_rule(_operator))
+)
+def test_first_component(operator: OpOverload, x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+    """Ask the first component: the others never change a sign, nor what is zero, infinite or NaN."""
+    return operator(x._parts[0], *arguments, **options)
 
 
 def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
@@ -161,10 +151,7 @@ def map_components(x: MCTensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     return wrap_parts(tuple(map(function, x._parts)), scale, x._gradients)
 
 
-@implements(aten.neg.default)
-def neg(x: MCTensor) -> Tensor:
-    """-x."""
-    return map_components(x, torch.neg)
+implements(aten.neg.default)(lambda x: map_components(x, torch.neg))
 
 
 @implements(aten.abs.default)

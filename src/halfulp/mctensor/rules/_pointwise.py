@@ -17,7 +17,7 @@ from ...arithmetic._constants import compute_log, compute_pi, split_into_floats
 from ...kernels import torch_operators
 from ...subclass._in_backward import COMPONENTS
 from .._derivation import implements_beyond_exact_float64, implements_beyond_float64, run_in_float64
-from .._mctensor import MCTensor, implements
+from .._mctensor import MCTensor, implements, implements_each
 from .._result_type import (
     SUM_FUNCTION_NAMES,
     ResultType,
@@ -229,24 +229,20 @@ def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Te
     return (slope * select_elements(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
 
 
-def _make_number_rule(operator: OpOverload) -> Callable:
-    """Return the rule of an overload with a number for a tensor, which keeps its digits: torch would round it."""
-
-    def rule(a: Any, b: Any) -> Tensor:
-        device = (a if isinstance(a, Tensor) else b).device
-        given = (
-            x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64, device=device) for x in (a, b)
-        )
-        return operator(*given)
-
-    return rule
+_TENSOR_OVERLOADS = {
+    **dict.fromkeys((aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other), aten.xlogy.Tensor),
+    aten.special_xlog1py.self_scalar: aten.special_xlog1py.default,
+    aten.special_xlog1py.other_scalar: aten.special_xlog1py.default,
+}
 
 
-for _operators in (
-    (aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other),
-    (aten.special_xlog1py.default, aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar),
-):
-    implements(*_operators[1:])(_make_number_rule(_operators[0]))
+@implements_each(*_TENSOR_OVERLOADS)
+def run_with_number(operator: OpOverload, *operands: Any) -> Tensor:
+    """Run an overload with a number for a tensor, which keeps its digits: torch would round it."""
+    device = next(x for x in operands if isinstance(x, Tensor)).device
+    return _TENSOR_OVERLOADS[operator](
+        *(x if isinstance(x, Tensor) else torch.scalar_tensor(x, dtype=torch.float64, device=device) for x in operands)
+    )
 
 
 # Functions of `arithmetic.pointwise`, by name; floor_divide, remainder and fmod are exact before their one rounding.
@@ -278,18 +274,6 @@ BINARY_OPERATORS = {
 }
 
 
-def _make_unary_rule(name: str) -> Callable:
-    return lambda x: run_function(name, x)
-
-
-def _make_binary_rule(name: str) -> Callable:
-    return lambda a, b: run_function(name, a, b)
-
-
-def _make_in_place_binary_rule(name: str) -> Callable:
-    return lambda x, other: _update_in_place(name, x, x, other)
-
-
 def _update_in_place(name: str, x: Tensor, *operands: Any) -> Tensor:
     """Write f(operands) into x."""
     if not isinstance(x, MCTensor):
@@ -309,11 +293,11 @@ def _update_in_place(name: str, x: Tensor, *operands: Any) -> Tensor:
 
 
 for _name, _operator in UNARY_OPERATORS.items():
-    implements(_operator)(_make_unary_rule(_name))
+    implements(_operator)(lambda x, name=_name: run_function(name, x))
 for _name, _overloads in BINARY_OPERATORS.items():
-    implements(*_overloads)(_make_binary_rule(_name))
-implements(aten.mul_.Tensor, aten.mul_.Scalar)(_make_in_place_binary_rule("mul"))
-implements(aten.div_.Tensor, aten.div_.Scalar)(_make_in_place_binary_rule("div"))
+    implements(*_overloads)(lambda a, b, name=_name: run_function(name, a, b))
+implements(aten.mul_.Tensor, aten.mul_.Scalar)(lambda x, other: _update_in_place("mul", x, x, other))
+implements(aten.div_.Tensor, aten.div_.Scalar)(lambda x, other: _update_in_place("div", x, x, other))
 
 
 def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:

@@ -56,25 +56,15 @@ def _count_working_components(form: ResultType, parts: Parts) -> int:
     return max(form.components, len(parts))
 
 
-def _make_reduction_rules(function: Callable) -> tuple[Callable, Callable]:
-    """Return the rules of a reduction of all elements, and of one over dimensions."""
-
-    def reduce_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
-        return run_reduction(function, x, None, False, dtype)
-
-    def reduce_some(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-        return run_reduction(function, x, dim, keepdim, dtype)
-
-    return reduce_all, reduce_some
-
-
-for _function, *_operators in (
+for _function, _of_all, _of_some in (
     (arithmetic.total, aten.sum.default, aten.sum.dim_IntList),
     (arithmetic.average, aten.mean.default, aten.mean.dim),
     (arithmetic.product, aten.prod.default, aten.prod.dim_int),
 ):
-    for _operator, _rule in zip(_operators, _make_reduction_rules(_function)):
-        implements(_operator)(_rule)
+    implements(_of_all)(lambda x, *, dtype=None, f=_function: run_reduction(f, x, None, False, dtype))
+    implements(_of_some)(
+        lambda x, dim, keepdim=False, *, dtype=None, f=_function: run_reduction(f, x, dim, keepdim, dtype)
+    )
 
 
 @implements(aten.nansum.default)
