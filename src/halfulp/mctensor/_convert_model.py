@@ -119,15 +119,11 @@ def _read_fitting_tensor(state_dict: Mapping[str, Any], name: str, parameter: MC
         )
     scaled = parameter._scale is not None
     if (count, value.dtype, value._scale is not None) == (own, parameter.dtype, scaled):
-        parts = tuple(_copy_to_own_memory(part) for part in value._parts) if scaled else value._parts
+        # In memory of its own: a change of scale rewrites all of a component's memory.
+        parts = tuple(p.clone() if scaled and p.untyped_storage().nbytes() != p.nbytes else p for p in value._parts)
         return wrap_parts(parts, value._scale, parameter._gradients)
     scale = "auto" if scaled else "none"
     return MCTensor.encode(value, own, parameter.dtype, scale, gradients=parameter._gradients)
-
-
-def _copy_to_own_memory(part: Tensor) -> Tensor:
-    """Return a component in memory of its own: a change of scale rewrites all of a component's memory."""
-    return part if part.untyped_storage().nbytes() == part.numel() * part.element_size() else part.clone()
 
 
 def _read_tensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:

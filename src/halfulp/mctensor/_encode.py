@@ -43,17 +43,6 @@ def encode_components(
     return tuple(part.contiguous() for part in parts), held
 
 
-def encode_new_tensor(data: Any, components: int, dtype: torch.dtype, scaled: bool, device: Any) -> Any:
-    """Return the components and the scale of `x.new_tensor`; a plain tensor of a dtype that components cannot have."""
-    if dtype not in PRECISION:
-        return torch.tensor(data.decode() if hasattr(data, "decode") else data, dtype=dtype, device=device)
-    if isinstance(data, Tensor) and not data.is_floating_point():
-        data = data.double()
-    return encode_components(
-        data.detach() if isinstance(data, Tensor) else data, components, dtype, "auto" if scaled else "none", device
-    )
-
-
 def canonicalize_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
     """Return the components and the scale of `MCTensor.from_components`."""
     tensors = tuple(components)
@@ -99,10 +88,10 @@ def check_range(value: Tensor, payload: Tensor, dtype: torch.dtype) -> None:
         return
     lost = payload.isinf() & value.isfinite()
     if bool(lost.any()):
-        largest = value[lost].abs().max()
+        largest, end = float(value[lost].abs().max()), torch.finfo(dtype).max
         raise ValueError(
-            f"{dtype} ends at {torch.finfo(dtype).max:.6g} and a value is {float(largest):.6g}: give scale='auto' or "
-            f"scale=2.0**{_find_fitting_exponent(float(largest), dtype)}, or wider components"
+            f"{dtype} ends at {end:.6g} and a value is {largest:.6g}: give scale='auto' or "
+            f"scale=2.0**{math.frexp(largest)[1] - math.frexp(end)[1] + 4}, or wider components"
         )
 
 
@@ -127,7 +116,6 @@ def split_number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Pa
     """Return a Python number as one or two 0-d float32 tensors, or None where they do not hold it.
 
     A kernel whose operands are all float32 stays in float32.
-
 
     A factor may lose 2^-49 of itself, which is within a product's bound; a term of a sum may not.
     """
@@ -196,7 +184,7 @@ def _flatten_lists(x: Any, flat: list) -> tuple[int, ...]:
 
 def _find_exact_value(value: Any) -> Fraction | float:
     """Return a number's exact value; infinities and NaN as floats."""
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, str):
         return _parse_number(value)
     if hasattr(value, "_mpf_"):
         sign, mantissa, exponent, _ = value._mpf_
@@ -224,8 +212,7 @@ def _find_exact_value(value: Any) -> Fraction | float:
     )
 
 
-def _parse_number(text: str | bytes) -> Fraction | float:
-    text = text.decode() if isinstance(text, bytes) else text
+def _parse_number(text: str) -> Fraction | float:
     try:
         return Fraction(text)
     except ZeroDivisionError:
@@ -233,10 +220,9 @@ def _parse_number(text: str | bytes) -> Fraction | float:
     except ValueError:
         pass
     try:
-        value = float.fromhex(text) if "x" in text.lower() else float(text)
+        return float(text)  # of infinities and NaN alone: all others are Fractions
     except ValueError:
         raise ValueError(f"{text!r} is no number") from None
-    return Fraction(value) if math.isfinite(value) else value
 
 
 def _split_exact_value(value: Fraction | float) -> list[float]:
@@ -260,10 +246,6 @@ def _split_exact_value(value: Fraction | float) -> list[float]:
 
 def _find_exponent(value: Fraction) -> int:
     return abs(value.numerator).bit_length() - value.denominator.bit_length()
-
-
-def _find_fitting_exponent(largest: float, dtype: torch.dtype) -> int:
-    return math.frexp(largest)[1] - math.frexp(torch.finfo(dtype).max)[1] + 4
 
 
 def _has_no_values(x: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -341,22 +342,15 @@ OWN_FUNCTIONS = {aten.special_ndtr.default: ndtr, aten.scaled_dot_product_attent
 OWN_FUNCTIONS |= {operator: _make_interpolation(operator) for operator in _INTERPOLATIONS}
 _ENCODED_OPERATORS = frozenset(present_operators((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
 OWN_FUNCTIONS |= RULES_WITH_NUMBERS | RULES_OF_PLAIN_TARGETS
+OWN_FUNCTIONS |= {
+    operator: functools.partial(write_results, operator, functional_form(operator))
+    for operator in REPLACED_OUT_OPERATORS
+}
 
 
-def _make_out_entry(operator: OpOverload) -> Callable:
-    functional = functional_form(operator)
-    assert functional is not None
-
-    def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
-        return write_results(operator, functional, *arguments, **options)
-
-    return untraced(entered)
-
-
-_ENTERED_OPERATORS = dict.fromkeys(
-    (*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *PROMOTED_OPERATORS)
-)
-for _operators, _entering in ((_ENTERED_OPERATORS, _make_entry), (REPLACED_OUT_OPERATORS, _make_out_entry)):
-    for _operator in present_operators(_operators):
-        _name = _operator.name().removeprefix("aten::")
-        _aten_library.impl(_name, _entering(_operator), ENTRY_KEY_NAME, with_keyset=True)
+for _operator in present_operators(
+    dict.fromkeys((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *PROMOTED_OPERATORS))
+):
+    _aten_library.impl(
+        _operator.name().removeprefix("aten::"), _make_entry(_operator), ENTRY_KEY_NAME, with_keyset=True
+    )

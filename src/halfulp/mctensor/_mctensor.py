@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ..arithmetic import Parts, merge
+from ..arithmetic import PRECISION, Parts, merge
 from ..kernels import define_operator, is_under_transform, present_operators, untraced
 from ..subclass._identity import (
     CompositeTensor,
@@ -29,9 +29,7 @@ from ..subclass._in_backward import (
 )
 from ..subclass._rule_table import Given, RuleTable
 from ..subclass.models._parameter_holders import refuse_fully_shard_for
-from . import _encode as _numbers
-from . import _encode as _text
-from ._encode import convert_to_float64
+from ._encode import canonicalize_components, convert_to_float64, encode_components, format_tensor, format_values
 
 _rule_table = RuleTable()
 RULES = _rule_table.rules
@@ -235,7 +233,7 @@ class MCTensor(CompositeTensor):
             refuse_make_fx("MCTensor")
             refuse_jit_trace("MCTensor")
         source = x.detach() if isinstance(x, Tensor) else x
-        parts, held = _numbers.encode_components(source, components, dtype, scale, device)
+        parts, held = encode_components(source, components, dtype, scale, device)
         made = wrap_parts(parts, held, gradients)
         connected: MCTensor = attach_history(x, made) if isinstance(x, Tensor) else made
         return connected
@@ -259,7 +257,7 @@ class MCTensor(CompositeTensor):
         (tensor(2.), tensor(5.9605e-08), tensor(0.))
         """
         check_gradients(gradients)
-        parts, held = _numbers.canonicalize_components(components, scale)
+        parts, held = canonicalize_components(components, scale)
         return wrap_parts(parts, held, gradients)
 
     @staticmethod
@@ -314,22 +312,27 @@ class MCTensor(CompositeTensor):
         >>> MCTensor.encode(["0.1", "2e5"]).to_strings(5)
         ['0.10000', '2.0000e+5']
         """
-        return _text.format_values(self._parts, self._scale, digits)
+        return format_values(self._parts, self._scale, digits)
 
     def apply_(self, function: Callable[..., Any]) -> MCTensor:
         """Refuse: no Python function takes a sum of components."""
         raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return _text.format_tensor(self, self._parts, self._scale, self._gradients)
+        return format_tensor(self, self._parts, self._scale, self._gradients)
 
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
     ) -> Tensor:
         """Return data with all digits as an MCTensor like this one, or as a plain tensor for another kind of dtype."""
         kind, place = dtype or self.dtype, device or self.device
-        made = _numbers.encode_new_tensor(data, len(self._parts), kind, self._scale is not None, place)
-        made = wrap_parts(made[0], made[1], self._gradients) if isinstance(made, tuple) else made
+        if kind not in PRECISION:
+            plain = data.decode() if hasattr(data, "decode") else data
+            return torch.tensor(plain, dtype=kind, device=place, requires_grad=requires_grad)
+        if isinstance(data, Tensor):
+            data = data.detach() if data.is_floating_point() else data.double()
+        scale = "none" if self._scale is None else "auto"
+        made = wrap_parts(*encode_components(data, len(self._parts), kind, scale, place), self._gradients)
         return made.requires_grad_(requires_grad)
 
     def new(self, *arguments: Any, **options: Any) -> NoReturn:  # type: ignore[override]

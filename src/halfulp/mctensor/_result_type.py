@@ -136,7 +136,13 @@ def run_function(name: str, *operands: Any, form: ResultType | None = None) -> T
             return _scale_result(
                 wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUM_FUNCTION_NAMES
             )
-    return run_pointwise(name, convert_operands(name, operands, form.dtype, form.components, form.device), form)
+    parts = convert_operands(name, operands, form.dtype, form.components, form.device)
+    if gives_plain_gradient(form.gradients, form.has_gradient):
+        return pointwise(name, *parts, components=1, dtype=form.dtype)[0]
+    if form.scaled:
+        wide = pointwise(name, *parts, components=count_float64_components(form), dtype=torch.float64)
+        return _scale_result(wide, find_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
+    return wrap_parts(pointwise(name, *parts, components=form.components, dtype=form.dtype), None, form.gradients)
 
 
 def are_operands_alike(a: Any, b: Any) -> bool:
@@ -165,16 +171,6 @@ def convert_operands(name: str, operands: Iterable, dtype: torch.dtype, componen
             )
         found.append(parts or to_components(x, device))
     return found
-
-
-def run_pointwise(name: str, operands: list[Parts], form: ResultType) -> Tensor:
-    """Run a function of `arithmetic.pointwise` on components and return the result of a type."""
-    if gives_plain_gradient(form.gradients, form.has_gradient):
-        return pointwise(name, *operands, components=1, dtype=form.dtype)[0]
-    if form.scaled:
-        wide = pointwise(name, *operands, components=count_float64_components(form), dtype=torch.float64)
-        return _scale_result(wide, find_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
-    return wrap_parts(pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients)
 
 
 def count_float64_components(form: ResultType) -> int:
@@ -276,9 +272,6 @@ def _clamp_components(parts: Parts, places: Tensor, limit: Tensor) -> Parts:
     return (first, *(torch.where(beyond, 0.0, part) for part in parts[1:]))
 
 
-_NESTING_CLASSES = (list, tuple, dict)
-
-
 def is_plain(x: Any) -> bool:
     """Return whether an operand is a plain floating-point tensor."""
     return isinstance(x, Tensor) and not isinstance(x, MCTensor) and x.is_floating_point()
@@ -287,7 +280,7 @@ def is_plain(x: Any) -> bool:
 def has_plain_operand(arguments: tuple, options: dict) -> bool:
     """Return whether any operand, lists of operands included, is a plain floating-point tensor."""
     for x in (*arguments, *options.values()):
-        if is_plain(x) or (isinstance(x, _NESTING_CLASSES) and any(map(is_plain, tree_leaves(x)))):
+        if is_plain(x) or (isinstance(x, (list, tuple, dict)) and any(map(is_plain, tree_leaves(x)))):
             return True
     return False
 
@@ -306,16 +299,13 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
     def lift(x: Any) -> Any:
         if not is_plain(x):
             return x
-        made = _encode_plain_operand(x.detach(), form, ranked)
+        parts = to_components(x.detach(), form.device)
+        if ranked and not x.dim():
+            made = wrap_parts(renormalize(parts, form.components, torch.float64), None, form.gradients)
+        elif form.scaled:
+            made = make_scaled_result(tuple(part.double() for part in parts), form)
+        else:
+            made = wrap_parts(renormalize(parts, form.components, form.dtype), None, form.gradients)
         return attach_history(x, made) if with_gradients else made
 
     return tree_map(lift, operands)
-
-
-def _encode_plain_operand(x: Tensor, form: ResultType, ranked: bool) -> MCTensor:
-    parts = to_components(x, form.device)
-    if ranked and not x.dim():
-        return wrap_parts(renormalize(parts, form.components, x.double().dtype), None, form.gradients)
-    if form.scaled:
-        return make_scaled_result(tuple(part.double() for part in parts), form)
-    return wrap_parts(renormalize(parts, form.components, form.dtype), None, form.gradients)

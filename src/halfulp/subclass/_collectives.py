@@ -67,8 +67,11 @@ def derive_collective_rule(
         return operator.decompose  # older names, which give way to the operators of _c10d_functional
     if operator._schema.name == _WAITED_MARK_OPERATOR:
         return rules[torch.ops._c10d_functional.wait_tensor.default]
-    plain = _find_plain_form(operator)
-    if plain is None or plain not in rules:
+    name = operator._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
+    if operator.namespace not in ("_c10d_functional", "_c10d_functional_autograd") or name not in PLAIN_FORMS:
+        return refused
+    plain = getattr(torch.ops._c10d_functional, name).default
+    if plain not in rules:
         return refused
     if plain._schema.name == operator._schema.name or operator.namespace == "_c10d_functional_autograd":
         return rules[plain]
@@ -89,14 +92,6 @@ def derive_collective_rule(
         run_one = run_in_place if name.endswith("_") else run
         return lambda inputs, *rest: [run_one(x, *rest) for x in inputs]
     return run_in_place if name.endswith("_") else refused
-
-
-def _find_plain_form(operator: OpOverload) -> OpOverload | None:
-    """Return the form of `PLAIN_FORMS`, of one tensor into a new one, of an operator; None without one."""
-    if operator.namespace not in ("_c10d_functional", "_c10d_functional_autograd"):
-        return None
-    name = operator._schema.name.partition("::")[2].removesuffix("_").removesuffix("_out").removesuffix("_coalesced")
-    return getattr(torch.ops._c10d_functional, name).default if name in PLAIN_FORMS else None
 
 
 def _make_waiting_call(plain: OpOverload) -> Rule:

@@ -385,25 +385,6 @@ def _reduce_to_extreme(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tens
     return values if keepdim else values.squeeze(wanted)
 
 
-def _find_running_extreme(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
-    """Return the running extreme, in log2(length) steps: each looks twice as far back."""
-    at = torch.arange(x.shape[dim] if x.dim() else 1, device=x.device, dtype=torch.int64)
-    shape = [1] * x.dim()
-    if not x.dim():
-        return x.clone(), at[0]
-    shape[dim] = -1
-    at = at.reshape(shape).expand(x.shape).contiguous()
-    step, count = 1, x.shape[dim]
-    while step < count:
-        before, here = at.narrow(dim, 0, count - step), at.narrow(dim, step, count - step)
-        pair: Any = torch.stack([_gather_elements(x, dim, before), _gather_elements(x, dim, here)])
-        keep = torch.where(_find_first_extreme(pair, 0, sign)[0] == 0, before, here)
-        later = torch.where(pair[0] == pair[1], here, keep)  # torch gives the last of equal values
-        at = torch.cat([at.narrow(dim, 0, step), later], dim)
-        step *= 2
-    return _gather_elements(x, dim, at), at
-
-
 def _register_extremes(sign: int, name: str) -> None:
     """Register what gives the largest values (1, "max"), or the smallest (-1, "min")."""
     packet = getattr(aten, name)
@@ -415,7 +396,6 @@ def _register_extremes(sign: int, name: str) -> None:
     implements(getattr(aten, f"a{name}").default)(
         lambda x, dim=(), keepdim=False: _reduce_to_extreme(x, dim, keepdim, sign)
     )
-    implements(getattr(aten, f"cum{name}").default)(lambda x, dim: _find_running_extreme(x, dim, sign))
 
 
 _register_extremes(1, "max")

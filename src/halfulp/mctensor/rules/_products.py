@@ -514,16 +514,6 @@ def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitrian
     return _solve_system(triangle, b, left, form)
 
 
-@implements(aten.triangular_solve.default)
-def triangular_solve(
-    b: Any, a: Any, upper: bool = True, transpose: bool = False, unitriangular: bool = False
-) -> tuple[Tensor, Tensor]:
-    """torch.triangular_solve, the deprecated operator that also returns its matrix."""
-    turned = a.mT if transpose else a
-    x = solve_triangular(turned, b, upper=upper != transpose, unitriangular=unitriangular)
-    return x, a.clone()
-
-
 @implements(aten.cholesky_solve.default)
 def cholesky_solve(b: Any, root: Any, upper: bool = False) -> Tensor:
     """Return a system by the triangular root of its matrix."""

@@ -57,11 +57,6 @@ def find_state_dict_layout(tensor: object) -> StateDictLayout | None:
     return _layouts.get(type(tensor))
 
 
-def get_known_layout(tensor: Tensor) -> StateDictLayout:
-    """Return how a tensor is stored in a state_dict, of a class that has a layout."""
-    return _layouts[type(tensor)]
-
-
 def install_hooks(module: nn.Module) -> None:
     """Save and load this module's own parameters of such classes as plain tensors."""
     if _save_auxiliary_tensors not in module._state_dict_hooks.values():
