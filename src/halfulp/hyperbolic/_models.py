@@ -264,7 +264,8 @@ class PoincareBall(Manifold):
 
     def project(self, point: Tensor) -> Tensor:
         """Move points beyond the radius 1 - 4 ulps back to it."""
-        room = 4 * _find_last_ulp(point)
+        count = len(point.components) if isinstance(point, MCTensor) else 1
+        room = 4 * 2.0 ** -(arithmetic.PRECISION[point.dtype] * count)  # neighbours just below 1, with all components
         outside = round_to_plain(compute_margin(point)).detach() < 2 * room
         if not torch.compiler.is_compiling() and not outside.any():
             return point
@@ -276,12 +277,6 @@ class PoincareBall(Manifold):
 
     def _describe_condition(self) -> str:
         return "a length below 1"
-
-
-def _find_last_ulp(point: Tensor) -> float:
-    """Return the distance of neighbouring numbers just below 1, with all components."""
-    count = len(point.components) if isinstance(point, MCTensor) else 1
-    return 2.0 ** -(arithmetic.PRECISION[point.dtype] * count)
 
 
 def compute_margin(point: Tensor) -> Tensor:

@@ -176,7 +176,6 @@ register(
         what="components",
         plain="plain_state_dict",
         suffix=_ENTRY_SUFFIX,
-        older=(),
         entries=_make_entries,
         fitting=_read_fitting_tensor,
         copy=_copy_components,

@@ -28,7 +28,6 @@ from ..subclass._in_backward import (
     refuse_make_fx,
 )
 from ..subclass._rule_table import Given, RuleTable
-from ..subclass.models._parameter_holders import refuse_fully_shard_for
 from ._encode import canonicalize_components, convert_to_float64, encode_components, format_tensor, format_values
 
 _rule_table = RuleTable()
@@ -147,7 +146,6 @@ except RuntimeError as error:
     ) from error
 
 
-@refuse_fully_shard_for
 class MCTensor(CompositeTensor):
     """A tensor whose value is scale * (c[0] + c[1] + ...), with one to four components of one narrow format.
 

@@ -173,6 +173,13 @@ def convert_operands(name: str, operands: Iterable, dtype: torch.dtype, componen
     return found
 
 
+def choose_working_type(form: ResultType) -> tuple[int, torch.dtype]:
+    """Return the components, and their dtype, that a result is computed in before it becomes one of a type."""
+    if form.scaled:
+        return count_float64_components(form), torch.float64
+    return (1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components), form.dtype
+
+
 def count_float64_components(form: ResultType) -> int:
     """Return how many float64 hold a value of a result type."""
     return 1 if form.fits_float64 else form.components

@@ -146,7 +146,6 @@ register(
         what="scaled tensors",
         plain="plain_state_dict",
         suffix=re.compile(r"\.payload_scale$"),
-        older=(),
         entries=_make_entries,
         fitting=_read_entries,
         copy=_copy_parts,

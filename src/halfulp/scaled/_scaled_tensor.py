@@ -16,7 +16,6 @@ from ..subclass import graph_key
 from ..subclass._identity import CompositeTensor, check_layout, get_saved_marks, restore_saved_marks
 from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, is_in_quotient_formula
-from ..subclass.models._parameter_holders import refuse_fully_shard_for
 from . import _powers_of_two as _powers
 from ._payloads import common_storage, decode_values, measure_rms_scale, to_float32, to_storage
 from ._powers_of_two import PowerRounding
@@ -42,7 +41,6 @@ PICKLE_LAYOUT_VERSION = 1
 _DATA_DESCRIPTOR: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 
 
-@refuse_fully_shard_for
 class ScaledTensor(CompositeTensor):
     """A tensor whose value is payload x scale: the payload a tensor of a narrow dtype, the scale one power of two.
 

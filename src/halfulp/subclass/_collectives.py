@@ -141,9 +141,6 @@ def _make_eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[Op
             write(x, reduced(functional.all_reduce.default, x, group, op))
         return tensors, _make_finished_work()
 
-    def allreduce_coalesced_(tensors: list[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-        return allreduce_(tensors, group, op)[1]
-
     def reduce_(tensors: list[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
         for x in tensors:
             value = reduced(functional.all_reduce.default, x, group, op)
@@ -156,11 +153,6 @@ def _make_eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[Op
         piece = reduced(functional.reduce_scatter_tensor.default, x.reshape(-1), group, op, size)
         write(out, piece.reshape(out.shape))
         return out, _make_finished_work()
-
-    def reduce_scatter_(outs: list[Tensor], inputs: Any, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-        for out, pieces in zip(outs, inputs):
-            reduce_scatter_base_(out, torch.cat([piece.reshape(-1) for piece in pieces]), group, op)
-        return outs, _make_finished_work()
 
     def broadcast_(tensors: list[Tensor], group: Any, root: int, *rest: Any, **options: Any) -> Any:
         for x in tensors:
@@ -181,10 +173,8 @@ def _make_eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[Op
 
     made = (
         (functional.all_reduce, c10d.allreduce_, allreduce_),
-        (functional.all_reduce, c10d.allreduce_coalesced_, allreduce_coalesced_),
         (functional.all_reduce, c10d.reduce_, reduce_),
         (functional.reduce_scatter_tensor, c10d._reduce_scatter_base_, reduce_scatter_base_),
-        (functional.reduce_scatter_tensor, c10d.reduce_scatter_, reduce_scatter_),
         (functional.broadcast, c10d.broadcast_, broadcast_),
         (functional.broadcast, c10d.allgather_, allgather_),
         (functional.all_gather_into_tensor, c10d._allgather_base_, allgather_base_),

@@ -18,6 +18,14 @@ from . import _rule_table as _fallback
 Subclass = TypeVar("Subclass", bound=Tensor)
 
 
+def _refuse_fully_shard(x: Tensor) -> NoReturn:
+    raise NotImplementedError(
+        f"fully_shard of {type(x).__name__} parameters: it gathers and reduces one plain tensor per parameter, and "
+        "these have several. Use DistributedDataParallel, or shard plain parameters of a model made again "
+        "(param_dtype= of hu.optim and hu.AdaptiveGradScaler work with fully_shard)"
+    )
+
+
 class CompositeTensor(torch.Tensor):
     """A tensor whose value several plain tensors hold together."""
 
@@ -33,6 +41,9 @@ class CompositeTensor(torch.Tensor):
         def clone(self, *, memory_format: torch.memory_format | None = None) -> Self: ...
         def detach(self) -> Self: ...
         def decode(self, dtype: torch.dtype = torch.float64) -> Tensor: ...
+
+    # fully_shard asks for the first of these before it changes a parameter, and older versions for the others.
+    _fsdp_orig_uid = fsdp_pre_all_gather = fsdp_post_all_gather = property(_refuse_fully_shard)
 
     def __init_subclass__(cls) -> None:
         torch.utils.data._utils.collate.default_collate_fn_map[cls] = _stack_batch

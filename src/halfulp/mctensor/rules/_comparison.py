@@ -201,12 +201,7 @@ def floor(x: MCTensor) -> Tensor:
     return make_result(_add_integers(floor_components(parts), parts[0]), form)
 
 
-@implements(aten.ceil.default)
-def ceil(x: MCTensor) -> Tensor:
-    """Return the smallest integer not below."""
-    form = result_type((x,))
-    negative = tuple(-part for part in to_components(x, form.device))
-    return make_result(_add_integers(tuple(-part for part in floor_components(negative)), -negative[0]), form)
+implements(aten.ceil.default)(lambda x: -floor(-x))
 
 
 @implements(aten.trunc.default)
@@ -360,13 +355,6 @@ def _flatten_nonempty(x: MCTensor) -> Any:
     return x.reshape(-1)
 
 
-def _find_extreme_index(x: MCTensor, dim: int | None, keepdim: bool, sign: int) -> Tensor:
-    if dim is None:
-        at = _find_extreme(_flatten_nonempty(x), 0, False, sign)[1]
-        return at.reshape([1] * x.dim()) if keepdim else at
-    return _find_extreme(x, dim, keepdim, sign)[1]
-
-
 @implements(aten.aminmax.default)
 def aminmax(x: MCTensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """Return the minimum and the maximum."""
@@ -390,9 +378,12 @@ def _register_extremes(sign: int, name: str) -> None:
     packet = getattr(aten, name)
     implements(packet.dim)(lambda x, dim, keepdim=False: _find_extreme(x, dim, keepdim, sign))
     implements(packet.default)(lambda x: _find_extreme(_flatten_nonempty(x), 0, False, sign)[0])
-    implements(getattr(aten, f"arg{name}").default)(
-        lambda x, dim=None, keepdim=False: _find_extreme_index(x, dim, keepdim, sign)
-    )
+
+    @implements(getattr(aten, f"arg{name}").default)
+    def find_index(x: MCTensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        at = _find_extreme(_flatten_nonempty(x) if dim is None else x, dim or 0, keepdim and dim is not None, sign)[1]
+        return at.reshape([1] * x.dim()) if keepdim and dim is None else at
+
     implements(getattr(aten, f"a{name}").default)(
         lambda x, dim=(), keepdim=False: _reduce_to_extreme(x, dim, keepdim, sign)
     )

@@ -79,11 +79,9 @@ def pow_tensor(x: Any, exponent: Any) -> Tensor:
 @implements_beyond_exact_float64(aten.exp2.default)
 def exp2(x: MCTensor) -> Tensor:
     """2^x."""
-    finer = _add_one_component(result_type((x,)))
-    return round_to_type(
-        run_function("exp", run_function("mul", x, make_constant(compute_log(2), x), form=finer), form=finer),
-        result_type((x,)),
-    )
+    form = result_type((x,))
+    run = functools.partial(run_function, form=_add_one_component(form))
+    return round_to_type(run("exp", run("mul", x, make_constant(compute_log(2), x))), form)
 
 
 def _make_logarithm_rule(base: int) -> Callable:
@@ -91,9 +89,8 @@ def _make_logarithm_rule(base: int) -> Callable:
 
     def log(x: MCTensor) -> Tensor:
         form = result_type((x,))
-        return run_function(
-            "div", run_function("log", x, form=_add_one_component(form)), make_constant(compute_log(base), x), form=form
-        )
+        logarithm = run_function("log", x, form=_add_one_component(form))
+        return run_function("div", logarithm, make_constant(compute_log(base), x), form=form)
 
     return log
 
@@ -105,10 +102,9 @@ implements_beyond_exact_float64(aten.log10.default)(_make_logarithm_rule(10))
 @implements_beyond_exact_float64(aten.tan.default)
 def tan(x: MCTensor) -> Tensor:
     """sin(x) / cos(x)."""
-    finer = _add_one_component(result_type((x,)))
-    return run_function(
-        "div", run_function("sin", x, form=finer), run_function("cos", x, form=finer), form=result_type((x,))
-    )
+    form = result_type((x,))
+    run = functools.partial(run_function, form=_add_one_component(form))
+    return run_function("div", run("sin", x), run("cos", x), form=form)
 
 
 @implements_beyond_exact_float64(aten.asin.default)
@@ -126,10 +122,8 @@ def acos(x: MCTensor) -> Tensor:
 
 
 def _compute_root_of_one_minus_square(x: MCTensor, form: ResultType) -> Tensor:
-    product = run_function(
-        "mul", run_function("sub", 1.0, x, form=form), run_function("add", 1.0, x, form=form), form=form
-    )
-    return run_function("sqrt", product, form=form)
+    run = functools.partial(run_function, form=form)
+    return run("sqrt", run("mul", run("sub", 1.0, x), run("add", 1.0, x)))
 
 
 @implements_beyond_exact_float64(aten.atan2.default)
@@ -146,13 +140,11 @@ def _compute_angle(y: Any, x: Any, form: ResultType) -> Tensor:
     steep = compare_by_value(high, wide) == 1
     least, most = select_elements(steep, wide, high), select_elements(steep, high, wide)
     same = (most == 0) | (least.isinf() & most.isinf())
-    ratio = run_function(
-        "div", select_elements(same, (~(most == 0)).double(), least), select_elements(same, 1.0, most), form=form
-    )
-    angle = run_function("atan", ratio, form=form)
-    angle = select_elements(steep, run_function("sub", run_function("mul", straight, 0.5), angle, form=form), angle)
-    left = _is_negative(x)
-    angle = select_elements(left, run_function("sub", straight, angle, form=form), angle)
+    run = functools.partial(run_function, form=form)
+    ratio = run("div", select_elements(same, (~(most == 0)).double(), least), select_elements(same, 1.0, most))
+    angle = run("atan", ratio)
+    angle = select_elements(steep, run("sub", run_function("mul", straight, 0.5), angle), angle)
+    angle = select_elements(_is_negative(x), run("sub", straight, angle), angle)
     angle = select_elements(is_nan(x) | is_nan(y), float("nan"), angle)
     return select_elements(_is_negative(y), -angle, angle)
 
@@ -164,12 +156,10 @@ def _is_negative(x: Any) -> Tensor:
 @implements_beyond_exact_float64(aten.atanh.default)
 def atanh(x: MCTensor) -> Tensor:
     """log1p(2x / (1 - x)) / 2, of |x| and with its sign."""
-    form = _add_one_component(result_type((x,)))
-    size = abs(x)
-    ratio = run_function(
-        "div", run_function("mul", size, 2.0, form=form), run_function("sub", 1.0, size, form=form), form=form
-    )
-    result = run_function("mul", run_function("log1p", ratio, form=form), 0.5, form=result_type((x,)))
+    form, size = result_type((x,)), abs(x)
+    run = functools.partial(run_function, form=_add_one_component(form))
+    ratio = run("div", run("mul", size, 2.0), run("sub", 1.0, size))
+    result = run_function("mul", run("log1p", ratio), 0.5, form=form)
     return select_elements(_is_negative(x), -result, result)
 
 
@@ -306,19 +296,15 @@ def _register_sum(name: str, sign: int) -> Callable[..., Tensor]:
 
     @implements(packet.Tensor, packet.Scalar)
     def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
-        return (
-            run_function(name, a, b)
-            if alpha == 1
-            else run_function("addcmul", a, b, sign * alpha, form=result_type((a, b)))
-        )
+        if alpha == 1:
+            return run_function(name, a, b)
+        return run_function("addcmul", a, b, sign * alpha, form=result_type((a, b)))
 
     @implements(in_place.Tensor, in_place.Scalar)
     def add_(x: Tensor, other: Any, alpha: Any = 1) -> Tensor:
-        return (
-            _update_in_place(name, x, x, other)
-            if alpha == 1
-            else _update_in_place("addcmul", x, x, other, sign * alpha)
-        )
+        if alpha == 1:
+            return _update_in_place(name, x, x, other)
+        return _update_in_place("addcmul", x, x, other, sign * alpha)
 
     return add
 
@@ -357,21 +343,15 @@ _register_product("addcdiv", divide=True)
 def lerp(a: Any, b: Any, weight: Any) -> Tensor:
     """a + weight (b - a)."""
     form = result_type((a, b, weight))
-    return run_function(
-        "addcmul", a, run_function("sub", b, a, form=form._replace(gradients=COMPONENTS)), weight, form=form
-    )
+    difference = run_function("sub", b, a, form=form._replace(gradients=COMPONENTS))
+    return run_function("addcmul", a, difference, weight, form=form)
 
 
 @implements(aten.lerp_.Scalar, aten.lerp_.Tensor)
 def lerp_(x: Tensor, b: Any, weight: Any) -> Tensor:
     """x + weight (b - x), into x."""
-    return _update_in_place(
-        "addcmul",
-        x,
-        x,
-        run_function("sub", b, x, form=result_type((x, b, weight))._replace(gradients=COMPONENTS)),
-        weight,
-    )
+    form = result_type((x, b, weight))._replace(gradients=COMPONENTS)
+    return _update_in_place("addcmul", x, x, run_function("sub", b, x, form=form), weight)
 
 
 @implements(aten.rsqrt.default)

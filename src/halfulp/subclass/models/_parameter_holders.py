@@ -18,7 +18,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,6 @@ def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> N
     )
 
 
-TensorClass = TypeVar("TensorClass", bound=type[Tensor])
 # The name, on a parameter, of the format that `halfulp.emulate` keeps it in.
 EMULATED = "_halfulp_emulated"
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -165,8 +164,6 @@ def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.
     if not unique:
         return []
     for name, tensor in unique:
-        if getattr(tensor, "_is_flat_param", False):
-            _refuse_wrapped(name, "FullyShardedDataParallel (FSDP1)", what)
         if replaced and hasattr(tensor, "_local_tensor"):
             raise ValueError(
                 f"parameter {name!r} is sharded (a DTensor of fully_shard or a parallel plan), which keeps it: "
@@ -192,16 +189,12 @@ def check_holders(named: NamedTensors, what: str, *, replaced: bool) -> list[nn.
     for kind, modules in (("DistributedDataParallel", list_data_parallel_modules()), ("FSDP1", flat)):
         for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
             if id(parameter) in names:
-                _refuse_wrapped(names[id(parameter)], kind, what)
+                raise ValueError(
+                    f"parameter {names[id(parameter)]!r} is held by {kind}, which cannot be told that it changes: "
+                    f"call {what} before wrapping the model"
+                )
     refuse_overlapping_memory(unique, what)
     return _find_sharded_modules(unique, what)
-
-
-def _refuse_wrapped(name: str, kind: str, what: str) -> NoReturn:
-    raise ValueError(
-        f"parameter {name!r} is held by {kind}, which cannot be told that it changes: call {what} before wrapping the "
-        "model"
-    )
 
 
 def refuse_overlapping_memory(named: NamedTensors, what: str) -> None:
@@ -254,20 +247,14 @@ def _count_spanned_bytes(tensor: Tensor) -> int:
 def list_holding_optimizers(named: NamedTensors) -> list[tuple[str, str]]:
     """Return the parameters that living optimizers hold, by name, with each optimizer's class."""
     names = {id(tensor): name for name, tensor in named}
-
-    def find() -> list[tuple[str, str]]:
-        return [
-            (names[id(parameter)], type(optimizer).__name__)
-            for optimizer in list_objects(torch.optim.Optimizer)
-            for group in optimizer.__dict__.get("param_groups", ())
-            for parameter in group["params"]
-            if id(parameter) in names
-        ]
-
-    if not find():
-        return []
-    gc.collect()  # nobody may hold that optimizer any more
-    return find()
+    gc.collect()  # nobody may hold an optimizer any more that is still there
+    return [
+        (names[id(parameter)], type(optimizer).__name__)
+        for optimizer in list_objects(torch.optim.Optimizer)
+        for group in optimizer.__dict__.get("param_groups", ())
+        for parameter in group["params"]
+        if id(parameter) in names
+    ]
 
 
 def list_objects(kind: type) -> list[Any]:
@@ -346,21 +333,3 @@ def replace_parameter_data(parameter: Tensor, value: Tensor) -> None:
             setattr(parameter, name, getattr(value, name))
     if gradient is not None:
         parameter.grad = gradient.to(value.dtype)
-
-
-def refuse_fully_shard_for(kind: TensorClass) -> TensorClass:
-    """Add attributes to a tensor class by which fully_shard refuses it with a message (a decorator)."""
-    # It asks for the first one before it changes a parameter, and older versions for the others after that.
-    for name in ("_fsdp_orig_uid", "fsdp_pre_all_gather", "fsdp_post_all_gather"):
-        setattr(kind, name, property(_refuse_fully_shard))
-    return kind
-
-
-def _refuse_fully_shard(tensor: Tensor) -> NoReturn:
-    """Refuse fully_shard: the property that it finds on a tensor subclass in place of its own attributes."""
-    name = type(tensor).__name__
-    raise NotImplementedError(
-        f"fully_shard of {name} parameters: it gathers and reduces one plain tensor per parameter, and these have "
-        "several. Use DistributedDataParallel, or shard plain parameters of a model made again (param_dtype= of "
-        "hu.optim and hu.AdaptiveGradScaler work with fully_shard)"
-    )
