@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .._messages import a_kind
-from ..arithmetic import PRECISION
+from ..arithmetic import MOST, PRECISION
 from ..subclass._in_backward import COMPONENTS, FIRST, check_gradients
 from ..subclass.models._conversion import (
     ParameterRef,
@@ -128,24 +128,19 @@ def _read_fitting_tensor(state_dict: Mapping[str, Any], name: str, parameter: MC
 
 def _read_tensor(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
     """Return all entries of one parameter as an MCTensor; dtype: of a single component stored beside its scale."""
-    beside = {
-        match[1]: value
-        for entry, value in state_dict.items()
-        if (match := _ENTRY_SUFFIX.search(entry)) and _ENTRY_SUFFIX.sub("", entry) == name
-    }
-    first = state_dict.get(name)
+    first, scale = state_dict.get(name), state_dict.get(f"{name}.{_SCALE_SUFFIX}")
+    rest = [state_dict.get(f"{name}.component_{i}") for i in range(1, MOST)]
+    while rest and rest[-1] is None:
+        rest.pop()
     if first is None:
-        if beside:
-            raise ValueError(f"the file has {sorted(beside)} of {name!r} and not {name!r} itself: it is damaged")
+        if rest or scale is not None:
+            raise ValueError(f"the file has components or the scale of {name!r} and not {name!r} itself: it is damaged")
         return None
     if isinstance(first, MCTensor):
         return first.detach()
-    names = [f"component_{i}" for i in range(1, 1 + sum(bool(re.match(r"component_\d", part)) for part in beside))]
-    rest = [beside.get(part) for part in names]
-    scale = None
-    if _SCALE_SUFFIX in beside:
+    if scale is not None:
         kind = rest[0].dtype if rest and rest[0] is not None else dtype
-        first, scale = _unscale_entry(name, first, beside[_SCALE_SUFFIX], kind)
+        first, scale = _unscale_entry(name, first, scale, kind)
     parts = [part for part in (first, *rest) if isinstance(part, Tensor)]
     if len(parts) <= len(rest) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")

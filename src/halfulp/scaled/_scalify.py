@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._messages import a_kind
 from .._torch_versions import HAS_SAVED_HOOKS
 from ..kernels import define_operator, untraced
-from ..subclass.models._averages import warn_of_narrow_averages
 from ..subclass.models._conversion import (
     ParameterRef,
     Where,
@@ -355,7 +354,6 @@ def scalify(
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
     put_converted(model, found, values)
-    warn_of_narrow_averages()
     _rescale.remove_rescales(model)
     _rescale.install_rescales(sides)
     remove_hooks(model.modules(), lambda hook: hook in (_round_inputs_to_home, _round_results_to_home))

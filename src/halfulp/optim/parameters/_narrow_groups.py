@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..._messages import find_users_level
-from ...subclass.models._averages import warn_of_narrow_averages
 from ...subclass.models._parameter_holders import (
     check_holders,
+    install_registration_hooks,
     list_data_parallel_modules,
     list_living_modules,
     list_sharded_modules,
@@ -49,7 +49,7 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], sharded: list[torch.nn
     So are the low bits of parameters that were narrowed before there was an optimizer (`halfulp.convert`).
     """
     to_narrow = {id(group["params"][position]) for group, position in _find_parameters_to_narrow(groups)}
-    warn_of_narrow_averages()
+    install_registration_hooks()
     warn_of_idle_update(optimizer, groups)
     for group in groups:
         for position, parameter in enumerate(group["params"]):

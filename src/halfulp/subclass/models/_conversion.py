@@ -20,15 +20,7 @@ from ._parameter_holders import install_registration_hooks
 
 
 def remove_hooks(modules: Iterable[nn.Module], is_ours: Callable[[Any], bool]) -> None:
-    """Remove the forward hooks and forward pre-hooks of modules that a predicate picks, with what torch notes of them.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 2)
-    >>> handle = layer.register_forward_hook(print, always_call=True)
-    >>> remove_hooks(layer.modules(), lambda hook: hook is print)
-    >>> layer._forward_hooks, layer._forward_hooks_always_called
-    (OrderedDict(), OrderedDict())
-    """
+    """Remove the forward hooks and pre-hooks of modules that a predicate picks, with what torch notes of them."""
     for module in modules:
         tables: list[tuple[dict[int, Any], ...]] = [
             (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),

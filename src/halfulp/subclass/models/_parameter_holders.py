@@ -4,7 +4,7 @@ The order that always works: device, conversion, wrappers (DistributedDataParall
 optimizers, flat buffers and hooks on nodes of autograd, of which nothing is seen here.
 
 torch's global registration hooks report every module and parameter that is put into a module; they are installed for
-the first model whose parameters have auxiliary tensors. Nothing else sees a wrapper when it is made.
+the first narrow optimizer or converted model. Nothing else sees a wrapper, or an AveragedModel, when it is made.
 
 torch.distributed.checkpoint sends low bits of 16-bit integers, which neither gloo nor NCCL takes, as 32-bit ones.
 """
@@ -26,12 +26,15 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim.swa_utils import AveragedModel
 
 from ..._torch_import import call_after_import
+from ...kernels import note_and_warn_once
 from .._in_backward import FIRST
 from ._state_dict import find_state_dict_layout
 
 _UNSENDABLE_DTYPES = (torch.int16, torch.uint16)
+_NARROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _wrapped_checkpoints: list[bool] = []
 
 
@@ -97,14 +100,37 @@ _registration_hooks: list[Any] = []
 def install_registration_hooks() -> None:
     """Install the registration hooks, once."""
     if not _registration_hooks:
-        _registration_hooks.append(register_module_module_registration_hook(_hook_data_parallel))
+        _registration_hooks.append(register_module_module_registration_hook(_check_inner_module))
         _registration_hooks.append(register_module_parameter_registration_hook(_refuse_dtensor))
         wrap_checkpoint_functions()
 
 
-def _hook_data_parallel(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
-    if isinstance(outer, nn.parallel.DistributedDataParallel) and inner is not None:
+def _check_inner_module(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
+    if inner is None:
+        return
+    if isinstance(outer, AveragedModel):
+        _warn_of_narrow_averages(inner)
+    if isinstance(outer, nn.parallel.DistributedDataParallel) and any(map(find_state_dict_layout, inner.parameters())):
         outer.register_forward_pre_hook(_refuse_unused_parameters)
+
+
+def _warn_of_narrow_averages(averages: nn.Module) -> None:
+    """Warn of averages in a narrow format: a deep copy of the model, of plain tensors, whose updates nobody sees."""
+    for parameter in averages.parameters():
+        payload: Any = getattr(parameter, "payload", parameter)
+        if payload.dtype in _NARROW_DTYPES and not hasattr(parameter, "components"):
+            remedy = (
+                "halfulp.optim.EMA(model, optimizer=optimizer), or AveragedModel(copy.deepcopy(model).float(), "
+                "avg_fn=get_ema_avg_fn())"
+                if payload is parameter
+                else "AveragedModel(halfulp.scaled.unscalify(copy.deepcopy(model)))"
+            )
+            note_and_warn_once(
+                "lost updates",
+                f"AveragedModel keeps its averages in {payload.dtype}, as the model its parameters: an update moves "
+                f"them by mostly less than half a last place, which rounding drops; take {remedy}",
+            )
+            return
 
 
 def _refuse_unused_parameters(wrapper: nn.Module, inputs: Any) -> None:
