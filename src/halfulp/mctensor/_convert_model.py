@@ -17,7 +17,7 @@ from ..subclass.models._conversion import (
     Where,
     check_has_shape,
     check_module,
-    converted,
+    convert_each,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
@@ -235,7 +235,7 @@ def multicomponent(
     for ref in found:
         _check_parameter(ref)
     _check_holders(found, "multicomponent")
-    values = converted(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
+    values = convert_each(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
     for ref in found:
         ref.module.__dict__.setdefault(_FORMER_DTYPES_KEY, {}).setdefault(ref.key, ref.value.dtype)
     put_converted(model, found, values)
@@ -272,7 +272,7 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
         before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.key, ref.value.dtype)
         return decode_parameter(ref, dtype if dtype and ref.is_parameter else before)
 
-    put_plain(model, found, converted(found, plain))
+    put_plain(model, found, convert_each(found, plain))
     for module in model.modules():
         module.__dict__.pop(_FORMER_DTYPES_KEY, None)
     return model

@@ -338,15 +338,19 @@ _INTERPOLATIONS = tuple(
     for overload in ("default", "vec")
 )
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
-OWN_FUNCTIONS = {aten.special_ndtr.default: ndtr, aten.scaled_dot_product_attention.default: _attend}
-OWN_FUNCTIONS |= {operator: _make_interpolation(operator) for operator in _INTERPOLATIONS}
-_ENCODED_OPERATORS = frozenset(present_operators((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
-OWN_FUNCTIONS |= RULES_WITH_NUMBERS | RULES_OF_PLAIN_TARGETS
-OWN_FUNCTIONS |= {
-    operator: functools.partial(write_results, operator, functional_form(operator))
-    for operator in REPLACED_OUT_OPERATORS
+OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
+    aten.special_ndtr.default: ndtr,
+    aten.scaled_dot_product_attention.default: _attend,
+    **{operator: _make_interpolation(operator) for operator in _INTERPOLATIONS},
+    **RULES_WITH_NUMBERS,
+    **RULES_OF_PLAIN_TARGETS,
+    **{
+        operator: functools.partial(write_results, operator, form)
+        for operator in REPLACED_OUT_OPERATORS
+        if (form := functional_form(operator)) is not None
+    },
 }
-
+_ENCODED_OPERATORS = frozenset(present_operators((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS)))
 
 for _operator in present_operators(
     dict.fromkeys((*COMPOSITE_OPERATORS, *DIFFERENTIATED_OPERATORS, *OWN_FUNCTIONS, *PROMOTED_OPERATORS))

@@ -180,7 +180,7 @@ class MCTensor(CompositeTensor):
 
     _value_description = "a sum of components"
     _parts_expression = "each of x.components"
-    _own = ("_parts", "_scale", "_gradients")
+    _value_attributes = ("_parts", "_scale", "_gradients")
 
     def __new__(cls, *arguments: object, **options: object) -> MCTensor:
         raise TypeError("make an MCTensor by MCTensor.encode(values) or MCTensor.from_components(tensors)")
@@ -333,7 +333,7 @@ class MCTensor(CompositeTensor):
         made = wrap_parts(*encode_components(data, len(self._parts), kind, scale, place), self._gradients)
         return made.requires_grad_(requires_grad)
 
-    def new(self, *arguments: Any, **options: Any) -> NoReturn:  # type: ignore[override]
+    def new(self, *arguments: Any, **options: Any) -> NoReturn:
         """Refuse torch's old constructor."""
         raise TypeError("x.new is of sizes or of data: use x.new_empty(sizes) or x.new_tensor(data)")
 
@@ -361,10 +361,10 @@ class MCTensor(CompositeTensor):
         _data_descriptor.__set__(self, value)
         self._parts, self._scale, self._gradients = value._parts, value._scale, value._gradients
 
-    def _inner(self) -> list[Tensor]:
+    def _list_plain_tensors(self) -> list[Tensor]:
         return [*self._parts, *([] if self._scale is None else [self._scale])]
 
-    def _like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
+    def _make_like(self, inner: list[Tensor], requires_grad: bool) -> MCTensor:
         count = len(self._parts)
         made = wrap_parts(tuple(inner[:count]), None if self._scale is None else inner[count], self._gradients)
         made.requires_grad_(requires_grad)

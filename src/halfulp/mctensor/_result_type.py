@@ -136,13 +136,13 @@ def run_function(name: str, *operands: Any, form: ResultType | None = None) -> T
             return _scale_result(
                 wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUM_FUNCTION_NAMES
             )
-    parts = convert_operands(name, operands, form.dtype, form.components, form.device)
+    converted = convert_operands(name, operands, form.dtype, form.components, form.device)
     if gives_plain_gradient(form.gradients, form.has_gradient):
-        return pointwise(name, *parts, components=1, dtype=form.dtype)[0]
+        return pointwise(name, *converted, components=1, dtype=form.dtype)[0]
     if form.scaled:
-        wide = pointwise(name, *parts, components=count_float64_components(form), dtype=torch.float64)
+        wide = pointwise(name, *converted, components=count_float64_components(form), dtype=torch.float64)
         return _scale_result(wide, find_magnitude(wide[0]), form, name in SUM_FUNCTION_NAMES)
-    return wrap_parts(pointwise(name, *parts, components=form.components, dtype=form.dtype), None, form.gradients)
+    return wrap_parts(pointwise(name, *converted, components=form.components, dtype=form.dtype), None, form.gradients)
 
 
 def are_operands_alike(a: Any, b: Any) -> bool:

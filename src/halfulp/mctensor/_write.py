@@ -19,7 +19,7 @@ _ROOM_BELOW = 8
 
 def list_inner_tensors(x: Tensor) -> list[Tensor]:
     """Return the plain tensors that hold a tensor's value: components and scale, or the tensor itself."""
-    return x._inner() if isinstance(x, MCTensor) else [x]
+    return x._list_plain_tensors() if isinstance(x, MCTensor) else [x]
 
 
 def copy_received(x: Tensor, value: Tensor) -> None:

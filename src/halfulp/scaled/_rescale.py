@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import define_operator, is_under_transform, untraced
-from ..subclass.models._conversion import matcher, remove_hooks
+from ..subclass.models._conversion import make_matcher, remove_hooks
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._operands import move_level_to_scale
@@ -148,7 +148,7 @@ def find_rescale_sides(model: nn.Module, rescale: RescalePlaces) -> dict[nn.Modu
     sides: dict[nn.Module, Side] = {}
     for glob, side in wanted.items():
         check_side(side)
-        matches = matcher([glob], list(named), what="rescale", of="module")
+        matches = make_matcher([glob], list(named), what="rescale", of="module")
         for name, module in named.items():
             if matches(module, name):
                 sides[module] = side if sides.get(module, side) == side else "both"

@@ -69,7 +69,7 @@ class ScaledTensor(CompositeTensor):
 
     _value_description = "a payload with a scale"
     _parts_expression = "x.payload and x.scale"
-    _own = ("_payload", "_scale", "_home")
+    _value_attributes = ("_payload", "_scale", "_home")
 
     def __new__(
         cls,
@@ -224,10 +224,10 @@ class ScaledTensor(CompositeTensor):
         self._payload = to_storage(to_float32(self), dtype)
         return self
 
-    def _inner(self) -> list[Tensor]:
+    def _list_plain_tensors(self) -> list[Tensor]:
         return [self._payload, self._scale]
 
-    def _like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
+    def _make_like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
         payload, scale = inner
         return wrap(payload, scale, self.dtype, self._home, requires_grad)
 

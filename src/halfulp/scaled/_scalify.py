@@ -25,7 +25,7 @@ from ..subclass.models._conversion import (
     ParameterRef,
     Where,
     check_has_shape,
-    converted,
+    convert_each,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
@@ -350,7 +350,7 @@ def scalify(
     sides = _rescale.find_rescale_sides(model, rescale)
     found = [place for place in list_matching_parameters(list_module_parameters(model), where) if _can_be_scaled(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
-    values = converted(found, lambda place: _scale_parameter(place, dtype, choose_home(dtype, wide)))
+    values = convert_each(found, lambda place: _scale_parameter(place, dtype, choose_home(dtype, wide)))
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
     put_converted(model, found, values)
@@ -386,7 +386,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}, and None")
     found = [place for place in list_module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
-    put_plain(model, found, converted(found, lambda place: decode_parameter(place, dtype)))
+    put_plain(model, found, convert_each(found, lambda place: decode_parameter(place, dtype)))
     _rescale.remove_rescales(model)
     own = (_keep_gradients_plain, _round_inputs_to_home, _round_results_to_home)
     remove_hooks(model.modules(), lambda hook: hook in own)

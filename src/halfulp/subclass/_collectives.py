@@ -89,9 +89,11 @@ def derive_collective_rule(
         return run_with_out
     name = operator._schema.name
     if "_coalesced" in name:
-        run_one = run_in_place if name.endswith("_") else run
+        run_one: Rule = run_in_place if name.endswith("_") else run
         return lambda inputs, *rest: [run_one(x, *rest) for x in inputs]
-    return run_in_place if name.endswith("_") else refused
+    if name.endswith("_"):
+        return run_in_place
+    return refused
 
 
 def _make_waiting_call(plain: OpOverload) -> Rule:
@@ -154,6 +156,11 @@ def _make_eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[Op
         write(out, piece.reshape(out.shape))
         return out, _make_finished_work()
 
+    def reduce_scatter_(outs: list[Tensor], inputs: Any, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
+        for out, pieces in zip(outs, inputs):
+            reduce_scatter_base_(out, torch.cat([piece.reshape(-1) for piece in pieces]), group, op)
+        return outs, _make_finished_work()
+
     def broadcast_(tensors: list[Tensor], group: Any, root: int, *rest: Any, **options: Any) -> Any:
         for x in tensors:
             write(x, _make_waiting_call(functional.broadcast.default)(x, root, _get_group_name(group)))
@@ -175,6 +182,7 @@ def _make_eager_rules(rules: Mapping[OpOverload, Rule], write: Write) -> dict[Op
         (functional.all_reduce, c10d.allreduce_, allreduce_),
         (functional.all_reduce, c10d.reduce_, reduce_),
         (functional.reduce_scatter_tensor, c10d._reduce_scatter_base_, reduce_scatter_base_),
+        (functional.reduce_scatter_tensor, c10d.reduce_scatter_, reduce_scatter_),
         (functional.broadcast, c10d.broadcast_, broadcast_),
         (functional.broadcast, c10d.allgather_, allgather_),
         (functional.all_gather_into_tensor, c10d._allgather_base_, allgather_base_),

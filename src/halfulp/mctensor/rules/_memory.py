@@ -308,7 +308,8 @@ def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
     message = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in inner])
     pieces = run_and_wait("broadcast", message, source, group).split([part.nbytes for part in inner])
     # A clone: a piece may start anywhere, and a view of another dtype may not.
-    return x._like([piece.clone().view(part.dtype).reshape(part.shape) for piece, part in zip(pieces, inner)], False)
+    arrived = [piece.clone().view(part.dtype).reshape(part.shape) for piece, part in zip(pieces, inner)]
+    return x._make_like(arrived, False)
 
 
 def wait_tensor(x: MCTensor) -> MCTensor:

@@ -77,7 +77,7 @@ def list_matching_parameters(found: Iterable[ParameterRef], where: Where) -> lis
         ValueError: a pattern that matches nothing.
     """
     found = list(found)
-    matches = matcher(where, [ref.name for ref in found])
+    matches = make_matcher(where, [ref.name for ref in found])
     matched = {id(ref.value) for ref in found if matches(ref.module, ref.name)}
     if where is not None and not matched:
         raise ValueError(f"where={where!r} matches none of the model's {len(found)} parameters")
@@ -90,7 +90,7 @@ def check_has_shape(ref: ParameterRef) -> None:
         raise ValueError(f"parameter {ref.name!r} has no shape yet: run one batch through the model first")
 
 
-def matcher(where: Where, names: list[str], what: str = "where", of: str = "parameter") -> Callable[..., Any]:
+def make_matcher(where: Where, names: list[str], what: str = "where", of: str = "parameter") -> Callable[..., Any]:
     """Return a function of a module and a name: whether `where` (a glob, several, a function, None for all) matches."""
     if where is None:
         return lambda module, name: True
@@ -109,7 +109,7 @@ def matcher(where: Where, names: list[str], what: str = "where", of: str = "para
 
 def copy_attributes(new: nn.Parameter, old: Tensor) -> nn.Parameter:
     """Copy the attributes that users set on a parameter (marks for weight decay, say), but for its class's own."""
-    own = {*getattr(old, "_own", ()), "_is_param", _state_dict.SAVED_ATTRIBUTE}
+    own = {*getattr(old, "_value_attributes", ()), "_is_param", _state_dict.SAVED_ATTRIBUTE}
     new.__dict__.update({name: value for name, value in old.__dict__.items() if name not in own})
     return new
 
@@ -209,7 +209,7 @@ def _begin_forward(module: nn.Module, arguments: Any) -> None:
 ConvertedTensors = dict[int, Tensor]
 
 
-def converted(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
+def convert_each(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Tensor]) -> ConvertedTensors:
     """Return converted tensors by the ids of the present ones; a shared parameter is converted once.
 
     The model is not changed yet, so that a parameter that cannot be converted leaves it as it was.

@@ -232,7 +232,7 @@ def refuse_overlapping_memory(named: NamedTensors, what: str) -> None:
     for together in lying.values():
         together.sort(key=lambda one: one[1].data_ptr())
         for (one, first), (other, second) in itertools.pairwise(together):
-            if overlap(first, second):
+            if has_common_memory(first, second):
                 is_same = first.data_ptr() == second.data_ptr() and first.shape == second.shape
                 how = (
                     "two parameters over one memory (tied through .data)"
@@ -258,7 +258,7 @@ def get_plain_memory(tensor: Tensor) -> Tensor | None:
     return part if part.numel() else None
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
+def has_common_memory(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of one storage have a byte in common, what lies between a view's elements included."""
     (first, end), (start, _) = sorted((t.data_ptr(), t.data_ptr() + _count_spanned_bytes(t)) for t in (a, b))
     return first == start or start < end
@@ -327,7 +327,8 @@ def _find_sharded_modules(named: list[tuple[str, Tensor]], what: str) -> list[nn
         held += [one.sharded_param for group in list_shard_groups(module) for one in group.fsdp_params]
         mine = [names[id(tensor)] for tensor in held if id(tensor) in names]
         if mine and list_shard_groups(module):
-            if getattr(module._get_fsdp_state(), "_is_root", None) is not None:
+            state: Any = module._get_fsdp_state()  # type: ignore[operator]
+            if getattr(state, "_is_root", None) is not None:
                 raise ValueError(
                     f"parameter {mine[0]!r} is sharded by fully_shard, and the model has run: its buffers have the old "
                     f"dtype. Call {what} after fully_shard and before the first forward pass, or on the model before "
