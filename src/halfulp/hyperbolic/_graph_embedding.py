@@ -90,9 +90,6 @@ def check_sets(points: Tensor, sets: Tensor) -> None:
         )
 
 
-_CANDIDATES_PER_NEGATIVE = 1.5  # candidates per wanted negative where all nodes are equally likely
-
-
 class RankingSets:
     """Batches of ranking sets (u, v, v_1, ..., v_K): an edge u -> v of a directed graph, and K negatives.
 
@@ -148,7 +145,7 @@ class RankingSets:
     def draw(self, edges: Tensor, generator: torch.Generator, popular: bool = False) -> Tensor:
         """Return the sets of some edges, int64 of shape (len(edges), 2 + K)."""
         sources = edges[:, 0]
-        tries = min(10 * self.others if popular else int(_CANDIDATES_PER_NEGATIVE * self.others) + 8, 32_000)
+        tries = min(10 * self.others if popular else int(1.5 * self.others) + 8, 32_000)
         candidates = self._draw_candidates((len(edges), tries), generator, popular)
         good = ~self._barred[sources.unsqueeze(1), candidates] & self._find_first_occurrences(candidates)
         rank = good.cumsum(1)

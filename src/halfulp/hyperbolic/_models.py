@@ -78,9 +78,6 @@ def write_rows(target: Tensor, rows: Tensor | None, value: Tensor) -> None:
         target[rows] = value
 
 
-_POINT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
 class Manifold(abc.ABC):
     """A model of hyperbolic space of curvature -1; points are the vectors along a tensor's last dimension.
 
@@ -174,7 +171,7 @@ class Manifold(abc.ABC):
             TypeError: no floating tensor.
             ValueError: too few coordinates, or points outside; how many, and which is the first.
         """
-        if not isinstance(points, Tensor) or points.dtype not in _POINT_DTYPES:
+        if not isinstance(points, Tensor) or points.dtype not in arithmetic.PRECISION:
             kind = points.dtype if isinstance(points, Tensor) else type(points).__name__
             raise TypeError(f"points of {self.name} are a tensor of floating numbers, got {kind}")
         if points.dim() == 0 or points.shape[-1] < self.least:

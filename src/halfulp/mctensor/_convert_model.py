@@ -234,7 +234,7 @@ def multicomponent(
     found = list_matching_parameters(list_module_parameters(model, constants=True), where)
     for ref in found:
         _check_parameter(ref)
-    _check_holders(found, "multicomponent")
+    check_holders([(ref.name, ref.value) for ref in found if ref.is_parameter], "multicomponent", replaced=True)
     values = convert_each(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
     for ref in found:
         ref.module.__dict__.setdefault(_FORMER_DTYPES_KEY, {}).setdefault(ref.key, ref.value.dtype)
@@ -266,7 +266,7 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     if dtype is not None:
         check_dtype(dtype)
     found = [ref for ref in list_module_parameters(model, constants=True) if isinstance(ref.value, MCTensor)]
-    _check_holders(found, "single_component")
+    check_holders([(ref.name, ref.value) for ref in found if ref.is_parameter], "single_component", replaced=True)
 
     def plain(ref: ParameterRef) -> Tensor:
         before = ref.module.__dict__.get(_FORMER_DTYPES_KEY, {}).get(ref.key, ref.value.dtype)
@@ -276,11 +276,6 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     for module in model.modules():
         module.__dict__.pop(_FORMER_DTYPES_KEY, None)
     return model
-
-
-def _check_holders(found: list[ParameterRef], what: str) -> None:
-    named = [(ref.name, ref.value) for ref in found if ref.is_parameter]
-    check_holders(named, what, replaced=True)
 
 
 def _check_parameter(ref: ParameterRef) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..arithmetic import PRECISION
 from ..kernels import torch_operators
 from ..subclass import _rule_table as _fallback
 from ..subclass._collectives import derive_collective_rule, is_collective
@@ -28,14 +29,8 @@ from ._result_type import (
 from ._write import check_takes_fractions, copy_received, write_value
 
 aten = torch_operators("aten")
-_RESIZING_OPERATORS = (
-    *(aten.resize_.default, aten.resize_as_.default, aten.set_.default),
-    *(aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset),
-    *(aten.set_.source_Storage, aten.set_.source_Tensor_storage_offset),
-)
 # torch writes a number into integers here, cut.
 _FILLING_OPERATORS = (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar)
-_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @register_derivation
@@ -53,22 +48,22 @@ def derive_rule(operator: OpOverload) -> Callable:
     if name.startswith("_fused_") and operator._schema.is_mutable:
         why = "reads memory as plain numbers (make the optimizer with fused=False)"
         return functools.partial(_refuse_operator, operator, why)
-    if operator in _RESIZING_OPERATORS:
+    if name in ("resize_", "resize_as_", "set_"):
         return functools.partial(_refuse_operator, operator, "changes memory that views share")
     if operator._can_decompose():
         return functools.partial(_run_composite, operator)
-    return _derive_primitive_rule(operator, name)
+    return _derive_primitive_rule(operator)
 
 
 def _run_composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     """Run torch's own decomposition of a composite operator, or treat it as one that has none."""
     results = operator.decompose(*arguments, **options)
     if results is NotImplemented:
-        return _derive_primitive_rule(operator, operator._schema.name.removeprefix("aten::"))(*arguments, **options)
+        return _derive_primitive_rule(operator)(*arguments, **options)
     return results
 
 
-def _derive_primitive_rule(operator: OpOverload, name: str) -> Callable:
+def _derive_primitive_rule(operator: OpOverload) -> Callable:
     if operator._schema.is_mutable:
         functional = functional_form(operator)
         if functional is None:
@@ -84,7 +79,7 @@ def run_in_float64(
 ) -> Any:
     """Run an operator on the values in float64 and return its floating results as components."""
     leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, (Tensor, torch.dtype))]
-    wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in _FLOAT_DTYPES]
+    wanted = [x for x in leaves if isinstance(x, torch.dtype) and x in PRECISION]
     form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
@@ -95,7 +90,7 @@ def _convert_to_float64(x: Any) -> Any:
     if isinstance(x, MCTensor):
         return decode_to_plain(x, torch.float64)
     if isinstance(x, torch.dtype):
-        return torch.float64 if x in _FLOAT_DTYPES else x
+        return torch.float64 if x in PRECISION else x
     return x.double() if _is_floating(x) else x
 
 

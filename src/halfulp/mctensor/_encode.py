@@ -19,9 +19,6 @@ from ..arithmetic._pointwise import round_under_scale
 from ..kernels import require_float64, resolve_plain_memory
 
 _FLOAT32_STRUCT = struct.Struct("f")
-# Between these, a float32 and what it leaves are both in float32's normal range.
-_LEAST, _MOST = 2.0**-70, 2.0**100
-_COMPONENT_DTYPE_NAMES = "float16, bfloat16, float32 or float64"
 
 
 def encode_components(
@@ -75,9 +72,9 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
     """Raise unless components can have this dtype."""
     if dtype not in PRECISION:
         raise ValueError(
-            f"{dtype} data: components are {_COMPONENT_DTYPE_NAMES}. Convert integers with x.double() (exact "
-            "up to 2**53) or give the numbers as a list; keep the real and the imaginary part of complex data as two "
-            "tensors"
+            f"{dtype} data: components are float16, bfloat16, float32 or float64. Convert integers with x.double() "
+            "(exact up to 2**53) or give the numbers as a list; keep the real and the imaginary part of complex data "
+            "as two tensors"
         )
     return dtype
 
@@ -119,7 +116,8 @@ def split_number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Pa
 
     A factor may lose 2^-49 of itself, which is within a product's bound; a term of a sum may not.
     """
-    if type(x) not in (int, float) or not (x == 0 or _LEAST < abs(x) < _MOST):
+    # Between these, a float32 and what it leaves are both in float32's normal range.
+    if type(x) not in (int, float) or not (x == 0 or 2.0**-70 < abs(x) < 2.0**100):
         return None
     first = _round_to_float32(x)
     rest = x - first

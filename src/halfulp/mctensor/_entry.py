@@ -52,41 +52,35 @@ def promote_operands(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     return tuple(map(promoted, arguments)), {name: promoted(x) for name, x in options.items()}
 
 
-def _encode_operands_before(steps: Callable) -> Callable:
-    """Return steps that encode plain tensors first where an operand is an MCTensor, else give NotImplemented."""
-
-    def own(*arguments: Any, **options: Any) -> Any:
-        leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
-        if not any(isinstance(x, MCTensor) for x in leaves):
-            return NotImplemented
-        if has_plain_operand(arguments, options):
-            arguments, options = encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
-        return steps(*arguments, **options)
-
-    return own
+def _run_encoded(steps: Callable, *arguments: Any, **options: Any) -> Any:
+    """Run steps after plain tensors were encoded, where an operand is an MCTensor; else return NotImplemented."""
+    leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+    if not any(isinstance(x, MCTensor) for x in leaves):
+        return NotImplemented
+    if has_plain_operand(arguments, options):
+        arguments, options = encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
+    return steps(*arguments, **options)
 
 
-def _encode_number_like(value: Any, x: Any) -> Any:
-    """Return a number as a tensor without dimensions that leaves x's dtype."""
+def _choose_or_number(condition: Tensor, a: Any, b: Any) -> Any:
+    """a where the condition holds, b elsewhere, one of which is a number, and leaves the other's dtype."""
+    x, value = (a, b) if isinstance(a, Tensor) else (b, a)
     if not isinstance(x, MCTensor) or isinstance(value, complex):
         return NotImplemented
     if x.dim():
-        return torch.scalar_tensor(value, dtype=torch.float64, device=x.device)
-    return MCTensor.encode(value, len(x._parts), x.dtype, device=x.device)
+        number = torch.scalar_tensor(value, dtype=torch.float64, device=x.device)
+    else:
+        number = MCTensor.encode(value, len(x._parts), x.dtype, device=x.device)
+    return torch.where(condition, x, number) if x is a else torch.where(condition, number, x)
 
 
-def _select_or_decline(condition: Tensor, x: Any, other: Any) -> Any:
-    return NotImplemented if x is NotImplemented or other is NotImplemented else torch.where(condition, x, other)
-
-
-def _make_quantile_rule(operator: Any) -> Callable:
-    def quantile(x: Any, q: float, dim: int | None = None, keepdim: bool = False, **options: Any) -> Any:
-        if not isinstance(x, MCTensor):
-            return NotImplemented
-        at = MCTensor.encode(q, max(2, len(x._parts)), x.dtype, device=x.device)
-        return operator(x, at, dim, keepdim, **options)
-
-    return quantile
+def _find_quantile(
+    operator: OpOverload, x: Any, q: float, dim: int | None = None, keepdim: bool = False, **options: Any
+) -> Any:
+    if not isinstance(x, MCTensor):
+        return NotImplemented
+    at = MCTensor.encode(q, max(2, len(x._parts)), x.dtype, device=x.device)
+    return operator(x, at, dim, keepdim, **options)
 
 
 def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
@@ -109,18 +103,6 @@ def _divide_by_norm(x: Tensor, dim: int, eps: float) -> Tensor:
     with torch.no_grad():
         size.clamp_min_(eps)
     return x / size
-
-
-RULES_WITH_NUMBERS = {
-    aten.where.ScalarOther: lambda condition, x, other: _select_or_decline(condition, x, _encode_number_like(other, x)),
-    aten.where.ScalarSelf: lambda condition, number, x: _select_or_decline(
-        condition, _encode_number_like(number, x), x
-    ),
-    aten.quantile.scalar: _make_quantile_rule(aten.quantile.default),
-    aten.nanquantile.scalar: _make_quantile_rule(aten.nanquantile.default),
-    aten.rms_norm.default: _encode_operands_before(rms_norm),
-    aten.cosine_similarity.default: _encode_operands_before(cosine_similarity),
-}
 
 
 def pad_sequence(
@@ -175,28 +157,10 @@ def pack_padded_sequence_backward(
     return padded if padded is NotImplemented else padded[0]
 
 
-def _make_plain_target_refusal(operator: OpOverload) -> Callable:
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        if any(isinstance(x, MCTensor) for x in arguments):
-            raise NotImplementedError(f"{operator} writes one component into a plain tensor: give it x.decode()")
-        return NotImplemented
-
-    return refuse
-
-
-RULES_OF_PLAIN_TARGETS = {
-    aten.pad_sequence.default: pad_sequence,
-    aten._pad_packed_sequence.default: pad_packed_sequence,
-    aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,
-    **{
-        operator: _make_plain_target_refusal(operator)
-        for operator in (
-            *(aten.vander.default, aten.normal.float_Tensor),
-            *(aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor),
-            *(aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor),
-        )
-    },
-}
+def _refuse_plain_target(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+    if any(isinstance(x, MCTensor) for x in arguments):
+        raise NotImplementedError(f"{operator} writes one component into a plain tensor: give it x.decode()")
+    return NotImplemented
 
 
 # Those in which operands meet one another, or a constant, before they meet all others. Those that hand all operands to
@@ -289,16 +253,12 @@ def _run_decoded(operator: OpOverload, arguments: tuple, options: dict, form: Re
     return attach_history(wide, make_result((wide.detach(),), form))
 
 
-def _make_interpolation(operator: OpOverload) -> Callable:
+def _interpolate(operator: OpOverload, x: Any, *arguments: Any, **options: Any) -> Any:
     """Interpolate in float64, counted: torch's own steps would round the weights to the components' dtype."""
-
-    def interpolate(x: Any, *arguments: Any, **options: Any) -> Any:
-        if not isinstance(x, MCTensor) or (form := result_type((x,))).fits_float64:
-            return NotImplemented
-        note_float64_fallback(operator, form)
-        return _run_decoded(operator, (x, *arguments), options, form)
-
-    return interpolate
+    if not isinstance(x, MCTensor) or (form := result_type((x,))).fits_float64:
+        return NotImplemented
+    note_float64_fallback(operator, form)
+    return _run_decoded(operator, (x, *arguments), options, form)
 
 
 def _attend(*arguments: Any, **options: Any) -> Any:
@@ -341,9 +301,24 @@ _INTERPOLATIONS = tuple(
 OWN_FUNCTIONS: dict[OpOverload, Callable[..., Any]] = {
     aten.special_ndtr.default: ndtr,
     aten.scaled_dot_product_attention.default: _attend,
-    **{operator: _make_interpolation(operator) for operator in _INTERPOLATIONS},
-    **RULES_WITH_NUMBERS,
-    **RULES_OF_PLAIN_TARGETS,
+    **{operator: functools.partial(_interpolate, operator) for operator in _INTERPOLATIONS},
+    aten.where.ScalarOther: _choose_or_number,
+    aten.where.ScalarSelf: _choose_or_number,
+    aten.quantile.scalar: functools.partial(_find_quantile, aten.quantile.default),
+    aten.nanquantile.scalar: functools.partial(_find_quantile, aten.nanquantile.default),
+    aten.rms_norm.default: functools.partial(_run_encoded, rms_norm),
+    aten.cosine_similarity.default: functools.partial(_run_encoded, cosine_similarity),
+    aten.pad_sequence.default: pad_sequence,
+    aten._pad_packed_sequence.default: pad_packed_sequence,
+    aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,
+    **{
+        operator: functools.partial(_refuse_plain_target, operator)
+        for operator in (
+            *(aten.vander.default, aten.normal.float_Tensor),
+            *(aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor),
+            *(aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor),
+        )
+    },
     **{
         operator: functools.partial(write_results, operator, form)
         for operator in REPLACED_OUT_OPERATORS

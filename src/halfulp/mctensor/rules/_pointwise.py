@@ -236,24 +236,6 @@ def run_with_number(operator: OpOverload, *operands: Any) -> Tensor:
 
 
 # Functions of `arithmetic.pointwise`, by name; floor_divide, remainder and fmod are exact before their one rounding.
-UNARY_OPERATORS = {
-    "sqrt": aten.sqrt.default,
-    "exp": aten.exp.default,
-    "log": aten.log.default,
-    "log1p": aten.log1p.default,
-    "expm1": aten.expm1.default,
-    "sin": aten.sin.default,
-    "cos": aten.cos.default,
-    "tanh": aten.tanh.default,
-    "sinh": aten.sinh.default,
-    "cosh": aten.cosh.default,
-    "asinh": aten.asinh.default,
-    "acosh": aten.acosh.default,
-    "atan": aten.atan.default,
-    "erf": aten.erf.default,
-    "erfc": aten.erfc.default,
-    "sigmoid": aten.sigmoid.default,
-}
 BINARY_OPERATORS = {
     "mul": (aten.mul.Tensor, aten.mul.Scalar),
     "div": (aten.div.Tensor, aten.div.Scalar),
@@ -282,8 +264,11 @@ def _update_in_place(name: str, x: Tensor, *operands: Any) -> Tensor:
     return write_components(x, result, exact, is_sum)
 
 
-for _name, _operator in UNARY_OPERATORS.items():
-    implements(_operator)(lambda x, name=_name: run_function(name, x))
+for _name in (
+    *("sqrt", "exp", "log", "log1p", "expm1", "sin", "cos", "tanh", "sinh", "cosh", "asinh", "acosh", "atan", "erf"),
+    *("erfc", "sigmoid"),
+):
+    implements(getattr(aten, _name).default)(lambda x, name=_name: run_function(name, x))
 for _name, _overloads in BINARY_OPERATORS.items():
     implements(*_overloads)(lambda a, b, name=_name: run_function(name, a, b))
 implements(aten.mul_.Tensor, aten.mul_.Scalar)(lambda x, other: _update_in_place("mul", x, x, other))

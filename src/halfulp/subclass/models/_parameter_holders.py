@@ -288,11 +288,6 @@ def list_objects(kind: type) -> list[Any]:
     return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 
-def list_living_modules() -> list[nn.Module]:
-    """Return every module in this process."""
-    return [module for module in list_objects(nn.Module) if "_parameters" in module.__dict__]
-
-
 def list_data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
     """Return every DistributedDataParallel in this process."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
