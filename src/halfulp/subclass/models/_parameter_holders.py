@@ -35,14 +35,12 @@ from ._state_dict import find_state_dict_layout
 
 _UNSENDABLE_DTYPES = (torch.int16, torch.uint16)
 _NARROW_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-_wrapped_checkpoints: list[bool] = []
 
 
+@functools.cache
 def wrap_checkpoint_functions() -> None:
-    """Wrap torch's checkpoint functions, now or as soon as torch imports them."""
-    if not _wrapped_checkpoints:
-        _wrapped_checkpoints.append(True)
-        call_after_import("torch.distributed.checkpoint.state_dict", _wrap_module_functions)
+    """Wrap torch's checkpoint functions once, now or as soon as torch imports them."""
+    call_after_import("torch.distributed.checkpoint.state_dict", _wrap_module_functions)
 
 
 def _wrap_module_functions(module: ModuleType) -> None:
@@ -94,15 +92,12 @@ def _restore_dtypes(found: Any, before: Any) -> Any:
     return found
 
 
-_registration_hooks: list[Any] = []
-
-
+@functools.cache
 def install_registration_hooks() -> None:
     """Install the registration hooks, once."""
-    if not _registration_hooks:
-        _registration_hooks.append(register_module_module_registration_hook(_check_inner_module))
-        _registration_hooks.append(register_module_parameter_registration_hook(_refuse_dtensor))
-        wrap_checkpoint_functions()
+    register_module_module_registration_hook(_check_inner_module)
+    register_module_parameter_registration_hook(_refuse_dtensor)
+    wrap_checkpoint_functions()
 
 
 def _check_inner_module(outer: nn.Module, name: str, inner: nn.Module | None) -> None:
