@@ -28,6 +28,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim.swa_utils import AveragedModel
 
+from ..._messages import a_kind
 from ..._torch_import import call_after_import
 from ...kernels import note_and_warn_once
 from .._in_backward import FIRST
@@ -68,8 +69,8 @@ def _broadcast_states(plain: Callable, full: Any, local: MutableMapping[str, Any
     for name, value in local.items():
         if find_state_dict_layout(value) is not None:
             raise NotImplementedError(
-                f"broadcast_from_rank0 sends one plain tensor per entry, and {name!r} is a {type(value).__name__}, "
-                "which has several: load the file on every process, without broadcast_from_rank0"
+                f"broadcast_from_rank0 sends one plain tensor per entry, and {name!r} is {a_kind(value)}, which has "
+                "several: load the file on every process, without broadcast_from_rank0"
             )
     _distribute_states(plain, full, local, *given, **options)
 
