@@ -29,8 +29,6 @@ from ._result_type import (
 from ._write import check_takes_fractions, copy_received, write_value
 
 aten = torch_operators("aten")
-# torch writes a number into integers here, cut.
-_FILLING_OPERATORS = (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar)
 
 
 @register_derivation
@@ -210,7 +208,8 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
                 f"{operator}: a result of shape {list(result.shape)} for an output of shape {list(target.shape)}, "
                 "which is not resized as an MCTensor's memory is its views' too: give one of the result's shape"
             )
-        if isinstance(result, MCTensor) and operator not in _FILLING_OPERATORS:
+        # torch's masked_fill_ truncates a number to the target's integer type.
+        if isinstance(result, MCTensor) and operator not in (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar):
             check_takes_fractions(target)
     for target, result in zip(targets, results, strict=True):
         if isinstance(target, MCTensor) or isinstance(result, MCTensor):
