@@ -87,7 +87,7 @@ class InstructionWriter(VectorBuilder):
 
     def write_operation(self, operation: str, extra: Any, *values: Any) -> Any:
         """Write one operation, and return its value."""
-        if operation in ("add", "sub") and self.number % 2 and self.adds_by_products:
+        if operation in ("add", "sub") and self.number % 2 and self.adds_by_products and values[0].type == self.real:
             x, y = values
             one = self.opaque_one if operation == "add" else self.b.fneg(self.opaque_one)
             return self.call_intrinsic("fma", *((x, one, y) if operation == "add" else (y, one, x)))
