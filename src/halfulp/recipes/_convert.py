@@ -15,7 +15,6 @@ from ..optim.parameters._narrowing import keep_float32, narrow_parameter, widen_
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
 from ..subclass.models._parameter_holders import (
-    Wrappers,
     check_holders,
     list_holding_optimizers,
     replace_parameter_data,
@@ -103,7 +102,7 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     if recipe.narrow:
         check_float16_range(model, recipe, list_kept_parameters(model, kept))
         _refuse_held_parameters(model, "convert")
-    wrappers = _check_parameter_holders(model, recipe, "convert")
+    _check_parameter_holders(model, recipe, "convert")
     buffers: tuple[str, ...] = ()
     with _restore_weights_on_error(model, recipe):
         _perturb_weights(model, recipe.perturb, seed)
@@ -117,7 +116,6 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
         elif recipe.narrow:
             buffers = _narrow_parameters(model, kept, _get_param_dtype(recipe))
         _operands.install_rounding(model, recipe)
-    wrappers.follow()
     model.__dict__[_RECORD_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
     return model
 
@@ -148,7 +146,7 @@ def revert(model: ModuleType) -> ModuleType:
     record = model.__dict__[_RECORD_ATTRIBUTE]
     recipe = record.recipe
     _refuse_held_parameters(model, "revert")
-    wrappers = _check_parameter_holders(model, recipe, "revert")
+    _check_parameter_holders(model, recipe, "revert")
     if recipe.components:
         single_component(model)
     elif recipe.payload:
@@ -159,7 +157,6 @@ def revert(model: ModuleType) -> ModuleType:
                 widen_parameter(parameter)
             keep_float32(parameter, False)
         _cast_buffers(model, record.buffers, torch.float32)
-    wrappers.follow()
     _casts.remove_casts(model)
     _operands.remove_rounding(model)
     float32_products(model, False)
@@ -257,14 +254,14 @@ def _perturb_weights(model: nn.Module, size: float, seed: int) -> None:
             parameter.mul_(1 + size * noise.to(parameter.device))
 
 
-def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> Wrappers:
+def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> None:
     """Refuse a change of dtype where others hold the parameters (multicomponent and scalify check by themselves)."""
     in_place = recipe.narrow or recipe.param_dtype == "float64"
     if not in_place or recipe.components or recipe.payload:
-        return Wrappers()
+        return
     if any(hasattr(parameter, "_local_tensor") for parameter in model.parameters()):
         raise ValueError(f"the model is sharded: {what} it before fully_shard, or give the optimizer param_dtype=")
-    return check_holders(model.named_parameters(), what, replaced=False)
+    check_holders(model.named_parameters(), what, replaced=False)
 
 
 def _refuse_held_parameters(model: nn.Module, function: str) -> None:

@@ -140,7 +140,6 @@ register(
         what="scaled tensors",
         plain="plain_state_dict",
         suffix=re.compile(r"\.payload_scale$"),
-        older=(),
         # The values under the parameter's own name, for every loader, and the scale of their payload.
         entries=lambda name, value: {name: _decode_exactly(value), name + _SCALE_SUFFIX: value._scale},
         fitting=_read_entries,

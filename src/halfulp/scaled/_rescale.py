@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import define_operator, is_under_transform, untraced
-from ..subclass.models._conversion import matcher
+from ..subclass.models._conversion import make_matcher
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._operands import move_level_to_scale
@@ -141,7 +141,7 @@ def find_rescaled_modules(model: nn.Module, rescale: RescalePlaces) -> list[nn.M
             "are rescaled; for values call hu.rescale(x) in the model"
         )
     named = dict(model.named_modules())
-    matches = matcher(list(rescale), list(named), what="rescale", of="module")
+    matches = make_matcher(list(rescale), list(named), what="rescale", of="module")
     return [module for name, module in named.items() if matches(module, name)]
 
 

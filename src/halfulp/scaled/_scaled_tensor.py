@@ -16,7 +16,6 @@ from ..subclass import graph_key
 from ..subclass._identity import CompositeTensor, check_layout, get_saved_marks, restore_saved_marks
 from ..subclass._in_backward import refuse_make_fx
 from ..subclass._rule_table import Given, is_in_quotient_formula
-from ..subclass.models._parameter_holders import refuse_fully_shard_for
 from . import _powers_of_two as _powers
 from ._payloads import common_storage, decode_values, measure_rms_scale, to_float32, to_storage
 from ._registry import (
@@ -40,7 +39,6 @@ PICKLE_LAYOUT_VERSION = 1
 _DATA_DESCRIPTOR: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 
 
-@refuse_fully_shard_for
 class ScaledTensor(CompositeTensor):
     """A tensor whose value is payload x scale: the payload a tensor of a narrow dtype, the scale one power of two.
 
@@ -69,7 +67,7 @@ class ScaledTensor(CompositeTensor):
 
     _value_description = "a payload with a scale"
     _parts_expression = "x.payload and x.scale"
-    _own = ("_payload", "_scale", "_home")
+    _value_attributes = ("_payload", "_scale", "_home")
 
     def __new__(
         cls,
@@ -222,10 +220,10 @@ class ScaledTensor(CompositeTensor):
         self._payload = to_storage(to_float32(self), dtype)
         return self
 
-    def _inner(self) -> list[Tensor]:
+    def _list_plain_tensors(self) -> list[Tensor]:
         return [self._payload, self._scale]
 
-    def _like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
+    def _make_like(self, inner: list[Tensor], requires_grad: bool) -> ScaledTensor:
         payload, scale = inner
         return wrap(payload, scale, self.dtype, self._home, requires_grad)
 

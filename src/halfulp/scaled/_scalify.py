@@ -21,12 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._messages import a_kind
 from .._torch_versions import HAS_SAVED_HOOKS
 from ..kernels import define_operator, untraced
-from ..subclass.models._averages import warn_of_narrow_averages
 from ..subclass.models._conversion import (
     ParameterRef,
     Where,
     check_has_shape,
-    converted,
+    convert_each,
     copy_attributes,
     decode_parameter,
     list_matching_parameters,
@@ -342,11 +341,10 @@ def scalify(
     rescaled = find_rescaled_modules(model, rescale)
     found = [place for place in list_matching_parameters(list_module_parameters(model), where) if _can_be_scaled(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
-    values = converted(found, lambda place: _scale_parameter(place, dtype, home))
+    values = convert_each(found, lambda place: _scale_parameter(place, dtype, home))
     if _keep_gradients_plain not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
     put_converted(model, found, values)
-    warn_of_narrow_averages()
     remove_hooks(model.modules(), lambda hook: hook in _LAYER_HOOKS)
     for module in rescaled:
         module.register_forward_pre_hook(rescale_input_gradient, with_kwargs=True)
@@ -379,7 +377,7 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICAL_DTYPES))}, and None")
     found = [place for place in list_module_parameters(model) if isinstance(place.value, ScaledTensor)]
     check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
-    put_plain(model, found, converted(found, lambda place: decode_parameter(place, dtype)))
+    put_plain(model, found, convert_each(found, lambda place: decode_parameter(place, dtype)))
     remove_hooks(model.modules(), lambda hook: hook in (*_LAYER_HOOKS, _keep_gradients_plain))
     _set_product_forwards(model, None)
     return model
