@@ -44,16 +44,13 @@ def recomputed(comparison: str) -> str:
     from halfulp.trials import Evidence
     from halfulp.trials.suite._report import SuiteEvidence
 
-    kind = SuiteEvidence if "suite trials" in json.loads(comparison) else Evidence
+    kind = SuiteEvidence if "statements" in json.loads(comparison) else Evidence
     return kind.from_json(comparison).to_json()
 
 
 def comparisons() -> list[Path]:
     """The files that `halfulp compare` wrote."""
-    kinds = {"trials", "suite trials"}
-    return [
-        path for path in sorted(RESULTS.glob("*.json")) if kinds & set(json.loads(path.read_text(encoding="utf-8")))
-    ]
+    return [path for path in sorted(RESULTS.glob("*.json")) if "trials" in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def pages() -> list[Path]:

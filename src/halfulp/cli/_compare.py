@@ -207,7 +207,9 @@ def compare(
             "tasks": split_names(task, ()) or None,
             "recipes": split_names(recipe, ()) or None,
         }
-        _run_suite(suite, "halfulp-evidence" if out == DEFAULT_FOLDER else out, workers, json, options)
+        if suite != "papers":
+            exit_with_error(f"no suite {suite!r}; there is papers")
+        _run_suite("halfulp-evidence" if out == DEFAULT_FOLDER else out, workers, json, options)
         return
     if module and script is None:
         exit_with_error("-m needs the name of a module: halfulp compare -m package.train")
@@ -233,11 +235,11 @@ def compare(
     print(f"{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
 
 
-def _run_suite(suite: str, out: str, workers: int | None, json: bool, options: dict[str, Any]) -> None:
+def _run_suite(out: str, workers: int | None, json: bool, options: dict[str, Any]) -> None:
     """Train a suite, print its statements, and say where the tables are."""
     from ..trials.suite._run import run_suite
 
-    evidence = run_trials(partial(run_suite, suite), out, workers=workers, **options)
+    evidence = run_trials(run_suite, out, workers=workers, **options)
     if json:
         print_json(evidence.to_dict())
     else:

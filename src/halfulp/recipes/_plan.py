@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from .._messages import a_kind, listed
+from .._messages import a_kind, align_columns, listed
 from .._qualified_names import make_name_pattern
 from ..formats import block_names
 from ..scaled._scalify import find_eight_bit_forward
@@ -259,8 +259,6 @@ class Explanation:
 
     def __str__(self) -> str:
         rows = [("module", "class", "asked for", "gets", "why not"), *_make_table_rows(self.modules)]
-        widths = [max(len(row[k]) for row in rows) for k in range(5)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         bare = list(dict.fromkeys(plan.kind for plan in self.modules if not plan.held_as))
         left = (
             [f"Without parameters of their own: {', '.join(bare)}. {_describe_bare_modules(self.recipe)}"]
@@ -268,7 +266,7 @@ class Explanation:
             else []
         )
         size = f"{self.bytes_before:,} bytes of parameters become {self.bytes_after:,}."
-        return "\n".join([self.recipe.explain(), *table, *left, size])
+        return "\n".join([self.recipe.explain(), *align_columns(rows), *left, size])
 
 
 def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:

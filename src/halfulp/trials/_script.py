@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import optim, recipes
@@ -27,14 +27,14 @@ from .._extensions import load_inherited_extensions
 from ..observation.scripts import ScriptEnding, find_model, run_script, tell_backward_losses
 from ..pages import write_whole
 from ..recipes import Recipe
-from ..recipes._optimizer import choose_state_dtype as recipe_state
-from ..recipes._optimizer import split_groups_by_update
+from ..recipes._convert import is_converted
+from ..recipes._optimizer import choose_state_dtype, split_groups_by_update
 from ._defaults import REFERENCE, TWIN
 from .page._script_page import render_script_page
 from .running._pool import describe_exit
 from .tasks._task import finite_or_none
 
-REPLACED_OPTIMIZERS = ("SGD", "Adam", "AdamW")
+REPLACED_OPTIMIZERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 # What chooses an implementation in torch, and no other training.
 _KERNEL_OPTIONS = ("foreach", "fused", "capturable", "differentiable")
 
@@ -48,37 +48,32 @@ class Substitution:
     """The replacements made for a script's models and optimizers; it keeps none of them alive.
 
     Attributes:
-        models: that were converted.
-        optimizers: that were made for them, ``optimizers_made`` in all.
+        optimizers: that were made for converted models, ``optimizers_made`` in all.
         other_optimizers: names of the classes of other optimizers that stepped.
         step_count: how often any optimizer stepped.
-        recipe_classes: torch's classes whose optimizers, and copies of these, are the recipe's.
     """
 
-    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     optimizers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     optimizers_made: int = 0
     other_optimizers: list[str] = field(default_factory=list)
     step_count: int = 0
-    recipe_classes: frozenset[type] = frozenset()
-
-    def add_optimizer(self, optimizer: Any) -> None:
-        """Add an optimizer of the recipe's."""
-        self.optimizers.add(optimizer)
-        self.optimizers_made += 1
 
     def count_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Count a step of an optimizer (a step hook)."""
         self.step_count += 1
         kind = type(optimizer)
-        is_other = kind not in self.recipe_classes and not _is_of_halfulp(optimizer)
+        is_other = kind not in REPLACED_OPTIMIZERS and not _is_of_halfulp(optimizer)
         if is_other and kind.__name__ not in self.other_optimizers:
             self.other_optimizers.append(kind.__name__)
 
     def bytes_per_parameter(self) -> float | None:
         """Return the mean over parameters of halfulp's optimizers that live; None without any."""
-        found = [(one.bytes_per_parameter(), _count_elements(one)) for one in self.optimizers if _is_of_halfulp(one)]
-        return sum(size * count for size, count in found) / sum(count for _, count in found) if found else None
+        sizes = [
+            (one.bytes_per_parameter(), sum(p.numel() for group in one.param_groups for p in group["params"]))
+            for one in self.optimizers
+            if _is_of_halfulp(one)
+        ]
+        return sum(size * count for size, count in sizes) / max(1, sum(count for _, count in sizes)) if sizes else None
 
     def write_notes(self) -> list[str]:
         """Return what is to be said of a run in which a recipe was used."""
@@ -101,44 +96,8 @@ class Substitution:
 def substitute_optimizers(recipe: Recipe) -> Iterator[Substitution]:
     """Give whoever makes torch.optim's SGD, Adam or AdamW a converted model and the recipe's optimizer.
 
-    A Refusal is raised where the recipe needs more than that.
+    Recipes that scale or round gradients or emulate a format, by objects that the script has to use, are refused.
     """
-    check_recipe_supported(recipe)
-    kinds = {name: getattr(torch.optim, name) for name in REPLACED_OPTIMIZERS}
-    inits = {kind: kind.__init__ for kind in kinds.values()}
-    done = Substitution(recipe_classes=frozenset() if recipe.narrow else frozenset(inits))
-    if recipe.narrow:
-        _replace_torch_classes({name: _make_optimizer_class(kind, recipe, done) for name, kind in kinds.items()}, kinds)
-    else:
-        for kind in inits:
-            kind.__init__ = _make_converting_init(kind, recipe, done)
-    counting = register_optimizer_step_post_hook(done.count_step)
-    try:
-        yield done
-    finally:
-        counting.remove()
-        _replace_torch_classes(kinds, kinds)
-        for kind, init in inits.items():
-            kind.__init__ = init
-
-
-def _replace_torch_classes(classes: dict[str, Any], kinds: dict[str, Any]) -> None:
-    """Put classes where torch's stand: in torch.optim, and in the module of each."""
-    for name, kind in kinds.items():
-        for place in (torch.optim, sys.modules[kind.__module__]):
-            setattr(place, name, classes[name])
-
-
-def _is_of_halfulp(optimizer: Any) -> bool:
-    return type(optimizer).__module__.partition(".")[0] == "halfulp"
-
-
-def _count_elements(optimizer: Any) -> int:
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"]) or 1
-
-
-def check_recipe_supported(recipe: Recipe) -> None:
-    """Refuse recipes that scale or round gradients or emulate a format, by objects that the script has to use."""
     for need, words in (
         ("gradient_format", "its gradients go through hu.AdaptiveGradScaler, which the script has to call"),
         ("payload", "its parameters carry scales: use hu.scalify(model) and an optimizer of hu.optim in the script"),
@@ -147,77 +106,63 @@ def check_recipe_supported(recipe: Recipe) -> None:
     ):
         if getattr(recipe, need):
             raise RecipeRefusal(words)
+    inits: dict[Any, Any] = {kind: kind.__init__ for kind in REPLACED_OPTIMIZERS}
+    done = Substitution()
+    for kind in inits:
+        kind.__init__ = _make_converting_init(kind, recipe, done)
+    counting = register_optimizer_step_post_hook(done.count_step)
+    try:
+        yield done
+    finally:
+        counting.remove()
+        for kind, init in inits.items():
+            kind.__init__ = init
 
 
-def _make_optimizer_class(own: Any, recipe: Recipe, done: Substitution) -> type:
-    """Return a subclass of an optimizer whose call returns the recipe's; a subclass of it is an optimizer of its own.
-
-    Not `__new__` of torch's own class: one that was set and deleted leaves a class that takes no arguments any more.
-    """
-
-    def make(cls: type, *args: Any, **options: Any) -> Any:
-        if cls is not kind:
-            return object.__new__(cls)
-        return _make_optimizer(own, recipe, done, args, options)
-
-    kind = type(own.__name__, (own,), {"__new__": make, "__module__": own.__module__, "__doc__": own.__doc__})
-    return kind
-
-
-def _make_optimizer(own: Any, recipe: Recipe, done: Substitution, args: tuple, options: dict[str, Any]) -> Any:
-    """Return the recipe's optimizer for what was to be torch's."""
-    given = dict(inspect.signature(own.__init__).bind(None, *args, **options).arguments)
-    groups = _list_param_groups(given.pop("params"))
-    model = _convert_holding_model(groups, recipe, done)
-    names = {id(parameter): key for key, parameter in model.named_parameters()}
-    given = {key: value for key, value in given.items() if key not in ("self", *_KERNEL_OPTIONS)}
-    with _errors_as_refusals():
-        split = []
-        for group in groups:
-            named = [(names[id(parameter)], parameter) for parameter in group["params"]]
-            split += [{**group, **part} for part in split_groups_by_update(recipe, model, named)]
-        kind: Any = optim.OPTIMIZERS[own.__name__]
-        made = kind(split, state_dtype=recipe_state(recipe, kind, given), **given)
-    done.add_optimizer(made)
-    return made
+def _is_of_halfulp(optimizer: Any) -> bool:
+    return type(optimizer).__module__.partition(".")[0] == "halfulp"
 
 
 def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
-    """Return a constructor that converts the model first; the optimizer stays torch's, and a subclass what it is."""
+    """Return a constructor that converts the model first; a narrow recipe's optimizer becomes halfulp's on the way.
+
+    The constructor is replaced, and not the class, which a script may have imported before; subclasses stay theirs.
+    """
     init = kind.__init__
 
     @functools.wraps(init)
-    def convert_and_init(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
+    def convert_and_init(optimizer: Any, *args: Any, **options: Any) -> None:
         if type(optimizer) is not kind:
-            init(optimizer, params, *args, **options)
+            init(optimizer, *args, **options)
             return
-        groups = _list_param_groups(params)
-        _convert_holding_model(groups, recipe, done)
-        init(optimizer, groups, *args, **options)
-        done.add_optimizer(optimizer)
+        given = dict(inspect.signature(init).bind(optimizer, *args, **options).arguments)
+        groups = _list_param_groups(given.pop("params"))
+        model = find_model(parameter for group in groups for parameter in group["params"])
+        if model is None:
+            raise RecipeRefusal("no module holds the optimizer's parameters, so that there is no model to convert")
+        given.pop("self")
+        try:
+            if not is_converted(model):
+                recipes.convert(model, recipe)
+            if recipe.narrow:
+                optimizer.__class__ = own = optim.OPTIMIZERS[kind.__name__]
+                names = {id(parameter): key for key, parameter in model.named_parameters()}
+                groups = [
+                    {**group, **part}
+                    for group in groups
+                    for part in split_groups_by_update(recipe, model, [(names[id(p)], p) for p in group["params"]])
+                ]
+                given = {key: value for key, value in given.items() if key not in _KERNEL_OPTIONS}
+                given["state_dtype"] = choose_state_dtype(recipe, own, given)
+                own.__init__(optimizer, groups, **given)
+            else:
+                init(optimizer, groups, **given)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise RecipeRefusal(" ".join(str(error).split())) from error
+        done.optimizers.add(optimizer)
+        done.optimizers_made += 1
 
     return convert_and_init
-
-
-def _convert_holding_model(groups: list[dict[str, Any]], recipe: Recipe, done: Substitution) -> nn.Module:
-    """Convert the model that holds an optimizer's parameters, unless it has been; return it."""
-    model = find_model(parameter for group in groups for parameter in group["params"])
-    if model is None:
-        raise RecipeRefusal("no module holds the optimizer's parameters, so that there is no model to convert")
-    if model not in done.models:
-        with _errors_as_refusals():
-            recipes.convert(model, recipe)
-        done.models.add(model)
-    return model
-
-
-@contextlib.contextmanager
-def _errors_as_refusals() -> Iterator[None]:
-    """Turn errors of a conversion into a Refusal."""
-    try:
-        yield
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise RecipeRefusal(" ".join(str(error).split())) from error
 
 
 def _list_param_groups(params: Any) -> list[dict[str, Any]]:

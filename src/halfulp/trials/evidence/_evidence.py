@@ -135,8 +135,13 @@ class Evidence(FinishedTrials):
         }
 
     def to_json(self) -> str:
-        """Return ``to_dict`` as JSON text without NaN or infinities; what is missing is null."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+        """Return ``to_dict`` as JSON text, a row or trial a line, without NaN; what is missing is null."""
+        parts = []
+        for key, value in self.to_dict().items():
+            lines = [json.dumps(one, allow_nan=False) for one in (value if isinstance(value, list) else [value])]
+            text = ",\n  ".join(lines)
+            parts.append(f"{json.dumps(key)}: {f'[{chr(10)}  {text}{chr(10)} ]' if isinstance(value, list) else text}")
+        return "{\n " + ",\n ".join(parts) + "\n}\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -149,18 +154,12 @@ class Evidence(FinishedTrials):
             data = json.loads(text)
             if data["schema"] != JSON_SCHEMA:
                 raise ValueError(f"schema {data['schema']}, this version reads {JSON_SCHEMA}")
-            trials = tuple(cls._read_trial_records(data))
+            trials = tuple(data["trials"])
             for record in trials:
                 check_trial_record(record)
             return cls(trials=trials, run=data["run"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"not the JSON of a {cls.kind_in_words}: {error}") from None
-
-    @classmethod
-    def _read_trial_records(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the records of trials from what ``to_dict`` gave."""
-        trials: list[dict[str, Any]] = data["trials"]
-        return trials
 
     def table(self) -> str:
         """Return the rows as text, one table per task."""

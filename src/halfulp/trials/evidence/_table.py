@@ -3,6 +3,7 @@
 from collections import Counter
 
 from ... import formats
+from ..._messages import align_columns
 from ...pages import DASH
 from .._defaults import PASSING_VERDICTS, REFERENCE
 from ._row import LEAST_RELATIVE_GAP, FinishedTrials, Row, read_judged_loss
@@ -151,12 +152,8 @@ def format_tables(evidence: FinishedTrials) -> str:
     parts = []
     for task in evidence.tasks():
         lines = [format_cells(evidence, row) for row in evidence.rows(task)]
-        headers = list(lines[0])
-        widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
-        table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
-        parts.append(task)
-        parts += ["  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table]
-        parts += [*write_table_notes(evidence, task), ""]
+        table = align_columns([list(lines[0]), *(list(line.values()) for line in lines)])
+        parts += [task, *table, *write_table_notes(evidence, task), ""]
     return "\n".join(parts).rstrip()
 
 

@@ -12,7 +12,6 @@ from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_trials
 from ._store import TrialStore
-from ._trial import OBSERVED_KEY
 
 Listener = Callable[[str, Trial | None, Any], None]
 
@@ -52,7 +51,7 @@ class TrainingRun:
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
             self.results |= self._store.read_finished([trial for trial in trials if trial.key not in self.results])
-        missing = [trial for trial in trials if not self._has_result(trial)]
+        missing = [trial for trial in trials if trial.key not in self.results]
         for trial in trials:
             if trial not in missing:
                 self._listen("reused", trial, self.results[trial.key])
@@ -74,18 +73,11 @@ class TrainingRun:
 
     def make_evidence(self) -> Evidence:
         """Return the evidence of all trials so far."""
-        records = [
-            {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != OBSERVED_KEY}}
-            for key, trial in self._trials.items()
-        ]
+        records = [{"settings": trial.settings(), "result": self.results[key]} for key, trial in self._trials.items()]
         run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
         run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
         run |= {"reused": len(records) - self._trained, "processor": processor_line()}
         return self._make(trials=tuple(records), run=run | self.more_run_facts)
-
-    def _has_result(self, trial: Trial) -> bool:
-        found = self.results.get(trial.key)
-        return found is not None and (not trial.observed or OBSERVED_KEY in found)
 
 
 @contextlib.contextmanager
