@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Container, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,25 +15,6 @@ from .._messages import a_kind
 from ..gradients._functions import map_tensors, memoize_by_tensor
 from ..subclass.models._conversion import remove_hooks
 from ..subclass.models._float32_products import class_of
-
-# Stands for an entry that a container has not.
-_ABSENT_ENTRY = object()
-
-
-class _ArgumentCopy(NamedTuple):
-    """A copy of an argument, or of what lies in one.
-
-    Attributes:
-        source: what was copied: a tensor, list, dict or data class.
-        copy: what the module was given in its place.
-        before: the copy's version counter when it was made, or its items by key.
-        version: the source's version counter then; None where it has none.
-    """
-
-    source: Any
-    copy: Any
-    before: Any
-    version: int | None
 
 
 class CopiedArguments(dict):
@@ -45,32 +26,19 @@ class CopiedArguments(dict):
 
     def __init__(self, kwargs: dict, given: Any, made: Any) -> None:
         super().__init__(kwargs)
-        self._copies = list({id(one.copy): one for one in _list_copies(given, made)}.values())
+        self._copies = [(copy, _read_state(copy)) for copy in _list_copies(given, made)]
 
-    def return_writes(self, cast: Callable[[Tensor, torch.dtype], Tensor]) -> None:
-        """Give the caller's arguments what the module wrote into the copies of them, which ``cast_finite`` made."""
-        written = [one for one in self._copies if isinstance(one.copy, Tensor) and one.copy._version != one.before]
-        for one in written:
-            if one.version is not None and one.source._version != one.version:
+    def refuse_writes(self, module: nn.Module) -> None:
+        """Raise where the module wrote into a copy, which its caller does not see."""
+        for copy, before in self._copies:
+            now = _read_state(copy)
+            if now.keys() != before.keys() or any(now[key] is not before[key] for key in now):
+                what = f"a tensor of {copy.dtype}" if isinstance(copy, Tensor) else a_kind(copy)
                 raise RuntimeError(
-                    f"a module wrote into an argument of shape {tuple(one.source.shape)}, which it was given in "
-                    f"{one.copy.dtype}, and into the caller's own {one.source.dtype} tensor (or another part of the "
-                    "same memory) in one call: let it write by the argument alone, or give it the tensor in "
-                    f"{one.copy.dtype}"
+                    f"{a_kind(module)} wrote into an argument, {what}, that it was given as a copy in the dtype of its "
+                    "weights, so that its caller would not see it: make what it writes into in that dtype, or return "
+                    "the result"
                 )
-        # All are compared before one is written: arguments may be parts of one tensor.
-        with torch.no_grad():
-            unchanged = [one.copy == cast(one.source, one.copy.dtype) for one in written]
-        for one, same in zip(written, unchanged):
-            # The gradient is the copy's everywhere: a product by a weight of 1 changes nothing, but has one.
-            value = one.copy.to(one.source.dtype)
-            with torch.no_grad():
-                value.copy_(torch.where(same, one.source, value))
-            one.source.copy_(value)
-        originals = {id(one.copy): one.source for one in self._copies}
-        for one in self._copies:
-            if not isinstance(one.copy, Tensor):
-                _return_changed_items(one, originals)
 
 
 def cast_with_version_counter(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -81,48 +49,28 @@ def cast_with_version_counter(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _list_copies(given: Any, made: Any) -> Iterator[_ArgumentCopy]:
-    """Yield every copy in nested arguments."""
+def _list_copies(given: Any, made: Any) -> Iterator[Any]:
+    """Yield every copy in nested arguments: tensors, lists, dicts and data classes."""
     if given is made:
         return
-    if isinstance(given, Tensor):
-        yield _ArgumentCopy(given, made, made._version, None if given.is_inference() else given._version)
-        return
-    inner, now = _read_items(given), _read_items(made)
-    for key, item in inner.items():
-        yield from _list_copies(item, now[key])
     if not isinstance(given, tuple):
-        yield _ArgumentCopy(given, made, now, None)
+        yield made
+    if not isinstance(given, Tensor):
+        now = _read_state(made)
+        for key, item in _read_state(given).items():
+            yield from _list_copies(item, now[key])
 
 
-def _read_items(container: Any) -> dict:
-    """Return the values in a list, tuple, dict or data class, by key."""
-    if isinstance(container, dict):
-        return dict(container)
-    if isinstance(container, list | tuple):
-        return dict(enumerate(container))
-    declared = {field.name: getattr(container, field.name, None) for field in dataclasses.fields(container)}
-    return declared | getattr(container, "__dict__", {})
-
-
-def _return_changed_items(one: _ArgumentCopy, originals: dict[int, Any]) -> None:
-    """Give a container the entries that were put into its copy, or taken out of it."""
-    now = _read_items(one.copy)
-    changed = {key: item for key, item in now.items() if one.before.get(key, _ABSENT_ENTRY) is not item}
-    removed = [key for key in one.before if key not in now]
-    if not changed and not removed:
-        return
-    if isinstance(one.source, list):
-        one.source[:] = [originals.get(id(item), item) for item in one.copy]
-        return
-    for key in removed:
-        del one.source[key]
-    for key, item in changed.items():
-        item = originals.get(id(item), item)
-        if isinstance(one.source, dict):
-            one.source[key] = item
-        else:
-            object.__setattr__(one.source, key, item)
+def _read_state(x: Any) -> dict:
+    """Return the values in a list, tuple, dict or data class, by key; of a tensor one entry that a write replaces."""
+    if isinstance(x, Tensor):
+        return {x._version: None}
+    if isinstance(x, dict):
+        return dict(x)
+    if isinstance(x, list | tuple):
+        return dict(enumerate(x))
+    declared = {field.name: getattr(x, field.name, None) for field in dataclasses.fields(x)}
+    return declared | getattr(x, "__dict__", {})
 
 
 _PLAIN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -141,7 +89,7 @@ class _CastHook:
 class CastInputsHook(_CastHook):
     """A forward pre-hook that casts inputs, to a fixed dtype or first to that of the module's own parameters.
 
-    With ``writes``, `ReturnWritesHook` finds what was copied.
+    With ``writes``, `RefuseWritesHook` finds what was copied.
     """
 
     def __init__(self, dtype: torch.dtype, writes: bool, is_fixed: bool) -> None:
@@ -192,13 +140,13 @@ class CastOutputsHook(_CastHook):
         return map_tensors(output, lambda x: cast_finite(x, self.dtype), False)
 
 
-class ReturnWritesHook(_CastHook):
-    """A forward hook that gives the caller's arguments what a module wrote into cast copies of them."""
+class RefuseWritesHook(_CastHook):
+    """A forward hook that refuses what a module wrote into cast copies of its caller's arguments."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """Write into the caller's arguments what the module wrote into copies of them."""
+        """Check the copies of this call."""
         if not torch.compiler.is_compiling() and isinstance(kwargs, CopiedArguments):
-            kwargs.return_writes(cast_finite)
+            kwargs.refuse_writes(module)
 
 
 def cast_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -273,7 +221,7 @@ def _install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool =
     writes = not class_of(module).__module__.startswith("torch.nn.")
     module.register_forward_pre_hook(CastInputsHook(dtype, writes, is_fixed), with_kwargs=True)
     if writes:
-        module.register_forward_hook(ReturnWritesHook(dtype), with_kwargs=True)
+        module.register_forward_hook(RefuseWritesHook(dtype), with_kwargs=True)
 
 
 def remove_casts(model: nn.Module) -> None:

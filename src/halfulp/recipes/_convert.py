@@ -46,12 +46,12 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
     in float32, as do layers of your own whose weights are vectors alone (scales, frequencies of positions), and every
     tensor is cast where it meets weights: the inputs of a layer to the dtype of its parameters, those of a norm to
     float32 and its output back, and what the model returns to float32, so that a loss has all digits. A cast keeps
-    finite numbers finite (a mask of ``torch.finfo(torch.float32).min`` becomes the narrow dtype's), what is given twice
-    one tensor, and writes into an argument (a cache, a dict or list of them) visible, but in compiled graphs, where
-    they are lost. Integers, buffers and what meets no weight (masks, positions) stay as they are: a module around
-    layers has its inputs cast only if it owns a parameter called weight; another one of its own (a class token) meets
-    them by torch's type promotion, and in a product of two dtypes torch raises. `halfulp.explain` says what each module
-    gets.
+    finite numbers finite (a mask of ``torch.finfo(torch.float32).min`` becomes the narrow dtype's) and what is given
+    twice one tensor. A module of your own that writes into an argument which is cast (a float32 cache, a list of
+    tensors) is refused, but in compiled graphs, where the write is lost. Integers, buffers and what meets no weight
+    (masks, positions) stay as they are: a module around layers has its inputs cast only if it owns a parameter called
+    weight; another one of its own (a class token) meets them by torch's type promotion, and in a product of two dtypes
+    torch raises. `halfulp.explain` says what each module gets.
 
     Afterwards make the optimizer, by `halfulp.recipes.optimizer` (the recipe's own weight updates and states) or by
     hand (``hu.optim.AdamW(model.named_parameters(), weight_update="kahan")``; leave ``param_dtype=`` out). The low
