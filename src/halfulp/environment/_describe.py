@@ -9,7 +9,6 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from .._torch_floor import OLDEST_TORCH, is_older
@@ -154,18 +153,12 @@ def describe_cache() -> dict[str, Any]:
     folder = cache_folder()
     if folder is None:
         return {"folder": None, "writable": False, "reason": "no home folder"}
-    reason = _why_not_writable(folder)
-    return {"folder": str(folder), "writable": not reason, **({"reason": reason} if reason else {})}
-
-
-def _why_not_writable(folder: Path) -> str:
-    """Return why a folder cannot be written, by trying: permissions do not tell of full disks."""
     there = next((one for one in (folder, *folder.parents) if one.exists()), folder)
     try:
-        with tempfile.TemporaryFile(dir=there):
-            return ""
+        with tempfile.TemporaryFile(dir=there):  # permissions do not tell of full disks
+            return {"folder": str(folder), "writable": True}
     except OSError as error:
-        return f"{there}: {error.strerror or error}"
+        return {"folder": str(folder), "writable": False, "reason": f"{there}: {error.strerror or error}"}
 
 
 def _list_devices() -> list[dict[str, Any]]:
@@ -174,13 +167,10 @@ def _list_devices() -> list[dict[str, Any]]:
 
     found: list[dict[str, Any]] = []
     for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind, None)
-        if module is not None and module.is_available():
+        module = getattr(torch, kind)
+        if module.is_available():
             found += [_describe_device(module, kind, index) for index in range(module.device_count())]
-    if torch.backends.mps.is_available():
-        found.append({"kind": "mps", "index": 0, "name": processor_name(), "capability": None})
-    accelerator = getattr(torch, "accelerator", None)
-    current = accelerator.current_accelerator() if accelerator is not None and accelerator.is_available() else None
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if current is not None and current.type not in {device["kind"] for device in found}:
         found.append({"kind": current.type, "index": 0, "name": current.type, "capability": None})
     return found

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -105,18 +104,22 @@ def convert(model: ModuleType, recipe: Recipe | str, *, seed: int = 0) -> Module
         _refuse_held_parameters(model, "convert")
     wrappers = _check_parameter_holders(model, recipe, "convert")
     buffers: tuple[str, ...] = ()
-    with _restore_weights_on_error(model, recipe):
-        _perturb_weights(model, recipe.perturb, seed)
-        if recipe.components:
-            # All components of gradients too: a float16 gradient alone underflows without loss scaling.
-            multicomponent(model, recipe.components, _get_param_dtype(recipe), gradients="components")
-        elif recipe.payload:
-            scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul, wide="none")
-        elif recipe.param_dtype == "float64":
-            buffers = _widen_to_float64(model)
-        elif recipe.narrow:
-            buffers = _narrow_parameters(model, kept, _get_param_dtype(recipe))
-        _operands.install_rounding(model, recipe)
+    if recipe.perturb:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+                parameter.mul_(1 + recipe.perturb * noise.to(parameter.device))
+    if recipe.components:
+        # All components of gradients too: a float16 gradient alone underflows without loss scaling.
+        multicomponent(model, recipe.components, _get_param_dtype(recipe), gradients="components")
+    elif recipe.payload:
+        scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul, wide="none")
+    elif recipe.param_dtype == "float64":
+        buffers = _widen_to_float64(model)
+    elif recipe.narrow:
+        buffers = _narrow_parameters(model, kept, _get_param_dtype(recipe))
+    _operands.install_rounding(model, recipe)
     wrappers.follow()
     model.__dict__[_RECORD_ATTRIBUTE] = _ConversionRecord(recipe, buffers)
     return model
@@ -232,29 +235,6 @@ def _cast_buffers(model: nn.Module, names: Sequence[str], dtype: torch.dtype) ->
     for name in names:
         owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         owner._buffers[key] = owner.get_buffer(key).to(dtype)
-
-
-@contextmanager
-def _restore_weights_on_error(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """Return a context that restores a perturbed model's weights if conversion is refused."""
-    held = [(p, p.detach().clone()) for p in model.parameters()] if recipe.perturb else []
-    try:
-        yield
-    except Exception:
-        with torch.no_grad():
-            for parameter, value in held:
-                parameter.copy_(value)
-        raise
-
-
-def _perturb_weights(model: nn.Module, size: float, seed: int) -> None:
-    if not size:
-        return
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
-            parameter.mul_(1 + size * noise.to(parameter.device))
 
 
 def _check_parameter_holders(model: nn.Module, recipe: Recipe, what: str) -> Wrappers:

@@ -115,7 +115,7 @@ class BlockProducts:
 
 
 class _BlockProduct(torch.autograd.Function):
-    """A layer's product of operands in blocks, and its gradients'."""
+    """A layer's product of operands in blocks, and its gradients'; a tangent is multiplied unrounded."""
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProducts, size: Any) -> Tensor:
@@ -126,6 +126,7 @@ class _BlockProduct(torch.autograd.Function):
         input, weight, bias, ctx.layer, ctx.size = inputs
         ctx.biased = bias is not None
         ctx.save_for_backward(input, weight)
+        ctx.save_for_forward(input, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -147,6 +148,19 @@ class _BlockProduct(torch.autograd.Function):
             others = [k for k in range(gradient.ndim) if k != channels]
             found[2] = gradient.sum(others) if others else gradient
         return *found, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, input_tangent: Any, weight_tangent: Any, bias_tangent: Any, *_: None) -> Tensor:
+        input, weight = ctx.saved_tensors
+        layer: BlockProducts = ctx.layer
+        parts: list[Tensor] = []
+        if input_tangent is not None:
+            parts.append(layer.multiply(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
+        if weight_tangent is not None:
+            parts.append(layer.multiply(layer.round_channel_blocks(input), weight_tangent, ctx.size))
+        if bias_tangent is not None:
+            parts.append(bias_tangent.view(-1, *(1,) * layer.spatial_dimensions))
+        return sum(parts[1:], parts[0])
 
 
 def install_rounding(model: nn.Module, recipe: Recipe) -> None:

@@ -94,8 +94,8 @@ class Recipe:
             compute in float32, as globs
             over their qualified names (with all that is inside) and over the names of their classes and base classes
             (of modules that hold no others). By default every norm; ``()`` for none.
-        perturb: Each starting weight is multiplied by 1 + perturb * N(0, 1): the control that shows how far two
-            float32 runs drift apart by themselves.
+        perturb: In float32, each starting weight is multiplied by 1 + perturb * N(0, 1): the control that shows how far
+            two runs drift apart by themselves.
 
     Raises:
         ValueError: an unknown name, or choices that exclude each other; the message lists near names.
@@ -178,6 +178,8 @@ class Recipe:
         updates, rounds_randomly = self.update_names(), self.gradient_rounding != "nearest"
         wide = self.param_dtype or self.payload or self.emulate
         leave = "leave out param_dtype, payload, components and emulate"
+        if self.perturb and (wide or self.format):
+            yield "perturb=, which shows how far float32 itself drifts: leave out the formats of parameters"
         if self.format and self.param_dtype:
             yield f"param_dtype and format={self.format!r}, which lives inside float32 parameters: give one of the two"
         if updates and not (self.format or self.param_dtype or self.payload):
