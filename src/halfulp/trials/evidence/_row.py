@@ -377,15 +377,19 @@ def _make_row(
     baseline = _compute_mean([read_judged_loss(record) for record in reference.values()])
     alone, allowed = compute_interval(gaps, twins, baseline or 0.0), compute_tolerance(twins, baseline or 0.0)
     limit = compute_noise(gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE, TWIN) else ())
-    step_ms = _compute_mean([result["step_ms"] for result in results])
     step_ms_of_float32 = [record["result"]["step_ms"] for record in reference.values()]
-    accuracies = [result["float32"]["validation"]["accuracy"] for result in results]
-    judged = {REFERENCE: "reference", TWIN: "control"}.get(recipe)
-    gap = _compute_mean(gaps)
+    float32, own_scores = ([result["float32"]["validation"] for result in results], [one["own"] for one in results])
+    underflows = [result.get("underflow", {}) for result in results]
+    gap, judged = _compute_mean(gaps), {REFERENCE: "reference", TWIN: "control"}.get(recipe)
     if diverged:
         judged = "diverged"
     elif judged is None and gap is not None:
         judged = choose_verdict(gap, limit, allowed, alone)
+    means = {
+        name: _compute_mean([result.get(name) for result in results])
+        for name in ("cancelled", "realised", "bytes_per_parameter", "step_ms", "skipped")
+    }
+    step_ms = means["step_ms"]
     return Row(
         task=task,
         recipe=recipe,
@@ -400,29 +404,19 @@ def _make_row(
         interval=alone,
         tolerance=allowed,
         verdict=judged,
-        accuracy=_compute_mean(accuracies),
-        accuracy_spread=_compute_spread(accuracies),
-        validation_loss=_compute_mean([result["float32"]["validation"]["loss"] for result in results]),
-        own_loss=_compute_mean([result["own"]["loss"] for result in results]),
-        own_accuracy=_compute_mean([result["own"]["accuracy"] for result in results]),
-        cancelled=_compute_mean([result["cancelled"] for result in results]),
-        realised=_compute_mean([result["realised"] for result in results]),
-        bytes_per_parameter=_compute_mean([result["bytes_per_parameter"] for result in results]),
-        step_ms=step_ms,
+        accuracy=_compute_mean([score["accuracy"] for score in float32]),
+        accuracy_spread=_compute_spread([score["accuracy"] for score in float32]),
+        validation_loss=_compute_mean([score["loss"] for score in float32]),
+        own_loss=_compute_mean([score["loss"] for score in own_scores]),
+        own_accuracy=_compute_mean([score["accuracy"] for score in own_scores]),
         speed=step_ms / statistics.fmean(step_ms_of_float32) if step_ms is not None and step_ms_of_float32 else None,
         emulated=settings["emulate"],
         gradient_format=settings.get("gradient_format"),
         operand_format=settings.get("operand_format"),
-        skipped=_compute_mean([result.get("skipped") for result in results]),
-        underflow=_compute_mean([_read_underflow(result, "mean") for result in results]),
-        worst_underflow=_compute_mean([_read_underflow(result, "worst") for result in results]),
+        underflow=_compute_mean([shares.get("mean") for shares in underflows]),
+        worst_underflow=_compute_mean([shares.get("worst") for shares in underflows]),
+        **means,
     )
-
-
-def _read_underflow(result: dict[str, Any], which: str) -> float | None:
-    """Return the share of gradients that underflowed; None also where every sampled step was skipped."""
-    share: float | None = result.get("underflow", {}).get(which)
-    return share
 
 
 def _compute_mean(values: Sequence[float | None]) -> float | None:

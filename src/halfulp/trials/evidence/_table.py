@@ -167,16 +167,18 @@ def write_headline(evidence: FinishedTrials) -> str:
         for row in evidence.rows(task)
         if not row.emulated and row.bytes_per_parameter is not None and everywhere[row.recipe] == len(evidence.tasks())
     ]
+    seeds = min(row.seeds for row in evidence.rows())
+    few = f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, " if has_few_seeds(evidence) else ""
     if not kept:
         verb = "is sure to have stayed" if any(row.verdict == "unclear" for row in evidence.rows()) else "stayed"
-        return f"{_write_seeds_clause(evidence)}no recipe {verb} with float32".capitalize() + "."
-    best = min(kept, key=lambda row: (row.bytes_per_parameter, _count_gradient_bits(row)))
-    verb = "keeps float32’s accuracy" if not _write_seeds_clause(evidence) else "stays with float32"
+        return f"{few}no recipe {verb} with float32".capitalize() + "."
+    best = min(kept, key=lambda row: (row.bytes_per_parameter, formats.get(row.gradient_format or "fp32").bits))
+    verb = "stays with float32" if few else "keeps float32’s accuracy"
     where = f" ({task})" if len(evidence.tasks()) > 1 else ""
     if best.gradient_format:
-        return f"{_write_seeds_clause(evidence)}{best.recipe} {verb} with gradients in {best.gradient_format}{where}."
+        return f"{few}{best.recipe} {verb} with gradients in {best.gradient_format}{where}."
     return (
-        f"{_write_seeds_clause(evidence)}{best.recipe} {verb} at {format_number(best.bytes_per_parameter, 1)} bytes "
+        f"{few}{best.recipe} {verb} at {format_number(best.bytes_per_parameter, 1)} bytes "
         f"per parameter instead of {format_number(reference.bytes_per_parameter, 1)}{where}."
     )
 
@@ -217,13 +219,6 @@ def has_few_seeds(evidence: FinishedTrials) -> bool:
     return any(row.seeds < 3 for row in evidence.rows())
 
 
-def _write_seeds_clause(evidence: FinishedTrials) -> str:
-    if not has_few_seeds(evidence):
-        return ""
-    seeds = min(row.seeds for row in evidence.rows())
-    return f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, "
-
-
 def _keeps_float32_loss(evidence: FinishedTrials, row: Row) -> bool:
     """Return whether a recipe keeps float32's loss: by its verdict, or on few seeds by a gap under half a per cent."""
     if row.verdict in ("reference", "control", "diverged"):
@@ -232,7 +227,3 @@ def _keeps_float32_loss(evidence: FinishedTrials, row: Row) -> bool:
         return row.verdict in PASSING_VERDICTS
     reference = evidence.row(row.task, REFERENCE).loss
     return row.gap is not None and reference is not None and row.gap <= 5 * LEAST_RELATIVE_GAP * reference
-
-
-def _count_gradient_bits(row: Row) -> int:
-    return formats.get(row.gradient_format).bits if row.gradient_format else 32

@@ -79,7 +79,12 @@ class ScaledSteps:
             return
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
-            wanted = _count_exact_zeros(self._copy, loss_on, batch)
+            # Rounding to float32's own format changes nothing, and lets zeros be counted.
+            exact = AdaptiveGradScaler(self._copy, policy="constant", init_scale=1.0, format="fp32")
+            exact.scale(loss_on(self._copy, batch)).backward()
+            exact.step(torch.optim.SGD(self._copy.parameters(), lr=0.0))
+            exact.update()
+            wanted = _count_zeros(exact)
         for key, (zeros, elements) in _count_zeros(self._scaler).items():
             if key in wanted:
                 lost = max(0.0, zeros - wanted[key][0])
@@ -97,16 +102,6 @@ class ScaledSteps:
             "skipped": self._skipped,
             "underflow": {"mean": mean, "worst": None if worst is None else sites[worst], "site": worst},
         }
-
-
-def _count_exact_zeros(model: nn.Module, loss_on: LossOfBatch, batch: Batch) -> ZeroCounts:
-    """Count zeros of one step's gradients without rounding, by site."""
-    # Rounding to float32's own format changes nothing, and lets zeros be counted.
-    plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="fp32")
-    plain.scale(loss_on(model, batch)).backward()
-    plain.step(torch.optim.SGD(model.parameters(), lr=0.0))
-    plain.update()
-    return _count_zeros(plain)
 
 
 def _count_zeros(scaler: AdaptiveGradScaler) -> ZeroCounts:
