@@ -212,13 +212,10 @@ class ScriptRun:
     bytes_per_parameter: float | None = None
     error_output: str = ""
 
-    def describe_ending(self) -> str:
-        """Describe how the process ended."""
-        return f"{self.ending} with exit code {self.exit_code}" if self.ending == "exited" else str(self.ending)
-
-    def read_last_error_line(self) -> str:
-        """Return the last line that it said on stderr, which of a crash is the error."""
-        return (self.error_output.strip().splitlines() or [""])[-1].strip()
+    def describe_ending(self) -> tuple[str, str]:
+        """Return how the process ended, and the last line that it said on stderr, which of a crash is the error."""
+        how = f"{self.ending} with exit code {self.exit_code}" if self.ending == "exited" else str(self.ending)
+        return how, (self.error_output.strip().splitlines() or [""])[-1].strip()
 
     def compute_loss(self, share: float = _FINAL_SHARE) -> float | None:
         """Return the mean over the last losses, or with a negative share over the first; None without any."""
@@ -316,11 +313,12 @@ class ScriptComparison:
         ]
         first, last = self.runs[REFERENCE].compute_loss(-_FINAL_SHARE), self.runs[REFERENCE].compute_loss()
         if self._read_final_loss(REFERENCE) is None:
-            broken = "The loss is not finite in float32: the script does not learn as it is"
-            said.insert(0, f"{broken}, and no recipe gets a verdict.")
+            said.insert(
+                0,
+                "The loss is not finite in float32: the script does not learn as it is, and no recipe gets a verdict.",
+            )
         elif first is not None and last is not None and not last < first:
-            flat = f"The loss did not fall in float32, from {first:.4g} to {last:.4g}: the gaps say little."
-            said.insert(0, flat)
+            said.insert(0, f"The loss did not fall in float32, from {first:.4g} to {last:.4g}: the gaps say little.")
         return said
 
     def to_dict(self) -> dict[str, Any]:
@@ -343,7 +341,8 @@ class ScriptComparison:
         if run.refusal:
             return "cannot", run.refusal
         if run.exit_code:
-            return "crashed", run.read_last_error_line() if run.ending == "crashed" else run.describe_ending()
+            how, line = run.describe_ending()
+            return "crashed", line if run.ending == "crashed" else how
         loss, reference = finite_or_none(run.compute_loss()), self._read_final_loss(REFERENCE)
         twin = self._read_final_loss(TWIN)
         if name in (REFERENCE, TWIN):
@@ -424,8 +423,8 @@ def _check_reference(run: ScriptRun) -> None:
     if run.refusal:
         raise ScriptError(f"the script cannot be compared under recipes: {run.refusal}", run.error_output)
     if run.exit_code:
-        why = f": {run.read_last_error_line()}" if run.error_output.strip() else ""
-        raise ScriptError(f"the script {run.describe_ending()} in float32{why}", run.error_output)
+        how, line = run.describe_ending()
+        raise ScriptError(f"the script {how} in float32{f': {line}' if line else ''}", run.error_output)
     if not run.losses:
         raise ScriptError("the script called no backward of a loss: there is nothing to compare", run.error_output)
     if not run.steps:

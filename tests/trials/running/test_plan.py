@@ -71,7 +71,7 @@ def test_seeds_are_integers(seeds) -> None:
 def test_the_controls_names_are_theirs(name: str) -> None:
     control = recipes.get(name)
     assert plan_trials("digits", [dataclasses.replace(control, description="mine")], 1, 1, None)
-    for change in ({"param_dtype": "bfloat16"}, {"perturb": 1e-3}, {"state_dtype": "8bit"}):
+    for change in ({"param_dtype": "bfloat16", "perturb": 0.0}, {"perturb": 1e-3}, {"state_dtype": "8bit"}):
         with pytest.raises(ValueError, match=rf"'{name}' belongs to float32.*give yours another name"):
             plan_trials("digits", [dataclasses.replace(control, **change)], 1, 1, None)
 

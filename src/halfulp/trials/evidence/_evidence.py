@@ -6,7 +6,6 @@ import dataclasses
 import datetime
 import json
 import os
-from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from ...pages import render, require, write_whole
@@ -52,6 +51,7 @@ def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
     of_task = settings["task"]
+    ends = (f"{row.recipe} ends at {format_number(row.loss)}" for row in rows if row.loss is not None)
     said = {"optimizer": of_task["rule"], **{key: str(value) for key, value in of_task["hyper"].items()}}
     said |= {"batch": str(of_task["batch"]), "steps": str(settings["steps"]), "judged by": of_task["judged_by"]}
     most = max((compute_stored_bytes(row) or 0.0 for row in rows), default=0.0)
@@ -64,7 +64,8 @@ def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         "loss_name": name_judged_loss(evidence, task),
         "rounds_gradients": has_gradient_formats(evidence, task),
         "notes": write_table_notes(evidence, task),
-        "curves_in_words": _describe_curves(evidence, rows),
+        "curves_in_words": f"Training loss over {settings['steps']} steps, and its difference to fp32; "
+        f"{'; '.join(ends)}. The table has the same numbers.",
         "wide": draw_loss_curves(curves, task, *_WIDE_SIZE),
         "narrow": draw_loss_curves(curves, task, *_NARROW_SIZE),
         "rows": [_make_template_row(evidence, row, styles[row.recipe], most, reach) for row in rows],
@@ -100,14 +101,6 @@ def _make_template_row(
         "dots": [50 + 46 * gap / reach for gap in evidence.gaps(row.task, row.recipe)],
         "band": min(46 * row.noise / reach, 50) if row.noise else None,
     }
-
-
-def _describe_curves(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
-    """Describe the curves in words, for readers who cannot see them."""
-    steps = evidence.of_task(rows[0].task)[0]["settings"]["steps"]
-    ends = (f"{row.recipe} ends at {format_number(row.loss)}" for row in rows if row.loss is not None)
-    said = "; ".join([f"Training loss over {steps} steps, and its difference to fp32", *ends])
-    return f"{said}. The table has the same numbers."
 
 
 JSON_SCHEMA = 1

@@ -106,8 +106,16 @@ def draw_loss_curves(
             steps = _find_common_steps(list(seeds.values()))
             means = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
             panels[0].plot(steps, means, **look)
-            for axes in panels[1:2] if recipe not in near else panels[1:]:
-                _draw_gap_curve(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
+            pairs = _pair_with_reference(curves, recipe)
+            if not pairs:
+                continue
+            steps = _find_common_steps([points for pair in pairs for points in pair])
+            gaps = [[ours[step] - theirs[step] for ours, theirs in pairs] for step in steps]
+            for axes in panels[1:] if recipe in near else panels[1:2]:
+                axes.plot(steps, [statistics.fmean(gap) for gap in gaps], **look)
+            if len(pairs) > 1:
+                low, high = [min(gap) for gap in gaps], [max(gap) for gap in gaps]
+                panels[1].fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
         _style_plot_panels(panels, curves, titles, axis)
         return _replace_svg_colours(render_figure_as_svg(figure), f"{key}-{int(width)}")
 
@@ -120,30 +128,17 @@ def render_figure_as_svg(figure: Any) -> str:
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
-def _draw_gap_curve(
-    axes: Any,
-    recipe: str,
-    seeds: Mapping[int, Mapping[int, float]],
-    reference: Mapping[int, Mapping[int, float]],
-    look: dict[str, Any],
-    shade: bool,
-) -> None:
-    pairs = [(seeds[seed], reference[seed]) for seed in seeds if seed in reference]
-    if recipe == REFERENCE or not pairs:
-        return
-    steps = _find_common_steps([points for pair in pairs for points in pair])
-    gaps = [[ours[step] - theirs[step] for ours, theirs in pairs] for step in steps]
-    axes.plot(steps, [statistics.fmean(gap) for gap in gaps], **look)
-    if shade and len(pairs) > 1:
-        low, high = [min(gap) for gap in gaps], [max(gap) for gap in gaps]
-        axes.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
+def _pair_with_reference(curves: LossCurves, recipe: str) -> list[tuple[Mapping[int, float], Mapping[int, float]]]:
+    """Return a recipe's points beside float32's of the same seed; none for float32 itself."""
+    reference = curves[REFERENCE] if recipe != REFERENCE else {}
+    return [(points, reference[seed]) for seed, points in curves[recipe].items() if seed in reference]
 
 
 def _choose_magnified_recipes(curves: LossCurves) -> list[str]:
     """Return the recipes for a magnified panel, ten times closer to fp32 than the furthest; none if all are close."""
     sizes = {}
-    for recipe, seeds in curves.items():
-        pairs = [(points, curves[REFERENCE][seed]) for seed, points in seeds.items() if recipe != REFERENCE]
+    for recipe in curves:
+        pairs = _pair_with_reference(curves, recipe)
         gaps = [abs(ours[step] - theirs[step]) for ours, theirs in pairs for step in ours if step in theirs]
         if gaps:
             sizes[recipe] = statistics.fmean(gaps)

@@ -26,12 +26,14 @@ def render_script_page(data: Mapping[str, Any]) -> str:
     styles = choose_line_styles([row["recipe"] for row in rows])
     gaps = [abs(row["gap"]) for row in rows if row["gap"] is not None]
     most = max((row["bytes_per_parameter"] or 0.0 for row in rows), default=0.0)
+    ends = (f"{row['recipe']} ends at {format_number(row['loss'], 4)}" for row in rows if row["loss"] is not None)
     lines = [_make_template_row(row, styles[row["recipe"]], max(gaps, default=0.0) or 1.0, most) for row in rows]
     key = (
         None
         if REFERENCE not in curves
         else {
-            "curves_in_words": _describe_curves(rows),
+            "curves_in_words": f"Training loss by backward pass, and its difference to fp32; {'; '.join(ends)}. The table "
+            "has the same numbers.",
             "rows": [line for line in lines if line["curve"]],
             "wide": draw_loss_curves(curves, "script", *_WIDE_SIZE, titles=_PANEL_TITLES, axis="backward pass"),
             "narrow": draw_loss_curves(curves, "script", *_NARROW_SIZE, titles=_PANEL_TITLES, axis="backward pass"),
@@ -90,11 +92,3 @@ def _make_template_row(row: Mapping[str, Any], style: Any, reach: float, most: f
         "dot": None if row["gap"] is None else 50 + 46 * row["gap"] / reach,
         "bytes_width": 100 * (row["bytes_per_parameter"] or 0.0) / most if most else 0.0,
     }
-
-
-def _describe_curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the curves in words, for readers who cannot see them."""
-    ends = "; ".join(
-        f"{row['recipe']} ends at {format_number(row['loss'], 4)}" for row in rows if row["loss"] is not None
-    )
-    return f"Training loss by backward pass, and its difference to fp32. {ends}. The table has the same numbers."
