@@ -7,30 +7,31 @@ import functools
 import inspect
 import json
 import math
-import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from .. import optim, recipes
+from .. import __version__, optim, recipes
 from .._extensions import load_inherited_extensions
+from ..environment import core_count, processor_line
 from ..observation.scripts import ScriptEnding, find_model, run_script, tell_backward_losses
-from ..pages import write_whole
 from ..recipes import Recipe
 from ..recipes._convert import is_converted
 from ..recipes._optimizer import choose_state_dtype, split_groups_by_update
 from ._defaults import REFERENCE, TWIN
-from .page._script_page import render_script_page
+from .evidence._evidence import Evidence
+from .evidence._row import Row
 from .running._pool import describe_exit
 from .tasks._task import finite_or_none
 
@@ -212,6 +213,15 @@ class ScriptRun:
     bytes_per_parameter: float | None = None
     error_output: str = ""
 
+    def explain_failure(self) -> str:
+        """Return why a recipe has no results; empty where it has."""
+        if self.refusal:
+            return f"could not be used: {self.refusal}"
+        if self.exit_code:
+            how, line = self.describe_ending()
+            return f"{how}: {line}" if line and self.ending == "crashed" else how
+        return "" if self.losses else "called no backward of a loss"
+
     def describe_ending(self) -> tuple[str, str]:
         """Return how the process ended, and the last line that it said on stderr, which of a crash is the error."""
         how = f"{self.ending} with exit code {self.exit_code}" if self.ending == "exited" else str(self.ending)
@@ -263,101 +273,74 @@ def run_worker() -> None:
 
 
 @dataclass(frozen=True)
-class ScriptRow:
-    """The results of a script under one recipe.
+class ScriptEvidence(Evidence):
+    """The results of a script under recipes, one run each: a comparison whose task is the script.
 
-    Attributes:
-        loss: mean over the last tenth of the backward passes; None without any, or where it is not finite.
-        gap: loss minus that of float32; None for float32 itself and where either is missing.
-        verdict: "reference", "control", "no difference", "worse", "better", "diverged", "no verdict", "cannot" or
-            "crashed".
-        reason: why it cannot, how it ended, or what else is to be said.
+    ``run`` has besides how it was run the ``notes``, and ``refused``: recipes without results, and why.
     """
 
-    recipe: str
-    steps: int
-    loss: float | None
-    gap: float | None
-    verdict: str
-    reason: str
-    bytes_per_parameter: float | None
+    file_stem: ClassVar[str] = "compare-script"
+
+    def rows(self, task: str | None = None) -> list[Row]:
+        """Return one row per recipe, with verdicts by what the twin's one run differs by."""
+        found = {row.recipe: row for row in super().rows(task)}
+        reference, twin = found[REFERENCE].loss, found[TWIN].gap if TWIN in found else None
+        for name, row in found.items():
+            if row.verdict is not None:
+                continue
+            verdict = "no verdict"
+            if row.gap is not None and twin is not None and reference is not None:
+                alike = abs(row.gap) <= max(_TWIN_GAP_FACTOR * abs(twin), GAP_TOLERANCE * abs(reference))
+                verdict = "no difference" if alike else "worse" if row.gap > 0 else "better"
+            found[name] = replace(row, verdict=verdict)
+        return list(found.values())
 
 
-@dataclass
-class ScriptComparison:
-    """The runs of a script by the recipes' names, float32 first."""
+def _write_notes(runs: dict[str, ScriptRun]) -> list[str]:
+    """Return sentences on how the verdicts came about, and on a reference that did not learn."""
+    reference = runs[REFERENCE]
+    said = [
+        f"One run for each recipe, with the script's own seeds; {reference.steps:,} steps in float32.",
+        f"The loss is what backward passes began with, without a scaler's factor, as the mean over the last tenth. "
+        f"A gap within {GAP_TOLERANCE:.0%} of it, or within {_TWIN_GAP_FACTOR:g} times that of {TWIN}, whose start "
+        f"differs by 1e-7, is no difference.",
+    ]
+    first, last = reference.compute_loss(-_FINAL_SHARE), reference.compute_loss()
+    if finite_or_none(last) is None:
+        said.insert(
+            0, "The loss is not finite in float32: the script does not learn as it is, and no recipe gets a verdict."
+        )
+    elif first is not None and last is not None and not last < first:
+        said.insert(0, f"The loss did not fall in float32, from {first:.4g} to {last:.4g}: the gaps say little.")
+    for name, run in runs.items():
+        other = [] if run.refusal or run.steps == reference.steps else [f"{run.steps:,} steps"]
+        said += [f"{name}: {note}." for note in (*other, *run.notes)]
+    return said
 
-    runs: dict[str, ScriptRun] = field(default_factory=dict)
 
-    @property
-    def rows(self) -> list[ScriptRow]:
-        """One row per recipe, in the order in which they ran."""
-        return [self.make_row(name) for name in self.runs]
-
-    def make_row(self, name: str) -> ScriptRow:
-        """Return the row of a recipe."""
-        run = self.runs[name]
-        verdict, reason = self._judge_run(name, run)
-        if verdict == "cannot":
-            return ScriptRow(name, 0, None, None, verdict, reason, None)
-        loss, reference = finite_or_none(run.compute_loss()), self._read_final_loss(REFERENCE)
-        gap = None if name == REFERENCE or loss is None or reference is None else loss - reference
-        return ScriptRow(name, run.steps, loss, gap, verdict, reason, run.bytes_per_parameter)
-
-    def write_notes(self) -> list[str]:
-        """Return sentences on how the verdicts came about, and on a reference that did not learn."""
-        said = [
-            f"The loss is the mean over the last tenth of the backward passes, of one run with the script's own seeds. "
-            f"A gap within {GAP_TOLERANCE:.0%} of it, or within {_TWIN_GAP_FACTOR:g} times that of {TWIN}, whose start "
-            f"differs by 1e-7, is no difference."
-        ]
-        first, last = self.runs[REFERENCE].compute_loss(-_FINAL_SHARE), self.runs[REFERENCE].compute_loss()
-        if self._read_final_loss(REFERENCE) is None:
-            said.insert(
-                0,
-                "The loss is not finite in float32: the script does not learn as it is, and no recipe gets a verdict.",
-            )
-        elif first is not None and last is not None and not last < first:
-            said.insert(0, f"The loss did not fall in float32, from {first:.4g} to {last:.4g}: the gaps say little.")
-        return said
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can hold; neither the script's name nor its arguments nor what it printed."""
-        return {
-            "recipes": [{**vars(row), "curve": self.runs[row.recipe].compute_curve()} for row in self.rows],
-            "notes": self.write_notes(),
-        }
-
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page, whole or not at all."""
-        write_whole(path, render_script_page(self.to_dict()))
-
-    def _read_final_loss(self, name: str) -> float | None:
-        run = self.runs.get(name)
-        return None if run is None or run.exit_code or run.refusal else finite_or_none(run.compute_loss())
-
-    def _judge_run(self, name: str, run: ScriptRun) -> tuple[str, str]:
-        notes = list(run.notes)
-        if run.refusal:
-            return "cannot", run.refusal
-        if run.exit_code:
-            how, line = run.describe_ending()
-            return "crashed", line if run.ending == "crashed" else how
-        loss, reference = finite_or_none(run.compute_loss()), self._read_final_loss(REFERENCE)
-        twin = self._read_final_loss(TWIN)
-        if name in (REFERENCE, TWIN):
-            broken = ["its loss is not finite: it did not learn"] if loss is None else []
-            return ("reference" if name == REFERENCE else "control"), "; ".join([*broken, *notes])
-        if reference is None or twin is None:
-            return "no verdict", f"{REFERENCE if reference is None else TWIN} did not learn"
-        if loss is None:
-            return "diverged", "; ".join(["its loss is not finite", *notes])
-        if run.steps != self.runs[REFERENCE].steps:
-            notes.insert(0, f"{self.runs[REFERENCE].steps} steps in float32")
-        verdict = "worse" if loss > reference else "better"
-        if abs(loss - reference) <= max(_TWIN_GAP_FACTOR * abs(twin - reference), GAP_TOLERANCE * abs(reference)):
-            verdict = "no difference"
-        return verdict, "; ".join(notes)
+def _make_record(name: str, run: ScriptRun) -> dict[str, Any]:
+    """Return a run as the trial of a comparison."""
+    unknown, loss = {"loss": None, "accuracy": None}, finite_or_none(run.compute_loss())
+    task = {"name": "script", "title": "a training script of one's own", "rule": "the script's own", "hyper": {}}
+    task |= {"batch": "the script's own", "judged_by": "train_loss", "target": ""}
+    versions = {"halfulp": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "settings": {
+            "task": task,
+            "recipe": recipes.get(name).to_dict(),
+            "seed": 0,
+            "steps": run.steps,
+            "versions": versions,
+        },
+        "result": {
+            "curve": run.compute_curve(),
+            "float32": {"train": {"loss": loss, "accuracy": None}, "validation": unknown},
+            "own": unknown,
+            "bytes_per_parameter": run.bytes_per_parameter,
+            **dict.fromkeys(("step_ms", "cancelled", "realised", "diverged_at")),
+            **{"parameters": 0, "targets": 0, "data": "the script's own data"},
+        },
+    }
 
 
 _WORKER_CODE = "from halfulp.trials._script import run_worker; run_worker()"
@@ -376,8 +359,8 @@ def compare_script(
     arguments: Sequence[str],
     names: Sequence[str],
     module: bool = False,
-    listen: Callable[[str, ScriptRow | None, float], None] = lambda recipe, row, seconds: None,
-) -> ScriptComparison:
+    listen: Callable[[str, str, float], None] = lambda recipe, said, seconds: None,
+) -> tuple[ScriptEvidence, dict[str, str]]:
     """Run a script once per recipe, each in a process of its own, and say what its training loss became.
 
     float32 and a twin whose start differs by 1e-7 run first. Where the script makes torch's SGD, Adam or AdamW, its
@@ -386,20 +369,33 @@ def compare_script(
     Args:
         script, arguments: its path, or as a ``module`` the dotted name of one, and its own arguments.
         names: recipes.
-        listen: told each recipe before it runs (with None), and afterwards its row and the seconds that it took.
+        listen: told each recipe before it runs (with ""), and afterwards what became of it and the seconds it took.
+
+    Returns:
+        The evidence, and what the runs that crashed printed to stderr, by recipe.
     """
     for name in names:
         recipes.get(name)
-    found = ScriptComparison()
+    runs: dict[str, ScriptRun] = {}
+    start = time.monotonic()
     for name in dict.fromkeys([REFERENCE, TWIN, *names]):
-        listen(name, None, 0.0)
+        listen(name, "", 0.0)
         begin = time.monotonic()
-        run = _run_script_under(script, arguments, name, module)
+        run = runs[name] = _run_script_under(script, arguments, name, module)
         if name == REFERENCE:
             _check_reference(run)
-        found.runs[name] = run
-        listen(name, found.make_row(name), time.monotonic() - begin)
-    return found
+        loss = run.compute_loss()
+        said = run.explain_failure() or f"loss {loss:.4g} after {run.steps:,} steps"
+        listen(name, said, time.monotonic() - begin)
+    failed = {name: why for name, run in runs.items() if (why := run.explain_failure())}
+    facts = {
+        "notes": _write_notes(runs),
+        "refused": [{"recipe": name, "why": why} for name, why in failed.items()],
+        **{"workers": 1, "cores": core_count(), "seconds": round(time.monotonic() - start, 1)},
+        **{"trained": len(runs), "reused": 0, "processor": processor_line()},
+    }
+    trials = tuple(_make_record(name, run) for name, run in runs.items() if name not in failed)
+    return ScriptEvidence(trials, facts), {name: run.error_output for name, run in runs.items() if run.exit_code}
 
 
 def _run_script_under(script: str, arguments: Sequence[str], recipe: str, module: bool) -> ScriptRun:

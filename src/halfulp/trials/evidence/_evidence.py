@@ -19,7 +19,7 @@ from ._table import (
     format_number,
     format_tables,
     has_few_seeds,
-    has_gradient_formats,
+    list_headers,
     name_judged_loss,
     write_headline,
     write_table_notes,
@@ -31,13 +31,14 @@ _WIDE_SIZE, _NARROW_SIZE = (820, 560), (340, 560)
 def render_comparison_page(evidence: FinishedTrials) -> str:
     """Return a comparison's page as HTML text; it refers to nothing outside itself."""
     require("matplotlib", instead="give no out folder")
-    first = evidence.trials[0]["settings"]
+    first, refused = evidence.trials[0]["settings"], evidence.run.get("refused", [])
     return render(
         "halfulp.trials.page",
         "compare.html.j2",
         headline=write_headline(evidence),
-        losers=describe_losing_recipes(evidence),
+        losers=[*describe_losing_recipes(evidence), *(f"{one['recipe']} {one['why']}." for one in refused)],
         indication=has_few_seeds(evidence),
+        is_script="notes" in evidence.run,
         tasks=[_make_template_task(evidence, task) for task in evidence.tasks()],
         run=evidence.run,
         versions=first["versions"],
@@ -62,7 +63,7 @@ def _make_template_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         "name": task,
         "title": of_task["title"],
         "loss_name": name_judged_loss(evidence, task),
-        "rounds_gradients": has_gradient_formats(evidence, task),
+        "headers": list_headers(evidence, task),
         "notes": write_table_notes(evidence, task),
         "curves_in_words": f"Training loss over {settings['steps']} steps, and its difference to fp32; "
         f"{'; '.join(ends)}. The table has the same numbers.",
@@ -96,8 +97,10 @@ def _make_template_row(
         "verdict": words["verdict"],
         "tone": VERDICT_TONES.get(row.verdict or "", ""),
         "style": style,
-        "cancelled_width": 100 * (row.cancelled or 0.0),
-        "bytes_width": 100 * (compute_stored_bytes(row) or 0.0) / most if most else 0.0,
+        "widths": {
+            "cancelled": 100 * (row.cancelled or 0.0),
+            "bytes/param": 100 * (compute_stored_bytes(row) or 0.0) / most if most else 0.0,
+        },
         "dots": [50 + 46 * gap / reach for gap in evidence.gaps(row.task, row.recipe)],
         "band": min(46 * row.noise / reach, 50) if row.noise else None,
     }

@@ -88,6 +88,12 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     return cells
 
 
+def list_headers(evidence: FinishedTrials, task: str) -> list[str]:
+    """Return the columns of a task's table that hold something."""
+    lines = [format_cells(evidence, row) for row in evidence.rows(task)]
+    return [header for header in lines[0] if any(line[header] != DASH for line in lines)]
+
+
 def has_gradient_formats(evidence: FinishedTrials, task: str) -> bool:
     """Return whether a recipe of the comparison has a format for gradients."""
     return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
@@ -102,6 +108,8 @@ def compute_stored_bytes(row: Row) -> float | None:
 
 def write_table_notes(evidence: FinishedTrials, task: str) -> list[str]:
     """Return the notes beneath the table of a task, which explain its columns."""
+    if "notes" in evidence.run:
+        return list(evidence.run["notes"])
     record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
     target = settings["task"].get("target", "example")
@@ -151,8 +159,9 @@ def format_tables(evidence: FinishedTrials) -> str:
     """Return all tables as aligned plain text, with their notes."""
     parts = []
     for task in evidence.tasks():
+        headers = list_headers(evidence, task)
         lines = [format_cells(evidence, row) for row in evidence.rows(task)]
-        table = align_columns([list(lines[0]), *(list(line.values()) for line in lines)])
+        table = align_columns([headers, *([line[header] for header in headers] for line in lines)])
         parts += [task, *table, *write_table_notes(evidence, task), ""]
     return "\n".join(parts).rstrip()
 

@@ -80,9 +80,7 @@ _PANEL_TITLES = ("training loss, nats", "difference to fp32 on the same batches,
 _STAND_IN_COLOURS = [f"#0a00{index:02x}" for index in range(COLOUR_COUNT)]
 
 
-def draw_loss_curves(
-    curves: LossCurves, key: str, width: float, height: float, titles: Sequence[str] = _PANEL_TITLES, axis: str = "step"
-) -> str:
+def draw_loss_curves(curves: LossCurves, key: str, width: float, height: float) -> str:
     """Draw the training loss of recipes, beneath it their gaps to fp32, as an SVG.
 
     Where some recipes stay much closer to fp32 than others, a third panel shows theirs alone, magnified. All are means
@@ -116,7 +114,7 @@ def draw_loss_curves(
             if len(pairs) > 1:
                 low, high = [min(gap) for gap in gaps], [max(gap) for gap in gaps]
                 panels[1].fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
-        _style_plot_panels(panels, curves, titles, axis)
+        _style_plot_panels(panels, curves)
         return _replace_svg_colours(render_figure_as_svg(figure), f"{key}-{int(width)}")
 
 
@@ -163,9 +161,9 @@ def _choose_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     return {**look, "marker": style.marker.name, "markersize": 4.2, "markeredgewidth": 0, "markevery": places}
 
 
-def _style_plot_panels(panels: Sequence[Any], curves: LossCurves, titles: Sequence[str], axis: str) -> None:
+def _style_plot_panels(panels: Sequence[Any], curves: LossCurves) -> None:
     """Style axes in the page's ink, and cut off the high losses of the first steps."""
-    for axes, title in zip(panels, titles):
+    for axes, title in zip(panels, _PANEL_TITLES):
         axes.patch.set_alpha(0)
         axes.grid(axis="y", color=_FAINT_COLOUR, linewidth=0.8)
         axes.set_axisbelow(True)
@@ -182,7 +180,7 @@ def _style_plot_panels(panels: Sequence[Any], curves: LossCurves, titles: Sequen
         panels[0].set_ylim(low - room, high + room)
     for axes in panels[1:]:
         axes.axhline(0, color=_INK_COLOUR, linewidth=1)
-    panels[-1].set_xlabel(axis, color=_INK_COLOUR)
+    panels[-1].set_xlabel("step", color=_INK_COLOUR)
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
 
 
