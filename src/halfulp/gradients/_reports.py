@@ -213,26 +213,20 @@ def _average_share(readings: dict[str, GradientReading], field: str) -> float | 
     return sum(getattr(one, field) * one.elements for one in readings.values()) / total if total else None
 
 
-_RECORD_COLUMNS = (
-    *("iteration", "applied", "reason", "site", "exponent", "received", "passed", "weight"),
-    *("zero", "subnormal", "format", "overflows"),
-)
-
-
 class SiteRecorder:
-    """Appends one JSON line per measured iteration, or one CSV line per site and measured iteration.
+    """Appends one JSON line per measured iteration.
 
     A disk that is full ends the record with a warning, and the training goes on.
 
     Args:
-        path: ``.jsonl`` or ``.csv``; an existing file is continued.
+        path: ``.jsonl``; an existing file is continued.
 
     Raises:
-        ValueError: another ending, a file that cannot be written, or a CSV of other columns.
+        ValueError: another ending, or a file that cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = RowFile(path, _RECORD_COLUMNS)
+        self._file = RowFile(path)
         self._file.check()
         self.path: Path = Path(path)
         self._outlet = Outlet("the record of gradient exponents", self._write_row)
@@ -245,12 +239,7 @@ class SiteRecorder:
         self._outlet.put({"iteration": iteration, "applied": applied, "reason": reason, "sites": table})
 
     def _write_row(self, row: Any) -> None:
-        table, common = row["sites"], {key: value for key, value in row.items() if key != "sites"}
-        if not self._file.is_csv:
-            self._file.write([{**common, **table.to_dict()}])
-            return
-        sites = [dataclasses.asdict(one) for one in table.rows]
-        self._file.write([{**common, **site, **site["amax"]} for site in sites])
+        self._file.write({**row, **row["sites"].to_dict()})
 
     def close(self) -> None:
         """Close the recorded file."""

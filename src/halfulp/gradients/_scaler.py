@@ -364,7 +364,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         return SiteTable.from_sites(self._controller.sites, pattern, kind, sort, limit)
 
     def record(self, path: str | os.PathLike[str]) -> SiteRecorder:
-        """Start writing ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
+        """Start writing ``sites()`` and ``last_step`` to a ``.jsonl`` file at each measured iteration.
 
         Returns:
             The recorder, whose ``close()`` ends it.
