@@ -13,7 +13,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from .._messages import a_kind
 from ..gradients._functions import map_tensors, memoize_by_tensor
-from ..subclass.models._conversion import remove_hooks
 from ..subclass.models._float32_products import class_of
 
 
@@ -79,14 +78,14 @@ _PLAIN_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MIXED_DTYPE_MODULES = (nn.modules.batchnorm._NormBase,)
 
 
-class _CastHook:
+class CastHook:
     """A hook that casts floating tensors; a class of its own, so that it is found again, copied and pickled."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
 
-class CastInputsHook(_CastHook):
+class CastInputsHook(CastHook):
     """A forward pre-hook that casts inputs, to a fixed dtype or first to that of the module's own parameters.
 
     With ``writes``, `RefuseWritesHook` finds what was copied.
@@ -113,7 +112,7 @@ class CastInputsHook(_CastHook):
         return cast_args, cast_kwargs
 
 
-class CheckFloat32Hook(_CastHook):
+class CheckFloat32Hook(CastHook):
     """A forward pre-hook of a module that is kept in float32: refuses parameters that something has cast since."""
 
     def __init__(self, name: str) -> None:
@@ -132,7 +131,7 @@ class CheckFloat32Hook(_CastHook):
                 )
 
 
-class CastOutputsHook(_CastHook):
+class CastOutputsHook(CastHook):
     """A forward hook that casts a module's outputs, nested ones too."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -140,7 +139,7 @@ class CastOutputsHook(_CastHook):
         return map_tensors(output, lambda x: cast_finite(x, self.dtype), False)
 
 
-class RefuseWritesHook(_CastHook):
+class RefuseWritesHook(CastHook):
     """A forward hook that refuses what a module wrote into cast copies of its caller's arguments."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
@@ -191,42 +190,30 @@ def install_casts(model: nn.Module, islands: Container[str], dtype: torch.dtype)
             module.register_forward_pre_hook(CheckFloat32Hook(name))
         if name in islands:
             if not isinstance(module, _MIXED_DTYPE_MODULES) or module.weight is None:
-                _install_input_hooks(module, torch.float32, is_fixed=True)
+                install_input_hooks(module, torch.float32, is_fixed=True)
             if module is not model:
                 module.register_forward_hook(CastOutputsHook(dtype))
         elif is_inside_modules(name, islands):
             continue
         elif isinstance(module, ParametrizationList):
             for parametrization in module:
-                _install_input_hooks(parametrization, torch.float32, is_fixed=True)
+                install_input_hooks(parametrization, torch.float32, is_fixed=True)
             module.register_forward_hook(CastOutputsHook(dtype))
         elif isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-            _install_input_hooks(module, torch.float32, is_fixed=True)
-            for layer in filter(_has_weights, module.modules()):
+            install_input_hooks(module, torch.float32, is_fixed=True)
+            for layer in filter(has_weights, module.modules()):
                 layer.register_forward_hook(CastOutputsHook(torch.float32))
-        elif isinstance(module, _MIXED_DTYPE_MODULES) or (_has_weights(module) and _multiplies_by_weights(module)):
-            _install_input_hooks(module, dtype)
+        elif isinstance(module, _MIXED_DTYPE_MODULES) or (has_weights(module) and _multiplies_by_weights(module)):
+            install_input_hooks(module, dtype)
     model.register_forward_hook(CastOutputsHook(torch.float32))
 
 
-def install_input_casts(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast inputs of the model's modules with parameters to a wider dtype, which keeps all digits."""
-    for module in model.modules():
-        if _has_weights(module):
-            _install_input_hooks(module, dtype)
-
-
-def _install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
+def install_input_hooks(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
     """Install the hooks that cast what a module is given; torch's own modules write into none of it."""
     writes = not class_of(module).__module__.startswith("torch.nn.")
     module.register_forward_pre_hook(CastInputsHook(dtype, writes, is_fixed), with_kwargs=True)
     if writes:
         module.register_forward_hook(RefuseWritesHook(dtype), with_kwargs=True)
-
-
-def remove_casts(model: nn.Module) -> None:
-    """Remove every hook of this file from a model."""
-    remove_hooks(model.modules(), lambda hook: isinstance(hook, _CastHook))
 
 
 def is_inside_modules(name: str, islands: Container[str]) -> bool:
@@ -235,7 +222,7 @@ def is_inside_modules(name: str, islands: Container[str]) -> bool:
     return any(".".join(parts[:k]) in islands for k in range(len(parts) + 1))
 
 
-def _has_weights(module: nn.Module) -> bool:
+def has_weights(module: nn.Module) -> bool:
     """Return whether a module holds parameters, or computes its weights from parameters of other modules."""
     return any(x is not None for x in module._parameters.values()) or hasattr(module, "parametrizations")
 

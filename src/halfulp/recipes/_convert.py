@@ -13,6 +13,7 @@ from ..mctensor._convert_model import single_component
 from ..optim.parameters._narrowing import keep_float32, narrow_parameter, widen_parameter
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
+from ..subclass.models._conversion import remove_hooks
 from ..subclass.models._parameter_holders import (
     Wrappers,
     check_holders,
@@ -163,8 +164,10 @@ def revert(model: ModuleType) -> ModuleType:
             keep_float32(parameter, False)
         _cast_buffers(model, record.buffers, torch.float32)
     wrappers.follow()
-    _casts.remove_casts(model)
-    _operands.remove_rounding(model)
+    remove_hooks(model.modules(), lambda hook: isinstance(hook, _casts.CastHook | _operands.ROUNDING_HOOKS))
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), _operands.BlockProducts):
+            del vars(module)["forward"]
     float32_products(model, False)
     del model.__dict__[_RECORD_ATTRIBUTE]
     return model
@@ -227,7 +230,9 @@ def _widen_to_float64(model: nn.Module) -> tuple[str, ...]:
         replace_parameter_data(parameter, parameter.detach().double())
     changed = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
     _cast_buffers(model, changed, torch.float64)
-    _casts.install_input_casts(model, torch.float64)
+    for module in model.modules():
+        if _casts.has_weights(module):
+            _casts.install_input_hooks(module, torch.float64)
     return tuple(changed)
 
 

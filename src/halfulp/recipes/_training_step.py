@@ -345,14 +345,11 @@ class OperatorCheckMode(TorchDispatchMode):
         self.unequal: OperatorDifference | None = None
         self.wrong: list[OperatorDifference] = []
         self._module_paths = paths = ["the model"]
-
-        def leave_module(*_: Any) -> None:
-            paths.pop()
-
         self._handles = []
         for name, module in model.named_modules():
             enter = module.register_forward_pre_hook(lambda *_, path=name or "the model": paths.append(path))
-            self._handles += [enter, module.register_forward_hook(leave_module, always_call=True)]
+            leave = module.register_forward_hook(lambda *_: paths.__delitem__(-1), always_call=True)
+            self._handles += [enter, leave]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)

@@ -227,12 +227,6 @@ class ExponentProof(Proof):
         super().__init__(model, batch, loss, seed)
         self._state: dict[str, Any] | None = None
 
-    def run_under_exponents(self, trials: int) -> Verification:
-        """Run so many draws of exponents, and then passes whose graph is known."""
-        merged = self.merge_sites(trials)
-        replays = 0 if self.wrong else self.check_replays(merged)
-        return self.describe_result("gradients", trials, merged=merged, replays=replays)
-
     def merge_sites(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
         baseline = self._run_scaled_step({})
@@ -379,7 +373,10 @@ def verify(
     with check_untouched(model):
         if recipe.payload:
             return ScaleProof(model, batch, loss_of, seed).run_under_scales(recipe, trials)
-        found = ExponentProof(model, batch, loss_of, seed).run_under_exponents(trials)
+        proof = ExponentProof(model, batch, loss_of, seed)
+        merged = proof.merge_sites(trials)
+        replays = 0 if proof.wrong else proof.check_replays(merged)
+    found = proof.describe_result("gradients", trials, merged=merged, replays=replays)
     if scaler is not None:
         scaler.merge(*found.merged, reason="not exact by itself")
     return found

@@ -192,7 +192,11 @@ def _make_scalar_writer(writer: Any) -> Callable[[Row], None]:
 
 
 def _make_metrics_writer(log: Callable[..., Any]) -> Callable[[Row], None]:
-    with_step = _takes_step_argument(log)
+    try:
+        parameters = inspect.signature(log).parameters.values()
+        with_step = any(one.name == "step" or one.kind is one.VAR_KEYWORD for one in parameters)
+    except (TypeError, ValueError):  # of something built in
+        with_step = True
 
     def write(row: Row) -> None:
         numbers = {LOGGED_NAME_PREFIX + key: value for key, value in _drop_missing(row).items()}
@@ -215,11 +219,3 @@ _WRITERS_BY_METHOD: Mapping[str, Callable[[Any], Callable[[Row], None]]] = {
 def _drop_missing(row: Row) -> dict[str, Any]:
     """Return a row without the entries that are None."""
     return {key: value for key, value in row.items() if value is not None}
-
-
-def _takes_step_argument(log: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(log).parameters.values()
-    except (TypeError, ValueError):  # of something built in
-        return True
-    return any(one.name == "step" or one.kind is one.VAR_KEYWORD for one in parameters)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...pages import write_whole
-from .._defaults import REFERENCE
 from ..evidence._evidence import Evidence
 from ..evidence._row import FinishedTrials, Row
 from ..evidence._table import format_cells, name_judged_loss, write_table_notes
@@ -116,11 +115,6 @@ class SuiteEvidence(Evidence):
 
     file_stem: ClassVar[str] = "evidence"
     kind_in_words: ClassVar[str] = "suite"
-
-    def tasks(self) -> list[str]:
-        """Return the names of the tasks that have trials under float32: without one there is no gap."""
-        heads = (record["settings"] for record in self.trials)
-        return list(dict.fromkeys(head["task"]["name"] for head in heads if head["recipe"]["name"] == REFERENCE))
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a comparison does, and the papers' statements."""
