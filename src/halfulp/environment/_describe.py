@@ -27,8 +27,14 @@ def describe_environment() -> dict[str, Any]:
     >>> sorted(describe_environment())
     ['cache', 'devices', 'engines', 'processor', 'products', 'system', 'torch', 'variables', 'versions']
     """
+    from .. import __version__
+
     parts: dict[str, Callable[[], Any]] = {
-        "versions": _describe_versions,
+        "versions": lambda: {
+            "halfulp": __version__,
+            "Python": platform.python_version(),
+            **{name: find_version(name) for name in _LISTED_PACKAGES},
+        },
         "system": lambda: {
             "platform": platform.platform(),
             "executable": sys.executable,
@@ -49,7 +55,13 @@ def describe_environment() -> dict[str, Any]:
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLE_PREFIXES)
         },
     }
-    return {name: _describe_or_error(part) for name, part in parts.items()}
+    found: dict[str, Any] = {}
+    for name, part in parts.items():
+        try:
+            found[name] = part()
+        except Exception as error:  # one broken driver does not end the report
+            found[name] = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+    return found
 
 
 def list_environment_lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -79,24 +91,6 @@ def _format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_format_value, value)) or "none that matters here is known"
     return "not there" if value is None else str(value)
-
-
-def _describe_or_error(part: Callable[[], Any]) -> Any:
-    """Return a call's result, or its error as text: one broken driver does not end the report."""
-    try:
-        return part()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
-
-
-def _describe_versions() -> dict[str, str | None]:
-    from .. import __version__
-
-    return {
-        "halfulp": __version__,
-        "Python": platform.python_version(),
-        **{name: find_version(name) for name in _LISTED_PACKAGES},
-    }
 
 
 def find_version(package: str) -> str | None:

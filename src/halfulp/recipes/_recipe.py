@@ -351,23 +351,6 @@ def _check_fields(data: Mapping[str, Any]) -> None:
             raise ValueError(unknown("field of a recipe", key, allowed))
 
 
-def _make_narrow_recipe(name: str, description: str, **fields: Any) -> Recipe:
-    dtype = "bfloat16" if name.startswith("bf16") else "float16"
-    return Recipe(name=name, description=description, param_dtype=dtype, **fields)
-
-
-def _make_few_bit_recipe(format: str, bits: int, update: str) -> Recipe:
-    suffix = "" if update == "nearest" else f"-{update}"
-    return Recipe(
-        name=f"{format}{suffix}",
-        description=f"{bits}-bit floats everywhere, {update} weight updates",
-        weight_update="kahan-literal" if update == "kahan" else update,
-        state_dtype=format,
-        format=format,
-        emulate=format,
-    )
-
-
 def _make_gradient_recipe(
     format: str, name: str, words: str, scale: str | float | None, rounding: str = "nearest"
 ) -> Recipe:
@@ -404,61 +387,72 @@ _SCALED_RECIPE_CHOICES = (
     ("scaled-fp8-stochastic", "the same, products and moments in eight bits", "stochastic", "fp8", "fp8"),
 )
 
-_MIXED_UPDATES = (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic"))
+# Name, words, weight update and dtype of the states of recipes with 16-bit parameters, named by their dtype.
+_NARROW_RECIPE_CHOICES: tuple[tuple[str, str, str | UpdateByGlob, str | None], ...] = (
+    ("bf16", "bfloat16, updates rounded to nearest", "nearest", None),
+    ("bf16-stochastic", "bfloat16, updates rounded stochastically", "stochastic", None),
+    ("bf16-kahan", "bfloat16 with a 16-bit residual", "kahan", None),
+    ("bf16-kahan-stochastic", "bfloat16 with a residual and stochastic rounding", "kahan-stochastic", None),
+    ("bf16-split", "bfloat16 plus 16 bits: exact float32 weights", "split", None),
+    ("bf16-split8", "bfloat16 plus 8 bits, 8-bit moments", "split8", "8bit"),
+    ("bf16-feedback", "bfloat16, the lost part goes into the first moment", "feedback", None),
+    ("bf16-master", "bfloat16 with a float32 master copy", "master", None),
+    (
+        "bf16-mixed",
+        "Kahan on embeddings and norms, stochastic elsewhere",
+        (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic")),
+        None,
+    ),
+    ("bf16-mc2", "Collage: weights and second moment as two bfloat16 each", "components", "bfloat16x2"),
+    ("fp16", "float16, no scale, updates rounded to nearest", "nearest", None),
+    ("fp16-kahan", "float16 with a 16-bit residual", "kahan", None),
+    ("fp16-split8", "float16 plus 8 bits, 8-bit moments", "split8", "8bit"),
+    ("fp16-master", "float16 with a float32 master copy", "master", None),
+)
+# Name, words, dtype and number of components of recipes that torch.optim steps.
+_COMPONENT_RECIPE_CHOICES = (
+    ("fp16-mc2", "MCTensor: weights as two float16 components, computed with as such", "float16", 2),
+    ("fp16-mc3", "MCTensor: weights as three float16 components, computed with as such", "float16", 3),
+    ("fp64", "float64 everywhere, a wider reference", "float64", None),
+    ("fp64-mc2", "MCTensor: weights as two float64 components", "float64", 2),
+)
 
 _RECIPES = (
     Recipe(name="fp32", description="float32 everywhere, the reference"),
     Recipe(name="fp32-twin", description="float32 from a start that differs by 1e-7, the control", perturb=1e-7),
-    _make_narrow_recipe("bf16", "bfloat16, updates rounded to nearest", weight_update="nearest"),
-    _make_narrow_recipe("bf16-stochastic", "bfloat16, updates rounded stochastically", weight_update="stochastic"),
-    _make_narrow_recipe("bf16-kahan", "bfloat16 with a 16-bit residual", weight_update="kahan"),
-    _make_narrow_recipe(
-        "bf16-kahan-stochastic", "bfloat16 with a residual and stochastic rounding", weight_update="kahan-stochastic"
-    ),
-    _make_narrow_recipe("bf16-split", "bfloat16 plus 16 bits: exact float32 weights", weight_update="split"),
-    _make_narrow_recipe(
-        "bf16-split8", "bfloat16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"
-    ),
-    _make_narrow_recipe(
-        "bf16-feedback", "bfloat16, the lost part goes into the first moment", weight_update="feedback"
-    ),
-    _make_narrow_recipe("bf16-master", "bfloat16 with a float32 master copy", weight_update="master"),
-    _make_narrow_recipe(
-        "bf16-mixed", "Kahan on embeddings and norms, stochastic elsewhere", weight_update=_MIXED_UPDATES, float32=()
-    ),
-    _make_narrow_recipe(
-        "bf16-mc2",
-        "Collage: weights and second moment as two bfloat16 each",
-        weight_update="components",
-        state_dtype="bfloat16x2",
-    ),
-    _make_narrow_recipe("fp16", "float16, no scale, updates rounded to nearest", weight_update="nearest"),
-    _make_narrow_recipe("fp16-kahan", "float16 with a 16-bit residual", weight_update="kahan"),
-    _make_narrow_recipe(
-        "fp16-split8", "float16 plus 8 bits, 8-bit moments", weight_update="split8", state_dtype="8bit"
-    ),
-    _make_narrow_recipe("fp16-master", "float16 with a float32 master copy", weight_update="master"),
-    _make_narrow_recipe("fp16-mc2", "MCTensor: weights as two float16 components, computed with as such", components=2),
-    _make_narrow_recipe(
-        "fp16-mc3", "MCTensor: weights as three float16 components, computed with as such", components=3
-    ),
     *(
         Recipe(
             name=name,
             description=words,
-            payload="float16",
+            param_dtype="bfloat16" if name.startswith("bf16") else "float16",
             weight_update=update,
             state_dtype=states,
-            matmul=matmul,
+            # A mix of updates has one for norms.
+            float32=NORMS if isinstance(update, str) else (),
         )
-        for name, words, update, states, matmul in _SCALED_RECIPE_CHOICES
-    ),
-    Recipe(name="fp64", description="float64 everywhere, a wider reference", param_dtype="float64"),
-    Recipe(
-        name="fp64-mc2", description="MCTensor: weights as two float64 components", param_dtype="float64", components=2
+        for name, words, update, states in _NARROW_RECIPE_CHOICES
     ),
     *(
-        _make_few_bit_recipe(format, bits, update)
+        Recipe(name=name, description=words, param_dtype=dtype, components=components)
+        for name, words, dtype, components in _COMPONENT_RECIPE_CHOICES[:2]
+    ),
+    *(
+        Recipe(name=name, description=words, payload="float16", weight_update=update, state_dtype=states, matmul=matmul)
+        for name, words, update, states, matmul in _SCALED_RECIPE_CHOICES
+    ),
+    *(
+        Recipe(name=name, description=words, param_dtype=dtype, components=components)
+        for name, words, dtype, components in _COMPONENT_RECIPE_CHOICES[2:]
+    ),
+    *(
+        Recipe(
+            name=format if update == "nearest" else f"{format}-{update}",
+            description=f"{bits}-bit floats everywhere, {update} weight updates",
+            weight_update="kahan-literal" if update == "kahan" else update,
+            state_dtype=format,
+            format=format,
+            emulate=format,
+        )
         for format, bits in (("e8m5", 14), ("e8m3", 12), ("e8m1", 10))
         for update in ("nearest", "stochastic", "kahan", "kahan-stochastic")
     ),

@@ -40,7 +40,7 @@ def test_other_settings_are_refused(tmp_path: Path, trials) -> None:
     store = TrialStore(tmp_path / "out")
     store.write_trial(trials[0], {})
     longer = plan_trials("digits", ["fp32"], 1, 6, None)
-    with pytest.raises(ValueError, match="steps = 5, this run has 6"):
+    with pytest.raises(ValueError, match=r"{'steps': 5}, this run has {'steps': 6}"):
         store.begin_comparison(longer, resume=True)
 
 
@@ -59,7 +59,7 @@ def test_any_version_change_refuses_reuse(tmp_path: Path, trials, monkeypatch: p
     for name in settings["versions"]:
         other = {**settings, "versions": {**settings["versions"], name: "0.0.1"}}
         monkeypatch.setattr(Trial, "settings", lambda self, other=other: other)
-        with pytest.raises(ValueError, match=rf"versions\.{name} = .*, this run has '0\.0\.1'"):
+        with pytest.raises(ValueError, match=rf"trained with {{'versions': .*this run has .*'{name}': '0\.0\.1'"):
             store.begin_comparison(trials[:1], resume=True)
 
 
@@ -78,14 +78,6 @@ def test_a_comparison_is_deleted_only_on_request(tmp_path: Path, trials, complet
     assert {path: path.read_bytes() for path in store.root.rglob("*.json")} == before
     assert store.begin_comparison(other, resume=False, overwrite=True) == {}
     assert not list(store.root.rglob("*.json"))
-
-
-def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
-    first, second = TrialStore(tmp_path), TrialStore(tmp_path)
-    with first.lock_folder(), pytest.raises(ValueError, match="another comparison is writing"), second.lock_folder():
-        raise AssertionError("both hold the lock")
-    with second.lock_folder():
-        pass
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -15,21 +15,14 @@ COLOUR_COUNT = 8
 _RECIPE_COLOUR_COUNT = 6
 
 
-@dataclasses.dataclass(frozen=True)
-class CurveMarker:
-    """A marker of a curve: matplotlib's name for it, and its outline in a box of 12 by 12 for the page's key."""
-
-    name: str
-    path: str
-
-
+# Markers of curves: matplotlib's name of each, and its outline in a box of 12 by 12 for the page's key.
 _CURVE_MARKERS = (
-    CurveMarker("o", "M6 2a4 4 0 1 0 .01 0z"),
-    CurveMarker("s", "M2.5 2.5h7v7h-7z"),
-    CurveMarker("^", "M6 1.5 10.5 10h-9z"),
-    CurveMarker("D", "M6 1 11 6 6 11 1 6z"),
-    CurveMarker("v", "M6 10.5 10.5 2h-9z"),
-    CurveMarker("P", "M4.3 1.5h3.4v2.8h2.8v3.4H7.7v2.8H4.3V7.7H1.5V4.3h2.8z"),
+    ("o", "M6 2a4 4 0 1 0 .01 0z"),
+    ("s", "M2.5 2.5h7v7h-7z"),
+    ("^", "M6 1.5 10.5 10h-9z"),
+    ("D", "M6 1 11 6 6 11 1 6z"),
+    ("v", "M6 10.5 10.5 2h-9z"),
+    ("P", "M4.3 1.5h3.4v2.8h2.8v3.4H7.7v2.8H4.3V7.7H1.5V4.3h2.8z"),
 )
 # In units of the line's width, as both matplotlib and SVG take them; None is solid.
 _DASH_PATTERNS = (None, (5.0, 2.0), (1.0, 1.5), (6.0, 1.5, 1.0, 1.5))
@@ -40,7 +33,7 @@ class LineStyle:
     """The colour (--c0 to --c7), marker and dashes of a recipe's curve; the reference and its twin have no marker."""
 
     colour: int
-    marker: CurveMarker | None = None
+    marker: tuple[str, str] | None = None
     dash: tuple[float, ...] | None = None
 
 
@@ -50,7 +43,7 @@ def choose_line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
     Twenty-four differ beside the reference and its twin; then they come again.
 
     >>> styles = choose_line_styles(["fp32", "bf16", *(f"recipe-{k}" for k in range(23))])
-    >>> styles["fp32"].colour, styles["bf16"].marker.name, len(set(styles.values()))
+    >>> styles["fp32"].colour, styles["bf16"].marker[0], len(set(styles.values()))
     (0, 'o', 25)
     >>> styles["bf16"].marker == styles["recipe-5"].marker, styles["bf16"].dash, styles["recipe-5"].dash
     (True, None, (5.0, 2.0))
@@ -158,7 +151,7 @@ def _choose_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     if style.marker is None:
         return {**look, "linewidth": 1.2, "zorder": 3}
     places = (0.03 + 0.021 * (index % 6), 0.13)
-    return {**look, "marker": style.marker.name, "markersize": 4.2, "markeredgewidth": 0, "markevery": places}
+    return {**look, "marker": style.marker[0], "markersize": 4.2, "markeredgewidth": 0, "markevery": places}
 
 
 def _style_plot_panels(panels: Sequence[Any], curves: LossCurves) -> None:

@@ -1,14 +1,11 @@
 """The output folder: finished trials, each written whole or not at all, and the resuming of a broken run."""
 
-import contextlib
 import json
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import filelock
 
 from ...pages import write_whole
 from ..evidence._evidence import Evidence
@@ -24,7 +21,6 @@ class TrialStore:
         self.trials = self.root / "trials"
         self.report = self.root / f"{stem}.json"
         self.page = self.root / f"{stem}.html"
-        self._lock = filelock.FileLock(self.root / ".lock")
         try:
             self.trials.mkdir(parents=True, exist_ok=True)
             for folder in (self.root, self.trials):
@@ -33,15 +29,6 @@ class TrialStore:
         except OSError as error:
             raise ValueError(
                 f"cannot write into the output folder {self.root}: {error.strerror or error}; give another with --out"
-            ) from None
-
-    def lock_folder(self) -> contextlib.AbstractContextManager[Any]:
-        """Keep other comparisons, of any process, out of the folder; the lock goes with the process that holds it."""
-        try:
-            return self._lock.acquire(blocking=False)
-        except filelock.Timeout:
-            raise ValueError(
-                f"another comparison is writing into {self.root}: wait for it, or give another folder with --out"
             ) from None
 
     def begin_comparison(
@@ -98,21 +85,9 @@ def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:
             return result
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a finished trial ({error}); delete it and resume again") from None
-    where, had, has = find_different_setting(settings, wanted)
+    different = {key: settings.get(key) for key in wanted if settings.get(key) != wanted[key]}
+    now = {key: wanted[key] for key in different}
     raise ValueError(
-        f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings or "
-        "another folder with --out"
+        f"cannot resume: {path} was trained with {different}, this run has {now}; use the same settings or another "
+        "folder with --out"
     )
-
-
-def find_different_setting(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
-    """Return the first place where two nested settings differ.
-
-    >>> find_different_setting({"a": {"b": 1}}, {"a": {"b": 2}})
-    ('a.b', 1, 2)
-    """
-    if isinstance(left, dict) and isinstance(right, dict):
-        for key in [*left, *(key for key in right if key not in left)]:
-            if left.get(key) != right.get(key):
-                return find_different_setting(left.get(key), right.get(key), f"{path}.{key}" if path else key)
-    return path, left, right

@@ -104,8 +104,7 @@ def open_training_run(
         return
     require("matplotlib", instead="give no out folder")
     store = TrialStore(out, make.file_stem)
-    with store.lock_folder():
-        run = TrainingRun(workers, listen, store, resume, make)
-        run.results |= store.begin_comparison(first, resume, overwrite)
-        yield run
-        store.write_evidence(run.make_evidence())
+    run = TrainingRun(workers, listen, store, resume, make)
+    run.results |= store.begin_comparison(first, resume, overwrite)
+    yield run
+    store.write_evidence(run.make_evidence())

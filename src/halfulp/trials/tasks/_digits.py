@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._files import import_sklearn
 from ._task import Batch, Data, Task, warm_cosine_rate
 
 
@@ -51,11 +52,7 @@ def make_digits_network() -> nn.Module:
 
 def load_digits() -> Data:
     """Load scikit-learn's digits, pixels in [0, 1], split once and for all."""
-    try:
-        from sklearn import datasets
-    except ImportError:
-        raise ValueError("task 'digits' reads scikit-learn's digits: pip install 'halfulp[cli]'") from None
-    bunch = datasets.load_digits()
+    bunch = import_sklearn()[0].load_digits()
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(bunch.target), generator=generator, dtype=torch.int64, device="cpu")
     inputs = torch.tensor(bunch.data / 16, dtype=torch.float32, device="cpu")[order]

@@ -52,6 +52,15 @@ def _list_tasks_without_files() -> str:
     return f"Tasks that need no files: {', '.join(free)}"
 
 
+def import_sklearn() -> tuple[Any, Any, Any]:
+    """Return scikit-learn's datasets, model_selection and preprocessing."""
+    try:
+        from sklearn import datasets, model_selection, preprocessing
+    except ImportError:
+        raise ValueError("this task reads scikit-learn's data: pip install 'halfulp[cli]'") from None
+    return datasets, model_selection, preprocessing
+
+
 def read_parquet(path: str | Path, columns: list[str], rows: int | None = None) -> list[list[Any]]:
     """Return columns of a Parquet file as lists, of the first ``rows`` or of all."""
     try:

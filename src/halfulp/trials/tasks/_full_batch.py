@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._files import import_sklearn
 from ._task import Batch, Data, Task
 
 
@@ -78,7 +79,7 @@ class Logistic(FullBatchTask):
 
     def load(self) -> Data:
         """Return the first draw that one coordinate separates, split once and for all."""
-        datasets, selection, _ = _import_sklearn()
+        datasets, selection, _ = import_sklearn()
         shape = {"n_samples": 1000, "n_features": 2, "n_redundant": 0, "n_informative": 1, "n_clusters_per_class": 1}
         for state in itertools.count():  # one draw in a few
             inputs, labels = datasets.make_classification(**shape, flip_y=0, random_state=state)
@@ -109,7 +110,7 @@ class CancerLogistic(Logistic):
 
     def load(self) -> Data:
         """Return thirty features of mean 0 and deviation 1 over the training part."""
-        datasets, selection, preprocessing = _import_sklearn()
+        datasets, selection, preprocessing = import_sklearn()
         bunch = datasets.load_breast_cancer()
         train, test, *labels = selection.train_test_split(bunch.data, bunch.target, test_size=0.2, random_state=1234)
         scaler = preprocessing.StandardScaler().fit(train)
@@ -142,11 +143,3 @@ def _make_data(train: Any, validation: Any, train_labels: Any, validation_labels
     pairs = (train, train_labels), (validation, validation_labels)
     first, second = ((torch.from_numpy(inputs), torch.from_numpy(labels).double()) for inputs, labels in pairs)
     return Data(train=first, validation=second, note=note)
-
-
-def _import_sklearn() -> tuple[Any, Any, Any]:
-    try:
-        from sklearn import datasets, model_selection, preprocessing
-    except ImportError:
-        raise ValueError("this task reads scikit-learn's data: pip install 'halfulp[cli]'") from None
-    return datasets, model_selection, preprocessing
