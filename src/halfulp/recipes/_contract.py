@@ -86,20 +86,15 @@ class Contract:
         """
         given: object = data[CONTRACT_KEY] if isinstance(data, Mapping) and CONTRACT_KEY in data else data
         try:
-            held = json.loads(given) if isinstance(given, str) else given
-        except ValueError:
-            raise ValueError("the precision contract is no JSON: save it by hu.contract(...).metadata()") from None
-        if not isinstance(held, Mapping) or "version" not in held:
-            raise ValueError(f"no precision contract in {a_kind(held)}: give what hu.contract(...).to_dict() returned")
-        if held["version"] != _VERSION:
+            held: Any = json.loads(given) if isinstance(given, str) else given
+            version, tensors = held["version"], held.get("tensors") or {}
+            if version == _VERSION:
+                return cls({name: TensorTerms(**{"states": {}, **terms}) for name, terms in tensors.items()})
+        except (ValueError, TypeError, KeyError, AttributeError):
             raise ValueError(
-                f"the precision contract is of version {held['version']!r}, known is {_VERSION}: update halfulp"
-            )
-        tensors = held.get("tensors") or {}
-        try:
-            return cls({name: TensorTerms(**{"states": {}, **terms}) for name, terms in tensors.items()})
-        except (TypeError, AttributeError):
-            raise ValueError("the precision contract is damaged: save it anew by hu.contract(...).to_dict()") from None
+                f"no precision contract in {a_kind(given)}: give what hu.contract(...).to_dict() returned"
+            ) from None
+        raise ValueError(f"the precision contract is of version {version!r}, known is {_VERSION}: update halfulp")
 
     def check(
         self,

@@ -181,17 +181,6 @@ def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
     return recipe.operand_format not in block_names() or (is_plain and is_torchs)
 
 
-def describe_rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
-    """Return which gradients of a module a ``gradient_format`` rounds, and why not all.
-
-    >>> describe_rounded_gradients(nn.Linear(3, 2), "fp16"), describe_rounded_gradients(nn.LayerNorm(3), "fp16")
-    (('gradients in fp16', ''), (None, 'no product'))
-    """
-    if isinstance(module, _MULTIPLYING_LAYERS):
-        return f"gradients in {format}", ""
-    return None, _explain_no_product(module)
-
-
 def _explain_no_product(module: nn.Module) -> str:
     """Describe a module that is none of torch's layers that multiply."""
     return "no product" if type(module).__module__.startswith("torch.nn.") else "only where its forward multiplies"
@@ -339,7 +328,9 @@ def _describe_narrow_products(recipe: Recipe, name: str, module: nn.Module) -> t
         lacks = "operands are rounded in linear layers and convolutions that are not exempt"
         lacks += ", by torch's own forward" if recipe.operand_format in block_names() else ""
     if recipe.gradient_format:
-        gets, why = describe_rounded_gradients(module, recipe.gradient_format)
+        is_rounded = isinstance(module, _MULTIPLYING_LAYERS)
+        gets = f"gradients in {recipe.gradient_format}" if is_rounded else None
+        why = "" if is_rounded else _explain_no_product(module)
         return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
     return operands, lacks
 

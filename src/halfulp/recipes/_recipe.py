@@ -335,11 +335,12 @@ def _is_block_format(name: str | None) -> bool:
 
 
 def _check_format(name: str | None, blocks: bool) -> None:
-    if name is None or (blocks and _is_block_format(name)):
-        return
     from .. import formats
 
-    if _is_block_format(name):
+    is_block = _is_block_format(name)
+    if name is None or (blocks and is_block):
+        return
+    if is_block:
         raise ValueError(f"{name} is a block format, whose scales products read: it goes with operand_format= alone")
     formats.get(name)
 

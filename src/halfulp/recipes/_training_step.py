@@ -250,16 +250,21 @@ def run_one_step(
     with fix_random_state(), watch or contextlib.nullcontext():
         output = call_on_batch(model, batch)
         loss = loss_of(output)
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"the loss gave {a_kind(loss)}: give a scalar tensor, loss=lambda output: ...")
-        if loss.numel() != 1:
-            raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
+        check_loss(loss)
         if loss.requires_grad:
             scaled(loss).backward()
     values: StepResults = {"the loss": loss, **list_named_outputs(output)}
     values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if _is_floating(x)}
     values |= list_named_gradients(model)
     return {name: None if x is None else copy_decoded_values(x) for name, x in values.items()}
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss that is no scalar."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the loss gave {a_kind(loss)}: give a scalar tensor, loss=lambda output: ...")
+    if loss.numel() != 1:
+        raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
 
 
 def list_named_outputs(output: Any) -> dict[str, Tensor]:
@@ -294,8 +299,12 @@ def call_on_batch(model: nn.Module, batch: Any) -> Any:
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def make_default_loss(seed: int) -> LossOfOutput:
-    """Return the output's own loss, or its elements under fixed random weights."""
+def choose_loss(given: LossOfOutput | None, seed: int) -> LossOfOutput:
+    """Return the given loss; without one the output's own loss, or its elements under fixed random weights."""
+    if given is not None and not callable(given):
+        raise TypeError(f"the loss is {a_kind(given)}: give a function, loss=lambda output: ...")
+    if given is not None:
+        return given
 
     def loss_of(output: Any) -> Tensor:
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
