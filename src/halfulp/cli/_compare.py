@@ -16,7 +16,6 @@ from ..pages import require, write_whole
 from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from ._conventions import (
     JsonOption,
-    choose_verdict_style,
     describe_option,
     list_recipe_names,
     list_task_names,
@@ -215,37 +214,28 @@ def compare(
 
 
 def _run_suite(out: str, workers: int | None, json: bool, options: dict[str, Any]) -> None:
-    """Train a suite, print its statements, and say where the tables are."""
+    """Train the suite, print its statements, and say where the tables are and which trials failed."""
+    from ..trials.suite._report import group_failed_trials
     from ..trials.suite._run import run_suite
 
     evidence = run_trials(run_suite, out, workers=workers, **options)
     content = evidence.to_dict()
     if json:
         print_json(content)
-        _fail_for_failed_trials(evidence, out)
-        return
-    table = make_plain_table(["statement", "verdict"], fold=["statement"])
-    for one in content["statements"]:
-        table.add_row(f"{one['claim']} ({one['source']})", one["verdict"])
-    make_console().print(table)
-    print(f"\n{_describe_run(evidence.run)}")
-    print(f"{Path(out, 'evidence.md')} has every table; evidence.html shows the curves, evidence.json the numbers.")
-    _fail_for_failed_trials(evidence, out)
-
-
-def _fail_for_failed_trials(evidence: Any, out: str) -> None:
-    """End with an error where trials failed: how many, where, and the first one's message."""
-    from ..trials.suite._report import group_failed_trials
-
-    failed = group_failed_trials(evidence)
-    if not failed:
-        return
-    count = len(evidence.run["failed"])
-    where = ", ".join(f"{task} · {recipe} (seed {seeds})" for task, recipe, seeds, _ in failed)
-    exit_with_error(
-        f"{count} of {count + len(evidence.trials)} trials failed: {where}; the first said {failed[0][3]}; the others "
-        f"are kept in {out}, --resume tries these again"
-    )
+    else:
+        table = make_plain_table(["statement", "verdict"], fold=["statement"])
+        for one in content["statements"]:
+            table.add_row(f"{one['claim']} ({one['source']})", one["verdict"])
+        make_console().print(table)
+        print(f"\n{_describe_run(evidence.run)}")
+        print(f"{Path(out, 'evidence.md')} has every table; evidence.html shows the curves, evidence.json the numbers.")
+    if failed := group_failed_trials(evidence):
+        count = len(evidence.run["failed"])
+        where = ", ".join(f"{task} · {recipe} (seed {seeds})" for task, recipe, seeds, _ in failed)
+        exit_with_error(
+            f"{count} of {count + len(evidence.trials)} trials failed: {where}; the first said {failed[0][3]}; the "
+            f"others are kept in {out}, --resume tries these again"
+        )
 
 
 def _describe_run(run: dict[str, Any]) -> str:
@@ -258,9 +248,13 @@ def _describe_run(run: dict[str, Any]) -> str:
     return f"{run['trained']} trials in {describe_duration(run['seconds'])}, by {workers} on {run['processor']}."
 
 
+_STYLES_BY_TONE = {"good": "green", "bad": "red", "open": "yellow"}
+
+
 def _print_tables(evidence: Any) -> None:
     from rich.text import Text
 
+    from ..trials._defaults import VERDICT_TONES
     from ..trials.evidence._table import format_cells, list_headers, write_table_notes
 
     shown = make_console()
@@ -275,7 +269,8 @@ def _print_tables(evidence: Any) -> None:
             right = [header for header in part if header not in ("recipe", "verdict")]
             table = make_plain_table(part, right=right)
             for row, line in zip(rows, lines):
-                table.add_row(*(line[header] for header in part), style=choose_verdict_style(row.verdict))
+                style = _STYLES_BY_TONE.get(VERDICT_TONES.get(row.verdict or "", ""), "")
+                table.add_row(*(line[header] for header in part), style=style)
             shown.print(table)
         for note in write_table_notes(evidence, task):
             shown.print(Text(note, style="dim"))

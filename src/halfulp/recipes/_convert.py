@@ -265,13 +265,14 @@ def _refuse_wrapped_model(model: object) -> None:
     """Raise for a wrapper that has read the parameters already."""
     if not isinstance(model, nn.Module):
         return
-    kinds = {kind.__name__ for kind in type(model).__mro__}
-    for kind, call in (
-        ("DistributedDataParallel", "DistributedDataParallel(model)"),
-        ("FullyShardedDataParallel", "FullyShardedDataParallel(model)"),
-        ("FSDPModule", "fully_shard(model)"),
-        ("OptimizedModule", "torch.compile(model)"),
-        ("ScriptModule", "torch.jit.script(model)"),
-    ):
-        if kind in kinds:
-            raise ValueError(f"the model is a {kind}, which holds its parameters as they were: convert before {call}")
+    calls = {
+        "DistributedDataParallel": "DistributedDataParallel(model)",
+        "FullyShardedDataParallel": "FullyShardedDataParallel(model)",
+        "FSDPModule": "fully_shard(model)",
+        "OptimizedModule": "torch.compile(model)",
+        "ScriptModule": "torch.jit.script(model)",
+    }
+    for kind in (kind.__name__ for kind in type(model).__mro__ if kind.__name__ in calls):
+        raise ValueError(
+            f"the model is a {kind}, which holds its parameters as they were: convert before {calls[kind]}"
+        )

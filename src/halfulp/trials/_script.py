@@ -218,14 +218,14 @@ class ScriptRun:
         if self.refusal:
             return f"could not be used: {self.refusal}"
         if self.exit_code:
-            how, line = self.describe_ending()
-            return f"{how}: {line}" if line and self.ending == "crashed" else how
+            return self.describe_ending("")
         return "" if self.losses else "called no backward of a loss"
 
-    def describe_ending(self) -> tuple[str, str]:
-        """Return how the process ended, and the last line that it said on stderr, which of a crash is the error."""
+    def describe_ending(self, where: str) -> str:
+        """Return how the process ended, and of a crash the last line of stderr, which is the error."""
         how = f"{self.ending} with exit code {self.exit_code}" if self.ending == "exited" else str(self.ending)
-        return how, (self.error_output.strip().splitlines() or [""])[-1].strip()
+        line = (self.error_output.strip().splitlines() or [""])[-1].strip()
+        return f"{how}{where}{f': {line}' if line and self.ending == 'crashed' else ''}"
 
     def compute_loss(self, share: float = _FINAL_SHARE) -> float | None:
         """Return the mean over the last losses, or with a negative share over the first; None without any."""
@@ -419,8 +419,7 @@ def _check_reference(run: ScriptRun) -> None:
     if run.refusal:
         raise ScriptError(f"the script cannot be compared under recipes: {run.refusal}", run.error_output)
     if run.exit_code:
-        how, line = run.describe_ending()
-        raise ScriptError(f"the script {how} in float32{f': {line}' if line else ''}", run.error_output)
+        raise ScriptError(f"the script {run.describe_ending(' in float32')}", run.error_output)
     if not run.losses:
         raise ScriptError("the script called no backward of a loss: there is nothing to compare", run.error_output)
     if not run.steps:

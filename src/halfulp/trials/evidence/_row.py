@@ -22,19 +22,15 @@ def compute_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
     """Return the quantile, in standard errors, for the largest of several recipes' mean gaps.
 
     It is k, which the largest exceeds by chance as often as the level says. For one recipe it is Student's two-sided
-    quantile. Several recipes' deviations may differ by any factor: each mean gap is measured in units of the larger of
-    two deviations, its own and the pooled one, which is the root mean square over the recipes. Only recipes whose gaps
-    scatter can be called worse or better by chance. Where a single one does, its own deviation counts and Student's t
-    holds; where all scatter alike, the pooled deviation keeps small ones from happening. The worst is in between: j
-    recipes scatter alike and the others not at all. With the squares of their deviations T B and T (1 - B), where T and
-    B are independent (chi square and beta), the chance of an alarm is
+    quantile. Several recipes' deviations may differ by any factor, so each mean gap is measured in units of the larger
+    of two: its own deviation and the pooled one, the root mean square over the recipes. In the worst case j recipes
+    scatter alike and the others not at all. With the squares of the deviations T B and T (1 - B), where T and B are
+    independent (chi square and beta), the chance of an alarm is
 
         j E[ P(|t| > k sqrt(j max(B, 1/m))) ],   t Student's of j (n - 1) degrees of freedom,
 
-    at most, for m recipes of n seeds, and k is the least number for which that is the level or less for every j.
-
-    All this is of gaps that are drawn apart. Where they are correlated, Bonferroni's sum over means still holds, but
-    several small deviations come together. What that adds is left to the level.
+    at most, for m recipes of n seeds, and k is the least number for which that is the level or less for every j. This
+    is of gaps that are drawn apart; what correlation adds is left to the level.
 
     >>> [round(compute_quantile(seeds, recipes), 3) for seeds, recipes in ((3, 1), (3, 5), (5, 1), (5, 5))]
     [4.303, 4.303, 2.776, 3.152]
@@ -146,13 +142,11 @@ def compute_noise(
 ) -> float | None:
     """Return how large a mean gap must be to count as one among those of all recipes compared.
 
-    At least the `compute_interval`. Where several recipes are compared it also exceeds one of two, in standard errors
-    of the mean, so that chance calls any of them worse or better in about 5% of comparisons at most, even where some
-    recipes scatter much more than others and their gaps rise and fall together:
+    At least the `compute_interval`. Where several recipes are compared it also exceeds the lower of two, in standard
+    errors of the mean, so that chance calls any of them worse or better in about 5% of comparisons at most:
 
-    - the `compute_quantile` of so many recipes, where the deviation of a recipe's gaps is taken to be at least
-      the pooled one, the root mean square over the recipes: at three seeds a small deviation is mostly chance; at the
-      `choose_pooled_level`;
+    - the `compute_quantile` of so many recipes at the `choose_pooled_level`, where the deviation of a recipe's gaps is
+      at least the pooled one: at three seeds a small deviation is mostly chance;
     - Student's quantile with Bonferroni's correction, for the recipe's own deviation: one recipe that scatters wildly
       does not hide what is certain of the others.
 
@@ -178,10 +172,9 @@ def compute_noise(
 def choose_pooled_level(recipes: int) -> float:
     """Return the level of the quantile for so many recipes: 3.7%, and less for more than five.
 
-    The quantile holds for gaps that are drawn apart. Gaps to the same float32 run are not, on the same batches still
-    less, and of two or three that scatter by far the most but not quite as one (correlations of 0.9 to 0.99), any
-    exceeds it up to 1.3 times as often as the level says among five recipes, up to 1.4 times among ten. This level
-    keeps all of that within 5%, the other limit's share included, by simulation (benchmarks/bench_verdicts.py).
+    Gaps to the same float32 run on the same batches are not drawn apart: of two or three that scatter by far the most,
+    with correlations of 0.9 to 0.99, any exceeds the quantile up to 1.3 times as often as its level says among five
+    recipes, 1.4 times among ten. This keeps all of that within 5%, by simulation (benchmarks/bench_verdicts.py).
 
     >>> [round(choose_pooled_level(recipes), 4) for recipes in (2, 5, 10)]
     [0.037, 0.037, 0.0294]

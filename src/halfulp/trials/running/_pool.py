@@ -111,12 +111,6 @@ class _WorkerProcess:
             os.environ.update(before)
         theirs.close()
 
-    def send_trial(self, trial: Trial) -> None:
-        """Send the next trial; a worker that died meanwhile is noticed when its pipe is read."""
-        self.trial = trial
-        with contextlib.suppress(OSError):
-            self.connection.send(trial)
-
     def end_process(self) -> None:
         """Stop it, whatever it is doing."""
         self.connection.close()
@@ -157,8 +151,10 @@ def train_in_workers(
                     yield kind, worker.trial, content
                 unfinished -= kind in ("done", "failed")
                 if kind != "progress" and waiting:
-                    worker.send_trial(trial := waiting.pop())
-                    yield "start", trial, None
+                    worker.trial = waiting.pop()
+                    with contextlib.suppress(OSError):  # of one that died meanwhile, which reading its pipe tells
+                        connection.send(worker.trial)
+                    yield "start", worker.trial, None
 
 
 def _make_death_error(worker: _WorkerProcess) -> TrialError:

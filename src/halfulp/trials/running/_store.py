@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ...pages import write_whole
-from ..evidence._evidence import Evidence
 from ..evidence._row import check_trial_record
 from ._plan import Trial
 
@@ -67,11 +66,6 @@ class TrialStore:
         """Write one finished trial."""
         record = {"settings": trial.settings(), "result": result}
         write_whole(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
-
-    def write_evidence(self, evidence: Evidence) -> None:
-        """Write the page, what else the evidence has, and the numbers."""
-        evidence.to_html(self.page)
-        write_whole(self.report, evidence.to_json())
 
 
 def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from ...environment import core_count, processor_line
-from ...pages import require
+from ...pages import require, write_whole
 from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_trials
@@ -107,4 +107,6 @@ def open_training_run(
     run = TrainingRun(workers, listen, store, resume, make)
     run.results |= store.begin_comparison(first, resume, overwrite)
     yield run
-    store.write_evidence(run.make_evidence())
+    evidence = run.make_evidence()
+    evidence.to_html(store.page)
+    write_whole(store.report, evidence.to_json())

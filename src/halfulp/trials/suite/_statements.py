@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from ...recipes import Recipe
 from .._defaults import REFERENCE, TWIN
@@ -147,11 +148,10 @@ REPORTED_RESULTS: Mapping[str, PaperResult] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class PaperFinding:
+class PaperFinding(NamedTuple):
     """A paper's finding: the verdict that it expects of some recipes beside the best of others, on every task.
 
-    Recipes are globs; without ``tasks`` all count. "No difference" is fulfilled by "better" too.
+    Recipes and tasks are globs. "No difference" is fulfilled by "better" too.
     """
 
     claim: str
@@ -162,53 +162,23 @@ class PaperFinding:
     tasks: str = "*"
 
 
+_SAME, _CONSTANTS = "no difference", "fp16-constant-*"
+_ON_REGRESSION = "on the linear regression, float16 MCTensor weights equal float64"
+_BEST_CONSTANT = "adaptive scales are no worse than the best constant scale, without tuning"
+_TWO_LOSSES = "adaptive scales are better than any constant scale where two losses are far apart"
+_NO_LOSS_SCALE = "with scales that propagate, float16 stays with float32 without a loss scale"
 PAPER_FINDINGS = (
     PaperFinding("bfloat16 with nearest rounding everywhere loses against float32", _BF16_PAPER, "bf16", "worse"),
     PaperFinding("rounding the weight update to nearest loses by itself", _BF16_PAPER, "bf16-update", "worse"),
-    PaperFinding("rounding forward and backward loses nothing by itself", _BF16_PAPER, "bf16-split", "no difference"),
-    PaperFinding("stochastic rounding stays with float32", _BF16_PAPER, "bf16-stochastic", "no difference"),
-    PaperFinding("Kahan summation stays with float32", _BF16_PAPER, "bf16-kahan", "no difference"),
-    PaperFinding(
-        "float16 MCTensor weights of two and three components stay with float32",
-        _MCTENSOR_PAPER,
-        "fp16-mc?",
-        "no difference",
-    ),
-    PaperFinding(
-        "on the linear regression, float16 MCTensor weights equal float64",
-        _MCTENSOR_PAPER,
-        "fp16-mc?",
-        "no difference",
-        "fp64",
-        "linear-regression",
-    ),
-    PaperFinding(
-        "adaptive scales are no worse than the best constant scale, without tuning",
-        _SCALES_PAPER,
-        "fp16-adaptive",
-        "no difference",
-        "fp16-constant-*",
-    ),
-    PaperFinding(
-        "adaptive scales are better than any constant scale where two losses are far apart",
-        _SCALES_PAPER,
-        "fp16-adaptive",
-        "better",
-        "fp16-constant-*",
-        "two-heads",
-    ),
-    PaperFinding(
-        "scaled FP8 products with float16 state stay with float32",
-        _SCALIFY_PAPER,
-        "scaled-fp8-state16",
-        "no difference",
-    ),
-    PaperFinding(
-        "with scales that propagate, float16 stays with float32 without a loss scale",
-        _SCALIFY_PAPER,
-        "scaled-fp16",
-        "no difference",
-    ),
+    PaperFinding("rounding forward and backward loses nothing by itself", _BF16_PAPER, "bf16-split", _SAME),
+    PaperFinding("stochastic rounding stays with float32", _BF16_PAPER, "bf16-stochastic", _SAME),
+    PaperFinding("Kahan summation stays with float32", _BF16_PAPER, "bf16-kahan", _SAME),
+    PaperFinding("weights of several float16 components stay with float32", _MCTENSOR_PAPER, "fp16-mc?", _SAME),
+    PaperFinding(_ON_REGRESSION, _MCTENSOR_PAPER, "fp16-mc?", _SAME, "fp64", "linear-regression"),
+    PaperFinding(_BEST_CONSTANT, _SCALES_PAPER, "fp16-adaptive", _SAME, _CONSTANTS),
+    PaperFinding(_TWO_LOSSES, _SCALES_PAPER, "fp16-adaptive", "better", _CONSTANTS, "two-heads"),
+    PaperFinding("scaled FP8, float16 state, stays with float32", _SCALIFY_PAPER, "scaled-fp8-state16", _SAME),
+    PaperFinding(_NO_LOSS_SCALE, _SCALIFY_PAPER, "scaled-fp16", _SAME),
 )
 
 CONFIRMED, REFUTED, OPEN = "confirmed", "refuted", "not decidable at this size"
@@ -231,7 +201,7 @@ def judge_statements(evidence: FinishedTrials) -> list[JudgedStatement]:
 
 
 def _judge_finding(evidence: FinishedTrials, rows: Sequence[Row], finding: PaperFinding) -> JudgedStatement:
-    fulfilling = (finding.expects, "better") if finding.expects == "no difference" else (finding.expects, "diverged")
+    fulfilling = (finding.expects, "better") if finding.expects == _SAME else (finding.expects, "diverged")
     agreeing, decided, said = 0, 0, []
     for row in rows:
         if not fnmatchcase(row.recipe, finding.recipes) or not fnmatchcase(row.task, finding.tasks):
