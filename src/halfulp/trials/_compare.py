@@ -55,6 +55,6 @@ def compare(
         TrialError: a trial crashed or its worker was killed. What had finished is kept in ``out``.
     """
     trials = plan_trials(task, recipes, seeds, steps, data, size)
-    with open_training_run(out, trials, workers, listen, resume, overwrite) as run:
+    with open_training_run(out, workers, listen, resume, overwrite) as run:
         run.train_missing(trials)
     return run.make_evidence()

@@ -268,9 +268,8 @@ def tune(
         candidates = sorted(
             (Candidate(one, count_bytes(kind, model, one)) for one in given), key=attrgetter("bytes_per_parameter")
         )
-    controls = [trial for trial in first if trial.recipe.name in (REFERENCE, TWIN)]
     found = None
-    with open_training_run(out, controls, workers, listen, resume, overwrite) as run:
+    with open_training_run(out, workers, listen, resume, overwrite) as run:
         search = RecipeSearch(kind, numbers, first[0].steps, tolerance, run)
         for place, candidate in enumerate(candidates):
             if found is not None:

@@ -59,7 +59,7 @@ def test_a_pair_that_fails_is_listed_and_the_others_go_on(tiny, tmp_path: Path) 
 
     failed: list[dict] = []
     trials = plan_trials(tiny.Tiny(trap="raise"), ["fp32"], 3, 3, None)
-    with open_training_run(tmp_path, trials, 1, None, False, False) as run:
+    with open_training_run(tmp_path, 1, None, False, False) as run:
         run.train_missing(trials, failed=failed)
     why = "ZeroDivisionError: a mistake in the task"
     assert failed == [{"task": "tiny", "recipe": "fp32", "seed": 1, "why": why}]

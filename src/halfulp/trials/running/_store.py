@@ -30,28 +30,20 @@ class TrialStore:
                 f"cannot write into the output folder {self.root}: {error.strerror or error}; give another with --out"
             ) from None
 
-    def begin_comparison(
-        self, trials: Sequence[Trial], resume: bool, overwrite: bool = False
-    ) -> dict[str, dict[str, Any]]:
-        """Start the comparison, resume or overwrite that of the folder; return the results that are there, by key."""
+    def begin_comparison(self, resume: bool, overwrite: bool = False) -> None:
+        """Start the comparison, resume or overwrite that of the folder."""
         if resume and overwrite:
             raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")
-        if resume:
-            results = self.read_finished(trials)
-            self.report.unlink(missing_ok=True)
-            self.page.unlink(missing_ok=True)
-            return results
         found = [path for path in (self.report, self.page, *sorted(self.trials.glob("*.json"))) if path.exists()]
-        if found and not overwrite:
+        if found and not (resume or overwrite):
             count = sum(path.parent == self.trials for path in found)
             state = "a comparison" if self.report.exists() else "an interrupted comparison"
             raise ValueError(
                 f"{self.root} holds {state} of {count} finished trials: --resume takes over those of the same "
                 "settings and trains what is missing, --overwrite deletes them, --out names another folder"
             )
-        for path in found:
+        for path in found if overwrite else ():
             path.unlink()
-        return {}
 
     def read_finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
         """Return the results that the folder has of some trials, by key."""

@@ -83,7 +83,6 @@ class TrainingRun:
 @contextlib.contextmanager
 def open_training_run(
     out: str | os.PathLike[str] | None,
-    first: Sequence[Trial],
     workers: int | None,
     listen: Listener | None,
     resume: bool,
@@ -92,7 +91,7 @@ def open_training_run(
 ) -> Generator[TrainingRun, None, None]:
     """Yield a `TrainingRun`; at the end of the block its folder, if there is one, gets compare.json and compare.html.
 
-    ``first`` are the trials that are known already, and the class of the evidence says what its files are called.
+    The class of the evidence says what its files are called.
     """
     for name, given in (("resume", resume), ("overwrite", overwrite)):
         if given and out is None:
@@ -104,8 +103,8 @@ def open_training_run(
         return
     require("matplotlib", instead="give no out folder")
     store = TrialStore(out, make.file_stem)
+    store.begin_comparison(resume, overwrite)
     run = TrainingRun(workers, listen, store, resume, make)
-    run.results |= store.begin_comparison(first, resume, overwrite)
     yield run
     evidence = run.make_evidence()
     evidence.to_html(store.page)

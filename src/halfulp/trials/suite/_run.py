@@ -47,7 +47,7 @@ def run_suite(
     """
     trials, left_out = plan_suite(size, seeds, data, tasks, recipes)
     failed: list[dict[str, Any]] = []
-    with open_training_run(out, trials, workers, listen, resume, overwrite, SuiteEvidence) as run:
+    with open_training_run(out, workers, listen, resume, overwrite, SuiteEvidence) as run:
         run.more_run_facts = {"size": size, "left_out": left_out, "failed": failed}
         run.train_missing(trials, failed=failed)
         if not run.make_evidence().tasks():
