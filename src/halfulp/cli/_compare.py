@@ -215,8 +215,7 @@ def compare(
 
 def _run_suite(out: str, workers: int | None, json: bool, options: dict[str, Any]) -> None:
     """Train the suite, print its statements, and say where the tables are and which trials failed."""
-    from ..trials.suite._report import group_failed_trials
-    from ..trials.suite._run import run_suite
+    from ..trials.suite._suite import group_failed_trials, run_suite
 
     evidence = run_trials(run_suite, out, workers=workers, **options)
     content = evidence.to_dict()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -119,19 +119,16 @@ def copy_model(model: nn.Module) -> nn.Module:
 @contextlib.contextmanager
 def fix_random_state() -> Iterator[None]:
     """Run a block from the same state of Python's, NumPy's and torch's generators; restore them."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng():
         try:
             torch.manual_seed(_STEP_SEED)
             random.seed(_STEP_SEED)
-            if numpy is not None:
-                numpy.random.seed(_STEP_SEED)
+            numpy.random.seed(_STEP_SEED)
             yield
         finally:
             random.setstate(python_state)
-            if numpy is not None:
-                numpy.random.set_state(numpy_state)
+            numpy.random.set_state(numpy_state)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from halfulp.trials.suite import _report, _run, _statements
-from halfulp.trials.suite._report import SuiteEvidence
+from halfulp.trials.suite import _statements, _suite
+from halfulp.trials.suite._suite import SuiteEvidence
 
 OPEN, CONFIRMED, REFUTED = _statements.OPEN, _statements.CONFIRMED, _statements.REFUTED
 RUN = {"size": "smoke", "left_out": {}, "seconds": 3.0, "workers": 2, "reused": 0}
@@ -38,7 +38,7 @@ def verdict(found: SuiteEvidence, words: str) -> tuple[str, str]:
 
 @pytest.mark.usefixtures("forked_workers")
 def test_a_run_of_a_part(tmp_path: Path) -> None:
-    found = _run.run_suite(
+    found = _suite.run_suite(
         size="smoke", seeds=1, out=tmp_path, workers=1, tasks=["linear-regression"], recipes=["bf16"]
     )
     assert [row.recipe for row in found.rows()] == ["fp32", "fp32-twin", "bf16"]
@@ -46,7 +46,7 @@ def test_a_run_of_a_part(tmp_path: Path) -> None:
     assert again.to_json() == found.to_json()
     assert "1 seed is too few" in (tmp_path / "evidence.md").read_text()
     assert (tmp_path / "evidence.html").read_text().startswith("<!doctype html>")
-    reused = _run.run_suite(
+    reused = _suite.run_suite(
         size="smoke", seeds=1, out=tmp_path, resume=True, tasks=["linear-regression"], recipes=["bf16"]
     )
     assert reused.run["trained"] == 0
@@ -101,7 +101,7 @@ def test_failed_trials_end_the_command_with_an_error_that_counts_them(command, t
     assert "1 of 9 trials failed: linear-regression · bf16 (seed 1); the first said ValueError: why" in said
     found = SuiteEvidence.from_json((tmp_path / "out" / "evidence.json").read_text())
     assert len(found.trials) == 8
-    assert "| linear-regression | bf16 | 1 | ValueError: why |" in _report.write_suite_report(found)
+    assert "| linear-regression | bf16 | 1 | ValueError: why |" in _suite.write_suite_report(found)
     assert command("--resume")[0] == 0
 
 
@@ -162,7 +162,7 @@ def refuse_adaptive(self, recipe) -> str | None:
 
 def test_what_does_not_go_together_is_left_out_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("halfulp.trials.tasks._full_batch.CancerMLP.refuses", refuse_adaptive)
-    trials, left_out = _run.plan_suite("smoke", 1, None, ["cancer-mlp", "digits-fpu"])
+    trials, left_out = _suite.plan_suite("smoke", 1, None, ["cancer-mlp", "digits-fpu"])
     assert left_out == {"cancer-mlp": {"fp16-adaptive": "the task takes no scales"}}
     pairs = {(trial.task.name, trial.recipe.name) for trial in trials}
     assert ("cancer-mlp", "fp16-mc2") in pairs
@@ -171,13 +171,13 @@ def test_what_does_not_go_together_is_left_out_with_a_reason(monkeypatch: pytest
 
 
 def test_small_leaves_out_what_takes_long_unless_it_is_named() -> None:
-    trials, left_out = _run.plan_suite("small", 1, None, ["two-heads"])
+    trials, left_out = _suite.plan_suite("small", 1, None, ["two-heads"])
     assert "left out at small" in left_out["two-heads"]["nvfp4"]
     assert "nvfp4" not in {trial.recipe.name for trial in trials}
-    named, left_out = _run.plan_suite("small", 1, None, ["two-heads"], ["nvfp4"])
+    named, left_out = _suite.plan_suite("small", 1, None, ["two-heads"], ["nvfp4"])
     assert [trial.recipe.name for trial in named] == ["fp32", "fp32-twin", "nvfp4"]
     assert not left_out
-    whole, left_out = _run.plan_suite("full", 1, None, ["two-heads"])
+    whole, left_out = _suite.plan_suite("full", 1, None, ["two-heads"])
     assert "nvfp4" in {trial.recipe.name for trial in whole}
     assert not left_out
 
@@ -193,7 +193,7 @@ def test_small_leaves_out_what_takes_long_unless_it_is_named() -> None:
 def test_unknown_names(choice: dict, words: str) -> None:
     tasks = {"tasks": ["digits"]} | choice
     with pytest.raises(ValueError, match=words):
-        _run.plan_suite(**{"size": "smoke", "seeds": 1, "data": None} | tasks)
+        _suite.plan_suite(**{"size": "smoke", "seeds": 1, "data": None} | tasks)
 
 
 def test_statements_follow_the_numbers(evidence) -> None:
@@ -238,14 +238,14 @@ def test_recipes_of_some_tasks_alone_have_a_page(evidence, tmp_path: Path) -> No
 def test_a_task_without_float32_is_no_task(evidence) -> None:
     found = evidence(FLOAT32 | {("text", "bf16-kahan"): [1.5, 1.6, 1.4], ("text", "fp16-adaptive"): [1.5, 1.6, 1.4]})
     assert found.tasks() == ["digits"]
-    assert "text" not in _report.write_suite_report(found).split("## digits")[1]
+    assert "text" not in _suite.write_suite_report(found).split("## digits")[1]
 
 
 @pytest.mark.usefixtures("forked_workers")
 def test_broken_data_are_an_error_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "input.txt").write_text("a short text")
     with pytest.raises(ValueError, match=r"no trial under fp32 finished.* 12 characters are too few"):
-        _run.run_suite(
+        _suite.run_suite(
             size="smoke", seeds=1, data=str(tmp_path), out=tmp_path / "out", tasks=["tinyshakespeare"], recipes=["bf16"]
         )
 
@@ -283,12 +283,12 @@ def test_the_best_of_all_constants_counts(evidence) -> None:
 def test_too_few_seeds_decide_nothing(evidence) -> None:
     found = evidence({key: losses[:2] for key, losses in FLOAT32.items()} | {("digits", "bf16"): [1.5, 1.6]})
     assert {one.verdict for one in _statements.judge_statements(found)} == {OPEN}
-    assert "2 seeds are too few" in _report.write_suite_report(found)
+    assert "2 seeds are too few" in _suite.write_suite_report(found)
 
 
 def test_a_divergence_is_a_row_that_says_where(evidence) -> None:
     found = evidence(FLOAT32 | {("digits", "fp16"): [1.0, None, None]})
-    assert "| diverged (2 of 3) at step 3, 3 |" in _report.write_suite_report(found)
+    assert "| diverged (2 of 3) at step 3, 3 |" in _suite.write_suite_report(found)
 
 
 def test_json_of_something_else() -> None:
@@ -299,7 +299,7 @@ def test_json_of_something_else() -> None:
 def test_losses_near_zero_keep_their_digits_and_papers_are_named(evidence) -> None:
     tiny = [7.1e-12, 7.7e-12, 8.3e-12]
     found = evidence({("digits", "fp32"): tiny, ("digits", "bf16-kahan"): [2e-11, 2e-11, 2e-11]})
-    said = _report.write_suite_report(found)
+    said = _suite.write_suite_report(found)
     assert "| 7.7e-12 ± 6e-13 |" in said
     assert "closes the remaining gap on all 7 applications (arXiv 2010.06192)" in said
-    assert "| 1.0000 ± 0.1000 |" in _report.write_suite_report(evidence(FLOAT32))
+    assert "| 1.0000 ± 0.1000 |" in _suite.write_suite_report(evidence(FLOAT32))

@@ -1,17 +1,21 @@
-"""What the papers' suite found: sections as Markdown, and JSON."""
+"""run_suite: train the papers' tasks under their recipes, whatever some pairs refuse, and report what was found."""
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ...pages import write_whole
+from ...recipes import Recipe
+from .._defaults import REFERENCE, TWIN
 from ..evidence._evidence import Evidence
 from ..evidence._row import FinishedTrials, Row
 from ..evidence._table import format_cells, name_judged_loss, write_table_notes
+from ..running._plan import Trial, plan_trials
 from ..running._progress import describe_duration
-from ._statements import REPORTED_RESULTS, judge_statements
+from ..running._training import Listener, open_training_run
+from ._statements import COMMON_RECIPES, LEFT_OUT_AT_SMALL, REPORTED_RESULTS, SUITE_TASKS, judge_statements
 
 
 def write_report_sections(evidence: FinishedTrials) -> str:
@@ -124,3 +128,82 @@ class SuiteEvidence(Evidence):
         """Write the page of a comparison, and beside it evidence.md with the papers' figures and findings."""
         super().to_html(path)
         write_whole(Path(path).with_suffix(".md"), write_suite_report(self))
+
+
+_WHY_NOT_AT_SMALL = "left out at small, which is to take an hour of one core: name the recipe, or take --size full"
+
+
+def run_suite(
+    size: str = "small",
+    seeds: int | Sequence[int] = 3,
+    data: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    listen: Listener | None = None,
+    tasks: Sequence[str] | None = None,
+    recipes: Sequence[str] | None = None,
+) -> SuiteEvidence:
+    """Train the papers' kinds of tasks under every recipe, and set their figures and findings beside ours.
+
+    A trial that raises does not end the run: it is listed with what it said. So is what does not go together.
+
+    Args:
+        size: Of every trial: "smoke", "small" or "full".
+        seeds: How many (0, 1, ...), or which.
+        data, workers, resume, overwrite, listen: As `halfulp.compare` takes them.
+        out: A folder for evidence.json, evidence.html and evidence.md, and for finished trials.
+        tasks, recipes: Names, to run a part; None is all.
+
+    Returns:
+        The evidence.
+
+    Raises:
+        ValueError: an unknown name, missing data, an output folder that cannot be written or holds something else, or
+            no task whose float32 trained.
+        TrialError: a worker was killed; what had finished is kept in ``out``.
+    """
+    trials, left_out = plan_suite(size, seeds, data, tasks, recipes)
+    failed: list[dict[str, Any]] = []
+    with open_training_run(out, workers, listen, resume, overwrite, SuiteEvidence) as run:
+        run.more_run_facts = {"size": size, "left_out": left_out, "failed": failed}
+        run.train_missing(trials, failed=failed)
+        if not run.make_evidence().tasks():
+            said = {one["task"]: one["why"] for one in failed if one["recipe"] == REFERENCE}
+            told = "; ".join(f"{task}: {why}" for task, why in said.items())
+            raise ValueError(f"no trial under {REFERENCE} finished, against which every gap is measured: {told}")
+    evidence = run.make_evidence()
+    assert isinstance(evidence, SuiteEvidence)
+    return evidence
+
+
+def plan_suite(
+    size: str,
+    seeds: int | Sequence[int],
+    data: str | None,
+    tasks: Sequence[str] | None = None,
+    recipes: Sequence[str] | None = None,
+) -> tuple[list[Trial], dict[str, dict[str, str]]]:
+    """Return the trials of the suite, and by task and recipe why a pair is none of them."""
+    common = {one if isinstance(one, str) else one.name: one for one in COMMON_RECIPES}
+    everything: dict[str, str | Recipe] = {**common, **{name: name for own in SUITE_TASKS.values() for name in own}}
+    allowed = {REFERENCE, TWIN, *_choose_names("recipe", recipes, everything)}
+    left_out: dict[str, dict[str, str]] = {}
+    trials: list[Trial] = []
+    for task in _choose_names("task", tasks, SUITE_TASKS):
+        own = [everything[name] for name in (*common, *SUITE_TASKS[task]) if name in allowed]
+        late = LEFT_OUT_AT_SMALL.get(task, ()) if size == "small" and recipes is None else ()
+        for trial in plan_trials(task, own, seeds, None, data, size, left_out):
+            if trial.recipe.name in late:
+                left_out.setdefault(task, {})[trial.recipe.name] = _WHY_NOT_AT_SMALL
+            else:
+                trials.append(trial)
+    return trials, left_out
+
+
+def _choose_names(kind: str, given: Sequence[str] | None, known: Iterable[str]) -> list[str]:
+    unknown = sorted(set(given or ()) - set(known))
+    if unknown:
+        raise ValueError(f"the suite has no {kind} {', '.join(unknown)}; it has {', '.join(known)}")
+    return [name for name in known if given is None or name in given]
