@@ -135,6 +135,10 @@ def test_reasons_name_globs_ties_and_what_is_frozen() -> None:
 def test_layers_of_one_kind_share_a_row() -> None:
     shown = str(hu.explain(Image(), "bf16"))
     assert ["stem.*.*", "(2)", "Conv2d"] in [line.split()[:3] for line in shown.splitlines()]
+    inner = nn.ModuleList(nn.ModuleDict({"norm": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))}) for _ in range(3))
+    shown = str(hu.explain(inner, recipes.get("bf16").replace(float32=["*.norm"])))
+    assert "in '*.norm', which matches '*.norm'" in shown
+    assert "*.norm.* (6)" in shown
 
 
 def test_eight_bit_products_and_their_sides() -> None:

@@ -161,7 +161,11 @@ def cast_finite(x: Tensor, dtype: torch.dtype) -> Tensor:
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
             given, made = _stored_elements(x), _stored_elements(y)
-            if not _is_cheap_to_read(made) or not math.isfinite(made.sum(dtype=torch.float32)):
+            is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+            is_plain = not is_traced and not torch._C._are_functorch_transforms_active() and type(made) is Tensor
+            # Its numbers can be read without a device synchronisation, a graph break or an error.
+            is_cheap = is_plain and made.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
+            if not is_cheap or not math.isfinite(made.sum(dtype=torch.float32)):
                 made.copy_(torch.where(given.isinf(), made, made.clamp(-largest, largest)))
     return y
 
@@ -171,13 +175,6 @@ def _stored_elements(x: Tensor) -> Tensor:
     if x.layout == torch.sparse_coo:
         return x._values()
     return x.values() if x.is_nested or x.layout != torch.strided else x
-
-
-def _is_cheap_to_read(y: Tensor) -> bool:
-    """Return whether a tensor's numbers can be read without a device synchronisation, a graph break or an error."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(y) is Tensor and y.device.type == "cpu" and not torch._C._len_torch_dispatch_stack()
 
 
 def install_casts(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> None:

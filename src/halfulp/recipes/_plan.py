@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import re
 from collections.abc import Container, Iterable
 
 import torch
@@ -270,7 +271,9 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
         _plan_module(name, module, recipe, islands, keeps, updates, first) for name, module in model.named_modules()
     )
     before = sum(4 * p.numel() for p in model.parameters())
-    after = sum(p.numel() * (4 if id(p) in keeps else _count_element_bytes(recipe)) for p in model.parameters())
+    dtype: torch.dtype = getattr(torch, recipe.payload or recipe.param_dtype or "float32")
+    size = dtype.itemsize * (recipe.components or 1)
+    after = sum(p.numel() * (4 if id(p) in keeps else size) for p in model.parameters())
     return Explanation(recipe, plans, before, after)
 
 
@@ -356,19 +359,13 @@ def _describe_storage(recipe: Recipe) -> str:
     return f"float32 with values of {recipe.format}" if recipe.format else recipe.param_dtype or "float32"
 
 
-def _count_element_bytes(recipe: Recipe) -> int:
-    name = recipe.payload or recipe.param_dtype or "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype.itemsize * (recipe.components or 1)
-
-
 def _make_table_rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
     """Return a row for each module that gets something; those that differ in numbers alone share one."""
     grouped: dict[tuple[str, ...], list[ModulePlan]] = {}
     for plan in plans:
         if plan.held_as:
             # Names in the reasons of alike modules differ in numbers, too.
-            why = make_name_pattern(plan.why)
+            why = re.sub(r"(?<=[.'])\d+(?=[.'])", "*", plan.why)
             grouped.setdefault((make_name_pattern(plan.name), plan.kind, plan.asked, plan.gets, why), []).append(plan)
     return [
         (group[0].name or "(the model)", *words[1:4], group[0].why)

@@ -212,7 +212,7 @@ def run_in_float64(
     try:
         other, found = copy_model(model).double(), None
         for _ in range(step):
-            given = tree_map(lambda x: x.double() if _is_floating(x) else x, batch)
+            given = tree_map(lambda x: x.double() if is_floating(x) else x, batch)
             found = run_one_step(other, given, loss_of)
     except Exception:  # whatever a model of somebody else's raises in another dtype
         return None
@@ -251,7 +251,7 @@ def run_one_step(
         if loss.requires_grad:
             scaled(loss).backward()
     values: StepResults = {"the loss": loss, **list_named_outputs(output)}
-    values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if _is_floating(x)}
+    values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if is_floating(x)}
     values |= list_named_gradients(model)
     return {name: None if x is None else copy_decoded_values(x) for name, x in values.items()}
 
@@ -267,7 +267,7 @@ def check_loss(loss: Any) -> None:
 def list_named_outputs(output: Any) -> dict[str, Tensor]:
     """Return the floating tensors among a model's outputs, by what they are called."""
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    return {f"output {index}": x for index, x in enumerate(leaves) if _is_floating(x)}
+    return {f"output {index}": x for index, x in enumerate(leaves) if is_floating(x)}
 
 
 def list_named_gradients(model: nn.Module) -> StepResults:
@@ -286,7 +286,7 @@ def copy_decoded_values(x: Tensor) -> Tensor:
     return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()
 
 
-def _is_floating(x: Any) -> bool:
+def is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 

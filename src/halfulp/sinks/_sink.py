@@ -142,10 +142,6 @@ def replace_nonfinite_numbers(value: Any) -> Any:
 
 
 LOGGED_NAME_PREFIX = "halfulp/"
-_SINK_KINDS_TEXT = (
-    "a path that ends in .jsonl, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a dict, or "
-    "a function of a dict"
-)
 
 
 # A path, a function of a dict, an Outlet, or a logger with one of `_WRITERS_BY_METHOD`.
@@ -179,7 +175,10 @@ def outlet(sink: Sink, check: bool = True) -> Outlet:
             return Outlet(name, writing(sink))
     if callable(sink):
         return Outlet("the function", lambda row: sink(dict(row)))
-    raise TypeError(f"a sink is {_SINK_KINDS_TEXT}; got {a_kind(sink)}")
+    raise TypeError(
+        "a sink is a path that ends in .jsonl, a SummaryWriter (add_scalar), a run whose log or log_metrics takes a "
+        f"dict, or a function of a dict; got {a_kind(sink)}"
+    )
 
 
 def _make_scalar_writer(writer: Any) -> Callable[[Row], None]:

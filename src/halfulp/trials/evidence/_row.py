@@ -37,20 +37,15 @@ def compute_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
     """
     found = 1.0
     for scattering in range(1, recipes + 1):
-        if _bound_false_alarms(found, seeds, recipes, scattering) > level:
-            found = _find_quantile(found, seeds, recipes, scattering, level)
+        low = high = found
+        while _bound_false_alarms(high, seeds, recipes, scattering) > level:
+            high *= 2
+        while high - low > 1e-9 * high:
+            middle = (low + high) / 2
+            is_low = _bound_false_alarms(middle, seeds, recipes, scattering) > level
+            low, high = (middle, high) if is_low else (low, middle)
+        found = high
     return found
-
-
-def _find_quantile(low: float, seeds: int, recipes: int, scattering: int, level: float) -> float:
-    """Return the number at which the chance of an alarm is the level, by bisection."""
-    high = 2 * low
-    while _bound_false_alarms(high, seeds, recipes, scattering) > level:
-        high *= 2
-    while high - low > 1e-9 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if _bound_false_alarms(middle, seeds, recipes, scattering) > level else (low, middle)
-    return high
 
 
 def _bound_false_alarms(k: float, seeds: int, recipes: int, scattering: int) -> float:

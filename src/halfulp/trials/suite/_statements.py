@@ -18,6 +18,7 @@ _SCALIFY_SOURCE = f"{_SCALIFY_PAPER}, table 3"
 _MCTENSOR_PAPER = "arXiv 2207.08867"
 _MCTENSOR_SOURCE = f"{_MCTENSOR_PAPER} and its notebooks"
 _FLASH_PAPER = "arXiv 2602.23349"
+_SAME = "no difference"
 _TITAN_NOTES = "torchtitan's NVFP4 notes, Llama 3 8B, 200M tokens"
 
 _FEW_BITS = ("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stochastic")
@@ -95,55 +96,43 @@ REPORTED_RESULTS: Mapping[str, PaperResult] = {
     ),
     "bf16-update": PaperResult("nearest rounding of the update alone is what hurts", _BF16_PAPER, "worse"),
     "bf16-stochastic": PaperResult(
-        "matches 32 bits in 5 of 7 applications, −0.1% to +0.2% over all 7", _BF16_PAPER, "no difference"
+        "matches 32 bits in 5 of 7 applications, −0.1% to +0.2% over all 7", _BF16_PAPER, _SAME
     ),
-    "bf16-kahan": PaperResult("closes the remaining gap on all 7 applications", _BF16_PAPER, "no difference"),
-    "bf16-split": PaperResult("with 32-bit weights the gap of 16-bit arithmetic closes", _BF16_PAPER, "no difference"),
+    "bf16-kahan": PaperResult("closes the remaining gap on all 7 applications", _BF16_PAPER, _SAME),
+    "bf16-split": PaperResult("with 32-bit weights the gap of 16-bit arithmetic closes", _BF16_PAPER, _SAME),
     "bf16-split8": PaperResult(
-        "no measurable loss with 8 more bits and 8-bit moments, SGD, AdamW, Lion",
-        _FLASH_PAPER,
-        "no difference",
+        "no measurable loss with 8 more bits and 8-bit moments, SGD, AdamW, Lion", _FLASH_PAPER, _SAME
     ),
     "fp16": PaperResult("float16 fails for its range", _BF16_PAPER, "worse"),
     "fp16-constant-1": PaperResult(f"{_RESNET18_ACCURACIES}; SSD512 without a scale diverged", _SCALES_SOURCE, "worse"),
-    "fp16-constant-128": PaperResult(
-        "SSD512, batch 8: 78.71 (float32 78.94); ResNet-18: 71.39", _SCALES_SOURCE, "no difference"
-    ),
+    "fp16-constant-128": PaperResult("SSD512, batch 8: 78.71 (float32 78.94); ResNet-18: 71.39", _SCALES_SOURCE, _SAME),
     "fp16-constant-16384": PaperResult(
-        "SSD300: constants from 8 to 8192 give 75.7 to 76.3, adaptive 76.35", _SCALES_SOURCE, "no difference"
+        "SSD300: constants from 8 to 8192 give 75.7 to 76.3, adaptive 76.35", _SCALES_SOURCE, _SAME
     ),
     "fp16-dynamic": PaperResult("SSD512, batch 8: 75.04 (float32 78.94); ResNet-18: 71.39", _SCALES_SOURCE, "worse"),
-    "fp16-adaptive": PaperResult(
-        "SSD512, batch 8: 79.27 (float32 78.94); ResNet-18: 71.48", _SCALES_SOURCE, "no difference"
-    ),
+    "fp16-adaptive": PaperResult("SSD512, batch 8: 79.27 (float32 78.94); ResNet-18: 71.48", _SCALES_SOURCE, _SAME),
     "mixed-precision": PaperResult(
         "ResNet-50: 76.04 (float32 75.92); SSD: 77.1 with a scale, diverges without (float32 76.9)",
         "arXiv 1710.03740",
-        "no difference",
+        _SAME,
     ),
     "fp8-training": PaperResult(
         "“slightly higher validation accuracy compared to full precision baseline”, from its abstract",
         "arXiv 1905.12334",
-        "no difference",
+        _SAME,
     ),
-    "mxfp8": PaperResult("loss 1.2671 against 1.2738 of bfloat16", _TITAN_NOTES, "no difference"),
-    "nvfp4": PaperResult("loss 1.2715 against 1.2738 of bfloat16", _TITAN_NOTES, "no difference"),
-    "scaled-fp16": PaperResult("training loss 2.92 ± 0.12 against 2.87 ± 0.12", _SCALIFY_SOURCE, "no difference"),
-    "scaled-fp8-state16": PaperResult(
-        "training loss 2.93 ± 0.12 against 2.87 ± 0.12", _SCALIFY_SOURCE, "no difference"
-    ),
+    "mxfp8": PaperResult("loss 1.2671 against 1.2738 of bfloat16", _TITAN_NOTES, _SAME),
+    "nvfp4": PaperResult("loss 1.2715 against 1.2738 of bfloat16", _TITAN_NOTES, _SAME),
+    "scaled-fp16": PaperResult("training loss 2.92 ± 0.12 against 2.87 ± 0.12", _SCALIFY_SOURCE, _SAME),
+    "scaled-fp8-state16": PaperResult("training loss 2.93 ± 0.12 against 2.87 ± 0.12", _SCALIFY_SOURCE, _SAME),
     "fp16-mc2": PaperResult(
-        "MLP 0.1232869 against 0.1232752 of float32; regression 1.97e-6 against 8.3e-12",
-        _MCTENSOR_SOURCE,
-        "no difference",
+        "MLP 0.1232869 against 0.1232752 of float32; regression 1.97e-6 against 8.3e-12", _MCTENSOR_SOURCE, _SAME
     ),
     "fp16-mc3": PaperResult(
-        "MLP 0.1232873 against 0.1232752 of float32; regression 1.97e-6 against 8.3e-12",
-        _MCTENSOR_SOURCE,
-        "no difference",
+        "MLP 0.1232873 against 0.1232752 of float32; regression 1.97e-6 against 8.3e-12", _MCTENSOR_SOURCE, _SAME
     ),
     "fp64-mc2": PaperResult(
-        "mammals: mean average precision 0.9148 against 0.9106 of float64", _MCTENSOR_SOURCE, "no difference"
+        "mammals: mean average precision 0.9148 against 0.9106 of float64", _MCTENSOR_SOURCE, _SAME
     ),
 }
 
@@ -162,7 +151,7 @@ class PaperFinding(NamedTuple):
     tasks: str = "*"
 
 
-_SAME, _CONSTANTS = "no difference", "fp16-constant-*"
+_CONSTANTS = "fp16-constant-*"
 _ON_REGRESSION = "on the linear regression, float16 MCTensor weights equal float64"
 _BEST_CONSTANT = "adaptive scales are no worse than the best constant scale, without tuning"
 _TWO_LOSSES = "adaptive scales are better than any constant scale where two losses are far apart"
