@@ -131,7 +131,7 @@ def test_compare_writes_everything_and_resumes(tmp_path: Path, run, monkeypatch:
     assert errors.count("kept") == 2
     assert {path.name: path.stat().st_mtime_ns for path in (out / "trials").iterdir()} == before
     other = run(*COMPARE, "--steps", "5", "--resume")
-    assert_one_line_error(subprocess.CompletedProcess(COMPARE, *other), r"\{'steps': 4\}, this run has \{'steps': 5\}")
+    assert_one_line_error(subprocess.CompletedProcess(COMPARE, *other), "steps = 4, this run has 5")
 
 
 def test_interruption_and_a_killed_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forking) -> None:

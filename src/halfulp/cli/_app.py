@@ -14,6 +14,13 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit; a mistake of the user, or Ctrl-C, is one line on stderr and exit code 2."""
     escape_missing_letters()
     try:
+        sys.exit(_run_application(arguments))
+    except KeyboardInterrupt:
+        exit_with_error("interrupted")
+
+
+def _run_application(arguments: list[str] | None) -> int:
+    try:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
@@ -25,17 +32,15 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = application()(arguments, prog_name="halfulp", standalone_mode=False)
     except (ValueError, NotImplementedError, ImportError) as error:
         exit_with_error(error)
-    except KeyboardInterrupt:
-        exit_with_error("interrupted")
     except Exception as error:
         if type(error).__name__ == "Abort":
-            exit_with_error("interrupted")
+            raise KeyboardInterrupt from None
         if not hasattr(error, "format_message"):
             raise
         exit_with_error(f"{error.format_message().rstrip('.')}; see halfulp --help")
     if code == _INTERRUPTED_EXIT_CODE:
-        exit_with_error("interrupted")
-    sys.exit(code if isinstance(code, int) else 0)
+        raise KeyboardInterrupt
+    return code if isinstance(code, int) else 0
 
 
 def application() -> Any:

@@ -299,6 +299,9 @@ def _load_target_to_verify(target: str) -> tuple[Any, Any, Any]:
     name, _, function = target.partition(":")
     if not name or not function:
         exit_with_error(f"{target!r} names no {'function' if name else 'module'}: write package.module:function")
+    if name.endswith(".py"):
+        module = name.removesuffix(".py").strip("./").replace("/", ".")
+        exit_with_error(f"{target!r} names a file: write the module without .py, {module}:{function}")
     # As `python -m` does: modules of the folder that one stands in are found.
     sys.path.insert(0, str(Path.cwd()))
     with run_or_fail(f"cannot take {function!r} from {name!r}:"):

@@ -55,7 +55,9 @@ class TrialStore:
         return results
 
     def write_trial(self, trial: Trial, result: dict[str, Any]) -> None:
-        """Write one finished trial."""
+        """Write one finished trial; a report of those before is not whole any more."""
+        for path in (self.report, self.page):
+            path.unlink(missing_ok=True)
         record = {"settings": trial.settings(), "result": result}
         write_whole(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
 
@@ -71,9 +73,17 @@ def _read_matching_result(path: Path, trial: Trial) -> dict[str, Any]:
             return result
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a finished trial ({error}); delete it and resume again") from None
-    different = {key: settings.get(key) for key in wanted if settings.get(key) != wanted[key]}
-    now = {key: wanted[key] for key in different}
+    had, has = _flatten_settings(settings), _flatten_settings(wanted)
+    where = next(key for key in {**had, **has} if had.get(key) != has.get(key))
     raise ValueError(
-        f"cannot resume: {path} was trained with {different}, this run has {now}; use the same settings or another "
-        "folder with --out"
+        f"cannot resume: {path} was trained with {where} = {had.get(where)!r}, this run has {has.get(where)!r}; use "
+        "the same settings or another folder with --out"
     )
+
+
+def _flatten_settings(settings: Any, path: str = "") -> dict[str, Any]:
+    """Return nested settings by dotted names."""
+    if not isinstance(settings, dict):
+        return {path: settings}
+    parts = (_flatten_settings(one, f"{path}.{key}" if path else key) for key, one in settings.items())
+    return {key: value for part in parts for key, value in part.items()}
