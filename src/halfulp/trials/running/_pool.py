@@ -140,7 +140,7 @@ def train_in_workers(
             for connection in wait(list(crew)):
                 worker = crew[connection]
                 try:
-                    kind, content = connection.recv()
+                    kind, content = worker.connection.recv()
                 except (EOFError, OSError):
                     raise _make_death_error(worker) from None
                 if kind == "failed" and not keep_going:
@@ -153,7 +153,7 @@ def train_in_workers(
                 if kind != "progress" and waiting:
                     worker.trial = waiting.pop()
                     with contextlib.suppress(OSError):  # of one that died meanwhile, which reading its pipe tells
-                        connection.send(worker.trial)
+                        worker.connection.send(worker.trial)
                     yield "start", worker.trial, None
 
 

@@ -170,9 +170,9 @@ class DigitDetector(nn.Module):
         self.trunk = nn.Sequential(*_make_layer(1, width))
         down = nn.MaxPool2d(2)
         layers = [*_make_layer(width, twice), down, *_make_layer(twice, twice), down, nn.Flatten()]
-        last = [nn.Linear(twice * (PAGE_CELLS // 4) ** 2, 32), nn.ReLU(), nn.Linear(32, 4)]
-        self.box = nn.Sequential(*layers, *last)
-        nn.init.constant_(self.box[-1].bias, PAGE_CELLS / 2)
+        last = nn.Linear(32, 4)
+        self.box = nn.Sequential(*layers, nn.Linear(twice * (PAGE_CELLS // 4) ** 2, 32), nn.ReLU(), last)
+        nn.init.constant_(last.bias, PAGE_CELLS / 2)
         layers = [*_make_layer(width, twice), down, *_make_layer(twice, twice), down, *_make_layer(twice, twice)]
         self.classes = nn.Sequential(*layers, nn.ConvTranspose2d(twice, CLASSES, 4, stride=4))
 
