@@ -148,7 +148,7 @@ def run_trial(trial: Trial, data: Data, report: ReportLoss | None = None) -> dic
         if not failed:
             optimizer.eval()
         own = _NO_SCORE if failed else evaluate_model(task, model, judge, data.validation)
-    wide = {"validation": _NO_SCORE, "train": _NO_SCORE}
+    wide: dict[str, Any] = {"validation": _NO_SCORE, "train": _NO_SCORE}
     if not failed:
         # The decoded weights in a copy of the model, in float32, or in float64 where the data are.
         state = plain_state_dict(model.state_dict(), torch.float64) if recipe.by_torch else None

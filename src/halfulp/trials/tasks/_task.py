@@ -184,7 +184,7 @@ class Task(abc.ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return all that decides a trial's result apart from recipe, seed and length, as plain data."""
-        fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
+        fields: tuple[Any, ...] = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
         return {
             "name": self.name,
             "rule": self.rule,
