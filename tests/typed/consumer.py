@@ -275,16 +275,14 @@ def kernels() -> None:
 
 def recipes() -> None:
     """A recipe is data, and what it converts keeps its type."""
-    recipe = hu.Recipe(
-        name="x", param_dtype=torch.bfloat16, weight_update={"*": "kahan"}, state_dtype=hu.formats.bf16.torch_dtype
-    )
+    recipe = hu.Recipe(name="x", param_dtype="bfloat16", weight_update=(("*", "kahan"),), state_dtype="bfloat16")
     assert_type(recipe, hu.recipes.Recipe)
     assert_type(recipe.param_dtype, str | None)
     assert_type(recipe.weight_update, str | tuple[tuple[str, str], ...] | None)
     assert_type(recipe.float32, tuple[str, ...])
     assert_type(recipe.to_json(), str)
     assert_type(hu.Recipe.from_json(recipe.to_json()), hu.Recipe)
-    assert_type(hu.Recipe(name="y", gradient_format=hu.formats.fp16, gradient_scale=1024).gradient_format, str | None)
+    assert_type(hu.Recipe(name="y", gradient_format="fp16", gradient_scale=1024).gradient_format, str | None)
     assert_type(hu.recipes.get("bf16-kahan"), hu.Recipe)
     assert_type(hu.recipes.names(), list[str])
     model = hu.convert(nn.Linear(4, 2), recipe)

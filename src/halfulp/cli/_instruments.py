@@ -280,6 +280,8 @@ def verify(
 
 
 def _load_task_to_verify(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
+    import torch
+
     from ..trials.tasks import get
 
     task = get(name, data)
@@ -287,7 +289,7 @@ def _load_task_to_verify(name: str, data: str | None, seed: int) -> tuple[Any, A
         exit_with_error(f"task {name!r} has a training loop of its own and no model to verify")
     found = task.load()
     model = task.model(found, seed)
-    inputs, targets = next(task.batches(found, seed, 1))
+    inputs, targets = (x.float() if x.dtype == torch.float64 else x for x in next(task.batches(found, seed, 1)))
     return model, inputs, lambda logits: task.loss(logits, targets)
 
 

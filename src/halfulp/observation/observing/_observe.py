@@ -66,7 +66,7 @@ def observe(
             over the names of modules: ``{"layers.*": "mxfp8_e4m3"}``.
         formats: that samples are counted in: formats, names or dtypes, block formats of up to 128 elements.
         sinks: what gets a row of numbers of each sampled step while the run goes on, from rank 0 alone: a path that
-            ends in .jsonl or .csv, whose rows go behind those that are there; TensorBoard's SummaryWriter, or what else
+            ends in .jsonl, whose rows go behind those that are there; TensorBoard's SummaryWriter, or what else
             has `add_scalar`; a wandb run, or what else has `log` or `log_metrics` and takes a dict; a function of a
             dict. Loggers get names after "halfulp/". One that raises gets no more, with a warning, and `record.unseen`
             says so.

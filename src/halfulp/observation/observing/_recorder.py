@@ -467,7 +467,7 @@ class RowWriter:
         self._book = recorder
         self._rows = StepRows(recorder.record)
         # Of several processes the others may see another disk.
-        self._outlets: list[Outlet] = [outlet(sink, self._rows.columns, check=is_first_process()) for sink in given]
+        self._outlets: list[Outlet] = [outlet(sink, check=is_first_process()) for sink in given]
 
     def write_row(self, step: StepRecord) -> None:
         """Give a sampled step that has ended to all sinks that still take rows."""

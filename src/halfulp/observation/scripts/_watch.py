@@ -55,7 +55,7 @@ class ScriptWatch(StepWatcher):
 
     def __init__(self, interval: int = 50, lines: str | os.PathLike[str] | None = None) -> None:
         self.interval = interval
-        self._lines = None if lines is None else RowFile(lines, (), anew=True)
+        self._lines = None if lines is None else RowFile(lines, anew=True)
         if self._lines is not None:
             self._lines.check()
         self._own: int = os.getpid()
@@ -226,7 +226,7 @@ class ScriptWatch(StepWatcher):
             return
         if training.number is None:
             training.number = next(self._numbers)
-        self._lines.write([{"training": training.number, **row}])
+        self._lines.write({"training": training.number, **row})
 
     def _list_optimizers(self, training: ScriptTraining) -> list[Optimizer]:
         return [one for one, own in self._training_of.items() if own is training]
