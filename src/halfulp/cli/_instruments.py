@@ -50,7 +50,7 @@ def observe(
     observed. While the script runs, each sampled step becomes a line of observe.jsonl, which a killed run leaves. With
     --json what the script prints goes to stderr. Under torchrun the first process alone writes.
     """
-    from ..observation.scripts import EXIT_TERMINATED, ScriptEnding, ScriptWatch, TerminationHandler, run_script
+    from ..observation.scripts import ScriptWatch, exit_on_termination, run_script
 
     rank = os.environ.get("RANK", "0")
     first = not rank.isdigit() or int(rank) == 0  # of torchrun's processes
@@ -80,28 +80,27 @@ def observe(
                 _print_to_stderr(" ".join(str(error).split()))
                 return 2
 
-        with TerminationHandler(lambda: leave(ScriptEnding(EXIT_TERMINATED, "terminated"))) as termination:
-            with watch:
-                ending = run_script(script, arguments or [], module=module, leave=leave)
-            termination.delay_signals()
-            elsewhere.close()
-            if os.getpid() != own or not _is_reporter(first, watch):
-                return ending.code
-            return _write_report(watch, ending, out, folder, json)
+        with exit_on_termination(), watch:
+            ending = run_script(script, arguments or [], module=module, leave=leave)
+        elsewhere.close()
+        if os.getpid() != own or not _is_reporter(first, watch):
+            return ending.code
+        return _write_report(watch, ending, out, folder, json)
 
 
 def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: str, json: bool) -> int:
     """Print and write the report; return the exit code."""
+    from ..observation.scripts import PROCESS_REMEDY
+
     report = watch.make_report(ending.reason)
     how = _WORDS_OF_EARLY_ENDINGS.get(ending.reason)
     if not report.steps:
-        children = watch.children.explain_unseen()
         if ending.code:
-            said = f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed"
-            _print_to_stderr(f"{said}; {children}" if children else said)
+            _print_to_stderr(
+                f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed"
+            )
             return ending.code
-        reasons = [*report.unseen, *([children] if children else [])]
-        why = "; ".join(reasons) or "give a script that trains in its own process, by an optimizer of torch's kind"
+        why = "; ".join([*report.unseen, PROCESS_REMEDY])
         exit_with_error(f"the script never stepped a torch optimizer that can be observed: {why}")
     if how:
         said = f"the script {how} after {report.steps} steps"

@@ -50,7 +50,6 @@ def test_folds_are_trainings_of_their_own_and_nothing_keeps_their_models():
         (2, 4, False),
         (3, 5, True),
     ]
-    assert all(one["overlaps"] == [] for one in found["trainings"])
     assert found["steps"] == 5
     names = [[one["name"] for one in each["record"]["parameters"]] for each in found["trainings"][:2]]
     assert names == [[name for name, _ in net().named_parameters()]] * 2, "names of the model, none before them"
@@ -89,7 +88,6 @@ def test_models_that_are_trained_together_by_optimizers_of_their_own_are_trainin
                 optimizers[0].step()
                 optimizers[0].zero_grad()
     assert sorted(steps_of(watch)) == [3, 6]
-    assert [one["overlaps"] for one in watch.make_report().to_dict()["trainings"]] == [[2], [1]]
     for training in watch.trainings:
         assert list(training.summary.record.parameters) == ["weight", "bias"]
         assert {role for role, _ in training.summary.record.tensors} >= {"activation", "weight gradient", "update"}
@@ -102,21 +100,6 @@ def test_models_of_one_optimizer_are_one_training_and_each_is_named_by_its_class
         second(first(torch.randn(3, 4))).sum().backward()
         optimizer.step()
     assert watch.trainings[0].model == "Linear + Linear_2"
-
-
-def test_trainings_that_alternate_say_so():
-    first, second = net(), net()
-    with ScriptWatch(2) as watch:
-        one = torch.optim.SGD(first.parameters(), lr=0.1)
-        train(first, one, 2)
-        other = torch.optim.SGD(second.parameters(), lr=0.1)
-        for _ in range(4):
-            train(first, one, 1)
-            train(second, other, 1)
-    assert steps_of(watch) == [6, 4]
-    entries = watch.make_report().to_dict()["trainings"]
-    assert [one["overlaps"] for one in entries] == [[2], [1]]
-    assert "beside training 2" in str(watch.make_report())
 
 
 def test_another_optimizer_of_the_same_model_begins_another_training():

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -116,9 +116,6 @@ class Observation(StepWatcher):
 
         Of several processes, each compares what it saw with the others, for which it waits five seconds at most.
         """
-        return self._stop_observing(patient=True)
-
-    def _stop_observing(self, patient: bool) -> Observation:
         if self._began is None:
             return self
         last = self._steps.end_first_run_step()
@@ -129,7 +126,7 @@ class Observation(StepWatcher):
         self._handles.clear()
         self._modules.detach()
         self._gradients.detach()
-        run_safely(self.recorder, self._ranks.compare_ranks, patient)
+        run_safely(self.recorder, self._ranks.compare_ranks)
         self._update_record()
         self._wall += time.perf_counter() - self._began
         self._began, self.recorder.sampling = None, False
@@ -138,10 +135,8 @@ class Observation(StepWatcher):
     def __enter__(self) -> Observation:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop_observing(patient=kind is None)  # ranks that wait for this one have no more to say
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     # what is asked --------------------------------------------------------------------------------------------
 
@@ -289,11 +284,11 @@ class Observation(StepWatcher):
                 record.sampled_steps.append(recorder.step)
                 recorder.count_queued_samples()
                 self._modules.statistics.compare_statistics()
-                if self._ranks.other_ranks:
-                    self._ranks.note_sampled_step()
                 record.sites = self._scales.list_sites()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
+                if self._ranks.other_ranks:
+                    self._ranks.note_sampled_step()
         finally:  # what failed is noted, and steps go on
             append_step_record(record.history, step)
             following = recorder.step + 1

@@ -398,7 +398,6 @@ def make_trainings_table(trainings: Sequence[PlainData]) -> Table:
         ("steps", "number", lambda one: count_cell(one["steps"])),
         ("errors and warnings", "", verdict),
         ("codes", "minor", lambda one: Cell(", ".join(dict.fromkeys(f["code"] for f in one["findings"])) or "–")),
-        ("beside", "minor", lambda one: Cell(", ".join(map(str, one["overlaps"])) or "–")),
     ]
     several = trainings if len(trainings) > 1 else ()
     return make_table("trainings", "The trainings of the script", several, columns, "filter, as a model's name")

@@ -26,7 +26,7 @@ from .._finding import Finding, group_causes_as_dicts
 from ..findings._kind import rank_by_causes
 from ..page import write_page
 from ._find import ScriptTraining, find_training, tell_backward_losses
-from ._run import ChildProcesses, replace_function
+from ._run import replace_function
 
 # What a compiled module says of a hook on all modules, which is gone before the compiled code runs.
 _TEXT_OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -50,7 +50,6 @@ class ScriptWatch(StepWatcher):
     Attributes:
         trainings: in order; those without a step are left out at the end.
         unseen: sentences that say what could not be observed.
-        children: processes that the script starts.
     """
 
     def __init__(self, interval: int = 50, lines: str | os.PathLike[str] | None = None) -> None:
@@ -68,15 +67,12 @@ class ScriptWatch(StepWatcher):
         self._used: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._calls: RemovableHandle | None = None
         self._late: set[ScriptTraining] = set()
-        self._ticks: int = 0
         self._left_out: int = 0
         self._open = contextlib.ExitStack()
-        self.children: ChildProcesses = ChildProcesses()
 
     def __enter__(self) -> ScriptWatch:
         self._open.enter_context(replace_function(Optimizer, "__init__", self._wrap_init))
         self._open.enter_context(tell_backward_losses(self._log_loss))
-        self._open.enter_context(self.children.watch_starts())
         self._open.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._open.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
@@ -93,8 +89,6 @@ class ScriptWatch(StepWatcher):
                 f"the first {MOST_TRAININGS} trainings are kept: optimizers that began others later, "
                 f"{self._left_out} in all, are not observed"
             )
-        if self.children.spawned and self.trainings:
-            self.unseen.append(f"of the script, {self.children.explain_unseen()}")
 
     @property
     def rank(self) -> int:
@@ -163,8 +157,6 @@ class ScriptWatch(StepWatcher):
         training = self._training_of.get(optimizer)
         if training is None or self._is_made_by_observation():
             return
-        self._ticks += 1
-        training.note_step(self._ticks)
         if training in self._late:
             self._late.discard(training)
             training.sample_next()
@@ -264,8 +256,8 @@ class ScriptReport:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold: the findings of all trainings, and the longest one whole.
 
-        Under `trainings` stands each: number, names of its model and optimizers, steps, the numbers of those whose
-        steps lie between its own, its findings, and, but for the one that the rest is of, its record.
+        Under `trainings` stands each: number, names of its model and optimizers, steps, its findings, and, but for the
+        one that the rest is of, its record.
         """
         longest = max(self.trainings, key=len)
         of_each = [[finding.to_dict() for finding in training.summary.findings] for training in self.trainings]
@@ -289,7 +281,6 @@ class ScriptReport:
             "model": training.model,
             "optimizers": training.optimizer_names,
             "steps": len(training),
-            "overlaps": self._list_overlapping(training),
             "shown": shown,
             "findings": findings,
         }
@@ -297,10 +288,6 @@ class ScriptReport:
             full = training.summary.to_dict()
             entry |= {key: full[key] for key in ("interval", "overhead", "record")}
         return entry
-
-    def _list_overlapping(self, training: ScriptTraining) -> list[int]:
-        others = enumerate(self.trainings, 1)
-        return [k for k, other in others if other is not training and training.overlaps(other)]
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write one self-contained HTML page, whole or not at all."""
@@ -317,10 +304,8 @@ class ScriptReport:
         said: list[str] = []
         before: dict[tuple[Any, ...], int] = {}
         for number, training in enumerate(self.trainings, 1):
-            others = ", ".join(map(str, self._list_overlapping(training)))
-            beside = f", beside training {others}" if others else ""
             names = ", ".join(training.optimizer_names)
-            head = f"training {number} of {len(self.trainings)}: {training.model}, {names}{beside}"
+            head = f"training {number} of {len(self.trainings)}: {training.model}, {names}"
             key = (training.model, *((one.code, one.severity, one.where) for one in training.summary.findings))
             first = before.setdefault(key, number)
             alike = f"{head}; {len(training)} steps, whose findings are those of training {first}"
