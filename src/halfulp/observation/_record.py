@@ -276,14 +276,14 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Expectation:
-    """The dtype or format that was asked for, and the one found.
+    """The dtype that was asked for, and the one found.
 
     Attributes:
         pattern: a glob over qualified names.
-        asked: the dtype's or format's name.
+        asked: the dtype's name.
         matched: names that match.
         other: those of them that have something else, and what.
-        source: who asked: "expect", "autocast" or "contract".
+        source: who asked: "expect" or "autocast".
     """
 
     pattern: str
@@ -400,16 +400,12 @@ def record_to_plain_data(record: Record) -> dict[str, Any]:
     Of a group's options the numbers stay, since the page and the contract need those alone.
     """
     found = {field.name: getattr(record, field.name) for field in fields(record)}
-    found["parameters"] = [_parameter_to_plain_data(parameter) for parameter in record.parameters.values()]
-    for keyed in ("tensors", "averages"):
+    for keyed in ("parameters", "tensors", "averages"):
         found[keyed] = list(found[keyed].values())
-    return {key: to_plain_data(value) for key, value in found.items()}
-
-
-def _parameter_to_plain_data(parameter: ParameterRecord) -> dict[str, Any]:
-    found: dict[str, Any] = to_plain_data(parameter)
-    found["options"] = {key: value for key, value in found["options"].items() if _is_numeric(value)}
-    return found
+    plain = {key: to_plain_data(value) for key, value in found.items()}
+    for parameter in plain["parameters"]:
+        parameter["options"] = {key: value for key, value in parameter["options"].items() if _is_numeric(value)}
+    return plain
 
 
 def _is_numeric(value: Any) -> bool:

@@ -130,16 +130,13 @@ def test_weight_decay_that_the_format_cannot_hold_is_lost(needs_torch):
     assert all(state.decay.lost_share == 0 for state in hu.audit(*saved).states.values())
 
 
-def test_components_beside_a_weight_that_moved_are_movement():
+def test_parts_of_tensors_are_refused():
     model = hu.multicomponent(torch.nn.Linear(8, 8), 2, torch.bfloat16)
-    before = torch_copy(dict(model.state_dict()))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.components[1].add_(2.0**-20)
-    found = hu.audit(before, dict(model.state_dict()))
-    assert found.tensors["weight"].companions_moved
-    assert found.tensors["weight"].a.storage == "2 components"
-    assert found.passed, str(found)
+    for given in (dict(model.state_dict()), dict(model.named_parameters())):
+        with pytest.raises(NotImplementedError, match="audit decoded values"):
+            hu.audit(given, {**given})
+    values = {name: parameter.decode() for name, parameter in model.named_parameters()}
+    assert hu.audit(values, {**values}).tensors.keys() == {"weight", "bias"}
 
 
 def test_empty_scalar_integer_complex_and_strided_tensors():

@@ -18,7 +18,7 @@ from .records import BRAIN, HALF, SINGLE, found, parameter, severity, tensor, te
         ({"dtype": HALF, "options": {"eps": 0.0}}, None),
         ({"dtype": HALF, "options": {"lr": 0.1}}, None),
         ({"dtype": HALF, "optimizer_module": "halfulp.optim._algorithms"}, None),
-        ({"dtype": HALF, "optimizer": None}, None),
+        ({"dtype": HALF, "optimizer": None, "optimizer_module": ""}, None),
     ],
 )
 def test_eps_zero(fields, expected):

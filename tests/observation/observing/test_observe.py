@@ -260,8 +260,8 @@ def test_scalers_are_found_and_their_skips_counted():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     with hu.observe(model, optimizer, interval=1, scheduler=scheduler) as seen:
-        for _ in range(20):
-            scaler.scale(model(torch.randn(4, 6) * 1e3).square().sum()).backward()
+        for step in range(20):  # skips before the first step, at which the scaler is found, are not counted
+            scaler.scale(model(torch.randn(4, 6) * (1e3 if step else 1e-30)).square().sum() * 1e-3).backward()
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()

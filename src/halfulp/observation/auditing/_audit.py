@@ -38,7 +38,6 @@ class TensorStatistics:
         nan, infinite, zeros: counts of elements.
         saturated: elements at the largest finite magnitude of the dtype.
         constant: the value of all elements where it is one, else None.
-        storage: "plain", "scaled", or the number of components of a multi-component tensor ("2 components").
     """
 
     dtype: torch.dtype
@@ -47,7 +46,6 @@ class TensorStatistics:
     zeros: int = 0
     saturated: int = 0
     constant: float | None = None
-    storage: str = "plain"
 
     @property
     def nonfinite(self) -> int:
@@ -69,7 +67,6 @@ class TensorAudit:
         histogram: finite elements that changed, by floor(log2 |change in ulps|).
         mean, median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
             as 0. The median is exact below 64 ulps and within 1/32 of itself above. NaN where there is no such element.
-        companions_moved: whether another component changed; None without components.
         status: the first that holds of: it has NaN or infinity that A did not have, the dtype changed, nothing moved,
             the mean change is below the share asked for, B is constant and A is not, it moved.
     """
@@ -85,7 +82,6 @@ class TensorAudit:
     mean: float
     median: float
     largest: float
-    companions_moved: bool | None
     status: TensorStatus
 
     @property
@@ -95,7 +91,7 @@ class TensorAudit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data that JSON can hold."""
-        both = ("nan", "infinite", "zeros", "saturated", "constant", "storage")
+        both = ("nan", "infinite", "zeros", "saturated", "constant")
         return {
             "name": self.name,
             "dtypes": to_plain_data([self.a.dtype, self.b.dtype]),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -272,41 +270,21 @@ def _measure_by_reference(table: Table, parts: list[Tensor], constants: list[int
     return np.array([run_on_tensors(table.trace, [*parts, slots], inputs)[1]]), slots[0].numpy()
 
 
-_COMPANION_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
 _StoredPair = tuple[StoredTensor, StoredTensor]
 
 
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: float) -> dict[str, TensorAudit]:
     """Return how each tensor of A differs from that of its name in B."""
-    sides = _split_companions(a.tensors), _split_companions(b.tensors)
-    _check_names(a, b, sides[0][0], sides[1][0])
-    found = {}
-    for name, before in sides[0][0].items():
-        if name not in sides[1][0]:
-            continue
-        after = sides[1][0][name]
-        beside = sides[0][1].get(name, {}), sides[1][1].get(name, {})
-        found[name] = _compare_tensor(name, (before, after), beside, parameters, share)
-    return found
+    _check_names(a, b)
+    return {
+        name: _compare_tensor(name, (stored, b.tensors[name]), parameters, share)
+        for name, stored in a.tensors.items()
+        if name in b.tensors
+    }
 
 
-def _split_companions(
-    tensors: Mapping[str, StoredTensor],
-) -> tuple[dict[str, StoredTensor], dict[str, dict[str, StoredTensor]]]:
-    """Return tensors by name, and the scales and further components beside each of them."""
-    bases: dict[str, StoredTensor] = {}
-    beside: dict[str, dict[str, StoredTensor]] = {}
-    for name, stored in tensors.items():
-        match = _COMPANION_PATTERN.search(name)
-        base = name[: match.start()] if match else ""
-        if match and base in tensors:
-            beside.setdefault(base, {})[match[1]] = stored
-        else:
-            bases[name] = stored
-    return bases, beside
-
-
-def _check_names(a: Checkpoint, b: Checkpoint, ours: dict[str, StoredTensor], theirs: dict[str, StoredTensor]) -> None:
+def _check_names(a: Checkpoint, b: Checkpoint) -> None:
+    ours, theirs = a.tensors, b.tensors
     missing = _leave_out_tied_names(a, [name for name in ours if name not in theirs])
     foreign = _leave_out_tied_names(b, [name for name in theirs if name not in ours])
     # Averages are kept from some step on, by some runs.
@@ -343,13 +321,7 @@ def _leave_out_tied_names(checkpoint: Checkpoint, names: list[str]) -> list[str]
     return [name for name in names if places[name] is None or times[places[name]] == 1]
 
 
-def _compare_tensor(
-    name: str,
-    pair: _StoredPair,
-    beside: tuple[dict[str, StoredTensor], dict[str, StoredTensor]],
-    parameters: set[str],
-    share: float,
-) -> TensorAudit:
+def _compare_tensor(name: str, pair: _StoredPair, parameters: set[str], share: float) -> TensorAudit:
     if all(one.dtype.is_complex for one in pair):
         a, b = (_view_as_real_parts(one) for one in pair)
     else:
@@ -359,9 +331,8 @@ def _compare_tensor(
     if numbers:
         add_differences(found, a.read(), b.read())
     unchanged = int(found.counts[SAME]) if numbers else count_same_elements(a, b)
-    moved = None if not beside[0] and not beside[1] else _have_companions_moved(*beside)
-    before = _make_statistics(pair[0].dtype, a, found, A_NAN, 0, _name_storage(beside[0]), numbers)
-    after = _make_statistics(pair[1].dtype, b, found, B_NAN, 1, _name_storage(beside[1]), numbers)
+    before = _make_statistics(pair[0].dtype, a, found, A_NAN, 0, numbers)
+    after = _make_statistics(pair[1].dtype, b, found, B_NAN, 1, numbers)
     mean = found.mean()
     return TensorAudit(
         name,
@@ -375,8 +346,7 @@ def _compare_tensor(
         mean,
         found.median(),
         found.largest if found.counts[FINITE] else math.nan,
-        moved,
-        _choose_status(before, after, unchanged == a.numel and not moved, mean < share and not moved),
+        _choose_status(before, after, unchanged == a.numel, mean < share),
     )
 
 
@@ -411,34 +381,15 @@ def _choose_role(name: str, numbers: bool, parameters: set[str]) -> TensorRole:
 
 
 def _make_statistics(
-    dtype: torch.dtype,
-    stored: StoredTensor,
-    found: TensorDifferences,
-    place: int,
-    which: int,
-    storage: str,
-    numbers: bool,
+    dtype: torch.dtype, stored: StoredTensor, found: TensorDifferences, place: int, which: int, numbers: bool
 ) -> TensorStatistics:
     if not numbers or not stored.numel:
-        return TensorStatistics(dtype, storage=storage)
+        return TensorStatistics(dtype)
     nan, infinite, zeros, top, varies = (int(count) for count in found.counts[place : place + 5])
     constant = None
     if stored.numel > 1 and found.first is not None and not nan:
         constant = 0.0 if zeros == stored.numel else None if varies else found.first[which]
-    return TensorStatistics(dtype, nan, infinite, zeros, top, constant, storage)
-
-
-def _name_storage(beside: Mapping[str, StoredTensor]) -> str:
-    components = sum(key.startswith("component_") and key != "component_scale" for key in beside)
-    if components:
-        return f"{1 + components} components"
-    return "scaled" if beside else "plain"
-
-
-def _have_companions_moved(a: Mapping[str, StoredTensor], b: Mapping[str, StoredTensor]) -> bool:
-    if a.keys() != b.keys():
-        return True
-    return any(count_same_elements(a[key], b[key]) < a[key].numel for key in a)
+    return TensorStatistics(dtype, nan, infinite, zeros, top, constant)
 
 
 def count_same_elements(a: StoredTensor, b: StoredTensor) -> int:

@@ -8,7 +8,7 @@ import pickle
 import re
 import struct
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -270,37 +270,19 @@ def _read_dcp_index(folder: Path) -> Any:
         ) from None
 
 
-_PARTITION_PATTERN = re.compile(
-    r"^(zero_pp_rank_\d+_)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt$"
-)
-_LAYER_FILE_PATTERN = re.compile(r"^layer_\d+-model_\d+-model_states\.pt$")
-_STEP_FOLDER_PATTERN = re.compile(r"^global_step\d+(_universal)?$")
-PARTITION_REMEDY = (
-    "make whole weights of it by the zero_to_fp32.py that lies beside it (python zero_to_fp32.py FOLDER OUT), and give "
-    "those; or save with stage3_gather_16bit_weights_on_model_save"
-)
+_PARTITION_PATTERN = re.compile(r"(mp_rank_\d+_(model|optim)_states|^layer_\d+-model_\d+-model_states)\.pt$")
 
 
-def is_deepspeed_partition(name: str) -> bool:
-    """Return whether a file's name is that of a partition of DeepSpeed's.
-
-    >>> is_deepspeed_partition("zero_pp_rank_0_mp_rank_00_optim_states.pt"), is_deepspeed_partition("model_states.pt")
-    (True, False)
-    """
-    return bool(_PARTITION_PATTERN.match(name) or _LAYER_FILE_PATTERN.match(name))
+def find_deepspeed_partition(path: Path) -> str | None:
+    """Return the name of the first of DeepSpeed's partitions in a folder or its steps' folders, or of the file."""
+    inside = [*path.iterdir(), *path.glob("global_step*/*")] if path.is_dir() else [path]
+    return min((one.name for one in inside if _PARTITION_PATTERN.search(one.name)), default=None)
 
 
-def find_deepspeed_partitions(folder: Path) -> list[str]:
-    """Return the names of DeepSpeed's partitions in a folder, or of the folders that have them."""
-    inside = sorted(folder.iterdir())
-    return [
-        path.name
-        for path in inside
-        if is_deepspeed_partition(path.name) or (path.is_dir() and _STEP_FOLDER_PATTERN.match(path.name))
-    ]
-
-
-def make_partition_error(path: Path, names: Iterable[str]) -> ValueError:
+def make_partition_error(path: Path, name: str) -> ValueError:
     """Return the error for a file or folder of partitions alone."""
-    first = next(iter(names))
-    return ValueError(f"{path} holds DeepSpeed's ZeRO partitions ({first}), which are not read: {PARTITION_REMEDY}")
+    return ValueError(
+        f"{path} holds DeepSpeed's ZeRO partitions ({name}), which are not read: make whole weights of it by the "
+        "zero_to_fp32.py that lies beside it (python zero_to_fp32.py FOLDER OUT), and give those; or save with "
+        "stage3_gather_16bit_weights_on_model_save"
+    )

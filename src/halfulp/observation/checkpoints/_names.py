@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,22 @@ def order_by_config(config: Path, tensors: Mapping[str, StoredTensor]) -> tuple[
 
 
 RUNNING_STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
-COMPANION_SUFFIXES = (".component_1", ".component_2", ".component_3", ".component_scale", ".payload_scale")
+_COMPANION_PATTERN = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
+
+
+def refuse_tensor_parts(names: Collection[str]) -> None:
+    """Raise NotImplementedError where parts of tensors of several components or with a scale are among tensors."""
+    parts = [name for name in names if (match := _COMPANION_PATTERN.search(name)) and name[: match.start()] in names]
+    if parts:
+        raise _make_parts_error(parts)
+
+
+def _make_parts_error(names: Sequence[str]) -> NotImplementedError:
+    return NotImplementedError(
+        f"{listed(names)} are parts of tensors of several components or with a scale, whose updates are not those of "
+        "plain floating-point numbers: forecast the model before it is converted, and audit decoded values, "
+        "{name: x.decode() for name, x in model.named_parameters()}"
+    )
 
 
 @dataclass(slots=True)
@@ -202,7 +217,7 @@ def _list_parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, StoredTensor
     seen: set[object] = set()
     for name, stored in checkpoint.tensors.items():
         last = name.rpartition(".")[2]
-        if last in RUNNING_STATISTICS or name.endswith(COMPANION_SUFFIXES) or name.startswith("ema."):
+        if last in RUNNING_STATISTICS or name.startswith("ema."):
             continue
         if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
             continue
@@ -248,8 +263,11 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
         elif isinstance(leaf, StoredTensor):
             leaves[where] = leaf
         elif isinstance(leaf, Tensor):
-            leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _split_into_entries(leaf)}
+            if isinstance(leaf, MCTensor | ScaledTensor):
+                raise _make_parts_error([".".join(map(str, where))])
+            leaves[where] = wrap_tensor(getattr(leaf, "_local_tensor", leaf))
     found.tensors = _name_model_tensors(leaves, found.unseen)
+    refuse_tensor_parts(found.tensors)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
         rest += f" ({'; '.join(found.unseen)})" if found.unseen else ""
@@ -307,18 +325,6 @@ def _read_optimizer_states(content: Mapping[Any, Any]) -> OptimizerStates | _Unr
         if isinstance(value, Mapping)
     }
     return OptimizerStates(kept, [dict(group) for group in groups])
-
-
-def _split_into_entries(tensor: Tensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield a tensor as a state_dict names its parts."""
-    if isinstance(tensor, MCTensor):
-        for number, part in enumerate(tensor.components):
-            yield f".component_{number}" if number else "", wrap_tensor(part)
-    elif isinstance(tensor, ScaledTensor):
-        yield "", wrap_tensor(tensor.decode(), False)
-        yield ".payload_scale", wrap_tensor(tensor.scale)
-    else:
-        yield "", wrap_tensor(getattr(tensor, "_local_tensor", tensor))
 
 
 def _name_model_tensors(leaves: _TensorsByPath, unseen: list[str]) -> dict[str, StoredTensor]:

@@ -13,15 +13,14 @@ from ._files import (
     METADATA_FILE,
     Checkpoint,
     StoredTensor,
-    find_deepspeed_partitions,
-    is_deepspeed_partition,
+    find_deepspeed_partition,
     is_inside_folder,
     load_torch_file,
     make_partition_error,
     open_dcp,
     open_safetensors,
 )
-from ._names import CONTRACT_KEY, find_optimizers, read_checkpoint_content
+from ._names import CONTRACT_KEY, find_optimizers, read_checkpoint_content, refuse_tensor_parts
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WEIGHT_FILE_STEMS = (
@@ -60,6 +59,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}; {CHECKPOINT_REMEDY}") from None
     if not found.tensors:
         raise ValueError(f"{path} holds no tensors: {CHECKPOINT_REMEDY}")
+    refuse_tensor_parts(found.tensors)
     if not any(stored.numel for stored in found.tensors.values()):
         raise ValueError(f"{path} holds only empty tensors, as ZeRO-3 leaves them: give a checkpoint of whole weights")
     found.path = str(path)
@@ -69,33 +69,28 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def _open_file(path: Path) -> Checkpoint:
     if not path.stat().st_size:
         raise ValueError(f"{path} is empty: {CHECKPOINT_REMEDY}")
-    if is_deepspeed_partition(path.name):
-        raise make_partition_error(path, [path.name])
+    if (partition := find_deepspeed_partition(path)) is not None:
+        raise make_partition_error(path, partition)
     if path.name.endswith(".index.json"):
         return _open_sharded(path)
-    if path.suffix == ".safetensors" or _is_safetensors_file(path):
-        return _open_safetensors([path])
-    return read_checkpoint_content(load_torch_file(path), str(path))
-
-
-def _is_safetensors_file(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(9)
-    return head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
+    is_safe = head[8:] == b"{" and int.from_bytes(head[:8], "little") <= path.stat().st_size
+    if path.suffix == ".safetensors" or is_safe:
+        return _open_safetensors([path])
+    return read_checkpoint_content(load_torch_file(path), str(path))
 
 
 def _open_folder(folder: Path) -> Checkpoint:
     if (folder / METADATA_FILE).is_file():
         return _open_dcp_folder(folder)
-    partitioned = find_deepspeed_partitions(folder)
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in partitioned)
-    if partitioned and not any(_holds_weights(path) for path in files):
-        raise make_partition_error(folder, partitioned)
+    partition = find_deepspeed_partition(folder)
+    files = sorted(path for path in folder.iterdir() if path.is_file() and find_deepspeed_partition(path) is None)
+    if partition is not None and not any(path.suffix in (".safetensors", ".bin") for path in files):
+        raise make_partition_error(folder, partition)
     found = _open_weight_files(folder, files)
-    if partitioned:
-        found.unseen.append(
-            f"{listed(partitioned)} hold DeepSpeed's partitions of the optimizer's states, which were not compared"
-        )
+    if partition is not None:
+        found.unseen.append(f"DeepSpeed's partitions of the optimizer's states ({partition}) were not compared")
     for path in (folder / name for name in _OPTIMIZER_FILES):
         if path.is_file() and not found.optimizers:
             found.optimizers = find_optimizers(load_torch_file(path))
@@ -110,12 +105,6 @@ def _open_folder(folder: Path) -> Checkpoint:
     if found.contract is None and beside.is_file():
         found.contract = _parse_json_object(beside.read_text(encoding="utf-8", errors="replace"), beside)
     return found
-
-
-def _holds_weights(path: Path) -> bool:
-    return path.name.endswith(".index.json") or (
-        path.suffix in (".safetensors", *_TORCH_SUFFIXES) and not _NO_WEIGHTS_PATTERN.match(path.name)
-    )
 
 
 def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:

@@ -18,7 +18,7 @@ from .._text import (
     loses_state_decay,
     write_optimizer_code,
 )
-from ..auditing._audit import SECOND_MOMENTS, Audit, StateAudit
+from ..auditing._audit import SECOND_MOMENTS, Audit
 from ._kind import FindingKind, register_finding
 from ._updates import is_explained_by_chance, make_change_evidence
 
@@ -47,44 +47,26 @@ class AccumulationSwamped(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
-            sums = parameter.accumulation
-            severity = _grade_gradient_sums(parameter)
-            if sums is None or severity is None:
+            sums, off = parameter.accumulation, parameter.accumulation_error
+            realised = None if sums is None else sums.realised_share
+            if sums is None or realised is None or sums.seen < FEWEST_ADDED_ELEMENTS:
                 continue
-            held_in, realised = parameter.gradient_dtype or parameter.dtype, sums.realised_share
-            off = parameter.accumulation_error
-            assert realised is not None
+            held_in = parameter.gradient_dtype or parameter.dtype
             said = f"{format_percent(max(0.0, 1 - realised))} of what is added to .grad is lost"
-            if realised >= REALISED_SUMS_WARNING and off is not None:
+            if realised >= REALISED_SUMS_WARNING:
+                # In float32 sums are off where they cancel: there the exact sum is small, and not the error large.
+                if off is None or off < SUM_ERROR_WARNING or is_wide_dtype(held_in):
+                    continue
                 said = f"sums in .grad are off by {format_percent(min(1.0, off))}"
             yield self.found(
                 name,
-                severity,
+                "error" if realised < REALISED_SUMS_ERROR else "warning",
                 compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS),
                 f"{said} in {dtype_name(held_in)}",
                 cure=self.cure_in(held_in),
                 error=off,
                 **make_change_evidence(sums, held_in),
             )
-
-
-def _grade_gradient_sums(parameter: ParameterRecord) -> Severity | None:
-    """Return how bad it is: by the share of what is added that is lost, and by how far the sums are off."""
-    sums = parameter.accumulation
-    realised = None if sums is None else sums.realised_share
-    if sums is None or realised is None or sums.seen < FEWEST_ADDED_ELEMENTS:
-        return None
-    if realised < REALISED_SUMS_WARNING:
-        return "error" if realised < REALISED_SUMS_ERROR else "warning"
-    # In float32 sums are off where they cancel: there the exact sum is small, and not the error large.
-    off = parameter.accumulation_error
-    return (
-        "warning"
-        if off is not None
-        and off >= SUM_ERROR_WARNING
-        and not is_wide_dtype(parameter.gradient_dtype or parameter.dtype)
-        else None
-    )
 
 
 FEWEST_CHANGES = 16
@@ -128,7 +110,7 @@ class AverageStuck(FindingKind):
         for name, row in audit.tensors.items():
             if row.role != "average" or not moved or row.numel < FEWEST_CHANGES or not is_narrow_dtype(row.a.dtype):
                 continue
-            if row.share_unchanged < STUCK_SHARE or row.companions_moved or row.b.nonfinite or row.b.constant == 0:
+            if row.share_unchanged < STUCK_SHARE or row.b.nonfinite or row.b.constant == 0:
                 continue
             share = format_percent(row.share_unchanged)
             said = f"{share} unchanged in {dtype_name(row.a.dtype)}, while the weights moved"
@@ -217,11 +199,8 @@ class SecondMomentStuck(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             for state, change in parameter.states.items():
-                if (
-                    state not in SECOND_MOMENTS
-                    or change.seen < FEWEST_DECREASES
-                    or not _is_moment_stuck(parameter, change)
-                ):
+                is_moment = state in SECOND_MOMENTS and change.seen >= FEWEST_DECREASES
+                if not is_moment or not _is_moment_stuck(parameter, change):
                     continue
                 dtype = parameter.state_dtypes.get(state)
                 # Nothing to write for an optimizer that is not here.
@@ -240,9 +219,11 @@ class SecondMomentStuck(FindingKind):
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         """Find second moments that can only rise, since their format loses every decay by beta2."""
         for name, state in audit.states.items():
-            rate = _read_second_moment_rate(state)
-            if rate is None or state.weight_update is not None:
+            betas, alpha = state.options.get("betas"), state.options.get("alpha")
+            beta2 = betas[1] if isinstance(betas, list | tuple) and len(betas) >= 2 else alpha
+            if beta2 is None or state.weight_update is not None:
                 continue
+            rate = 1.0 - float(beta2)
             for moment, (_, dtype) in state.dtypes.items():
                 if moment not in SECOND_MOMENTS or not loses_state_decay(rate, dtype):
                     continue
@@ -250,13 +231,8 @@ class SecondMomentStuck(FindingKind):
                 unchanged = state.unchanged.get(moment)
                 if unchanged is not None and unchanged > STUCK_MOMENT_SHARE and state.advanced:
                     said += f"; {format_percent(unchanged)} of it unchanged in {state.advanced} steps"
-                told: dict[str, Any] = {
-                    "state": moment,
-                    "dtype": dtype_name(dtype),
-                    "decay": rate,
-                    "unchanged": unchanged,
-                }
-                yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), **told)
+                told: dict[str, Any] = {"state": moment, "decay": rate, "unchanged": unchanged}
+                yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), dtype=dtype_name(dtype), **told)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         found = [(layer, layer.beta2) for layer in forecast.layers if layer.beta2 is not None]
@@ -282,10 +258,3 @@ def _is_moment_stuck(parameter: ParameterRecord, change: RealisedChanges) -> boo
     if realised is None or realised >= STUCK_MOMENT_SHARE or change.seen < FEWEST_STOCHASTIC_DECREASES:
         return False
     return not is_explained_by_chance(change, realised)
-
-
-def _read_second_moment_rate(state: StateAudit) -> float | None:
-    betas, alpha = state.options.get("betas"), state.options.get("alpha")
-    if isinstance(betas, list | tuple) and len(betas) >= 2:
-        return 1.0 - float(betas[1])
-    return None if alpha is None else 1.0 - float(alpha)

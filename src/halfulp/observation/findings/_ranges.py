@@ -11,7 +11,7 @@ import torch
 from ... import formats
 from ...formats import Format
 from .._finding import Finding, Severity, describe_names
-from .._record import ParameterRecord, Record, Role, TensorRecord
+from .._record import Record, Role, TensorRecord
 from .._text import compute_confidence, dtype_name, format_percent, pluralize, read_option
 from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
@@ -89,11 +89,6 @@ def has_wide_range(format: Format | None) -> bool:
     return format is not None and format.max >= WIDE_RANGE_MAX
 
 
-def is_unscaled(tensor: TensorRecord) -> bool:
-    """Return whether nothing chooses a scale for the tensor: what does comes close to the largest number on purpose."""
-    return tensor.scale == 1.0
-
-
 def has_scaled_loss(record: Record) -> bool:
     """Return whether a gradient scaler was seen."""
     return any(step.loss_scale is not None for step in record.history) or bool(record.sites)
@@ -127,11 +122,13 @@ class ActivationUnderflow(FindingKind):
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
-            if _has_output_vanished(tensor, held_in):
-                # All are zeros, of which no histogram tells.
+            entered = tensor.input_amax
+            all_zero = tensor.steps >= FEWEST_ZERO_STEPS and tensor.elements and _is_all_zero(tensor)
+            if all_zero and entered is not None and is_rounded_to_zero(entered, tensor.weight_amax, held_in):
+                # Inputs times weights underflow; of zeros no histogram tells.
                 weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
                 said = f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
-                said += f"{tensor.input_amax:.3g}{weights}"
+                said += f"{entered:.3g}{weights}"
                 yield self._report_underflow(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
             elif count >= FEWEST_ACTIVATIONS and tensor.rms > 0 and tensor.amax < held_in.smallest_normal * 2:
                 # Rounding to multiples of q errs by q / sqrt(12) on average.
@@ -160,13 +157,6 @@ class ActivationUnderflow(FindingKind):
         )
 
 
-def _has_output_vanished(tensor: TensorRecord, held_in: Format) -> bool:
-    """Return whether all outputs are zeros because inputs times weights underflow in their format."""
-    if tensor.steps < FEWEST_ZERO_STEPS or not tensor.elements or tensor.zeros < tensor.elements:
-        return False
-    return tensor.input_amax is not None and is_rounded_to_zero(tensor.input_amax, tensor.weight_amax, held_in)
-
-
 # Where the optimizer's states are kept in float32, its denominators are.
 DENOMINATOR_STATES = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
 
@@ -186,10 +176,13 @@ class EpsZero(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
-            eps, dtype = read_option(parameter.options, "eps"), _find_denominator_dtype(parameter)
-            if parameter.optimizer is None or eps is None or not eps > 0 or dtype is None:
+            eps = read_option(parameter.options, "eps")
+            # Others add eps in float32 whatever they store.
+            if not parameter.optimizer_module.startswith("torch.optim.") or eps is None or not eps > 0:
                 continue
-            if float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
+            found = [parameter.state_dtypes[state] for state in DENOMINATOR_STATES if state in parameter.state_dtypes]
+            dtype = found[0] if found else parameter.dtype
+            if dtype.is_floating_point and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
                 yield self._report_eps(name, eps, dtype)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
@@ -205,15 +198,6 @@ class EpsZero(FindingKind):
         said = f"eps {eps:.3g} is 0 in {dtype_name(dtype)}"
         cure = self.wide_cure if has_wide_range(formats.get(dtype)) else self.cure
         return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=dtype_name(dtype))
-
-
-def _find_denominator_dtype(parameter: ParameterRecord) -> torch.dtype | None:
-    """Return the dtype in which the optimizer adds eps; None where it does so in float32 whatever it stores."""
-    if not parameter.optimizer_module.startswith("torch.optim."):
-        return None
-    found = [parameter.state_dtypes[state] for state in DENOMINATOR_STATES if state in parameter.state_dtypes]
-    dtype = found[0] if found else parameter.dtype
-    return dtype if dtype.is_floating_point else None
 
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
@@ -386,7 +370,12 @@ class GradientUnderflow(FindingKind):
         cure = SCALED_LOSS_REMEDY if has_scaled_loss(record) else UNSCALED_LOSS_REMEDY
         found = list_tensors(record, *GRADIENT_ROLES)
         if min((one.steps for one in found), default=0) >= FEWEST_VANISHED_STEPS and all(map(_is_all_zero, found)):
-            yield from self._find_first_zero_gradient(found, cure)
+            # Of a loss whose first gradient is zero no later gradient tells.
+            narrow = [one for one in found if one.role == "activation gradient" and _has_narrow_range(one)]
+            for tensor in narrow[:1]:
+                steps, name = min(one.steps for one in found), dtype_name(tensor.dtype)
+                said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
+                yield self._report_underflow(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=name)
         for tensor in found:
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
@@ -402,24 +391,15 @@ class GradientUnderflow(FindingKind):
                 yield self._report_underflow(tensor, "error", 1 - 0.5**tensor.steps, said, cure, 0.0, 1.0)
             elif count >= FEWEST_GRADIENTS:
                 subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
-                severity = _grade_underflow(subnormal, vanished)
+                is_bad = vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING
                 said = f"{format_percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, about "
                 said += f"{format_percent(vanished)} became zero"
                 own = WIDE_RANGE_REMEDY if cure == SCALED_LOSS_REMEDY and has_wide_range(held_in) else cure
                 says = self.says if vanished >= VANISHED_SHARE_WARNING else SUBNORMAL_DIAGNOSIS
-                if severity is not None:
+                if is_bad:
+                    severity: Severity = "error" if vanished >= VANISHED_SHARE_ERROR else "warning"
                     sure, told = compute_confidence(count, FEWEST_GRADIENTS), {"says": says, "format": held_in.name}
                     yield self._report_underflow(tensor, severity, sure, said, own, subnormal, vanished, **told)
-
-    def _find_first_zero_gradient(self, found: list[TensorRecord], cure: str) -> Iterator[Finding]:
-        """Find a loss whose first gradient is zero already, of which no later gradient tells."""
-        for tensor in found:
-            held_in = get_storage_format(tensor)
-            if tensor.role == "activation gradient" and held_in is not None and held_in.emin > NARROW_RANGE_EMIN:
-                steps = min(one.steps for one in found)
-                said = f"all gradients are 0 in all {steps} sampled steps, from here in {held_in.name} on"
-                yield self._report_underflow(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=held_in.name)
-                return
 
     def _report_underflow(
         self,
@@ -435,6 +415,11 @@ class GradientUnderflow(FindingKind):
         told |= {"subnormal": subnormal, "vanished": vanished, "amax": tensor.amax, "seen": count_nonzero(tensor)}
         told |= {"write": self.write, "role": tensor.role}
         return self.found(tensor.name, severity, confidence, said, cure=cure, **told)
+
+
+def _has_narrow_range(tensor: TensorRecord) -> bool:
+    held_in = get_storage_format(tensor)
+    return held_in is not None and held_in.emin > NARROW_RANGE_EMIN
 
 
 def _is_all_zero(tensor: TensorRecord) -> bool:
@@ -464,12 +449,6 @@ def _has_gradient_vanished(record: Record, tensor: TensorRecord, held_in: Format
     return bool(pairs) and all(is_rounded_to_zero(*pair, held_in) for pair in pairs)
 
 
-def _grade_underflow(subnormal: float, vanished: float) -> Severity | None:
-    if vanished >= VANISHED_SHARE_ERROR:
-        return "error"
-    return "warning" if vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING else None
-
-
 # From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.
 NEAR_OVERFLOW_BINADES = 2.0
 
@@ -492,8 +471,8 @@ class OverflowNear(FindingKind):
         gradients = () if has_scaled_loss(record) else ("activation gradient", "weight gradient")
         for tensor in list_tensors(record, "activation", "weight", *gradients):
             held_in = get_storage_format(tensor)
-            # What is stored in 8 bits has a scale that fills the range on purpose, also where nothing tells it.
-            if held_in is None or tensor.dtype.itemsize < 2 or not is_unscaled(tensor):
+            # What has a scale fills the range on purpose; what is stored in 8 bits has one that nothing tells.
+            if held_in is None or tensor.dtype.itemsize < 2 or tensor.scale != 1.0:
                 continue
             # A mask is filled with the lowest number of such a range: torch.finfo(dtype).min.
             if has_wide_range(held_in) and tensor.amax == held_in.max:

@@ -21,26 +21,10 @@ class DtypeChangedOnResume(FindingKind):
         "in hu.contract(...).check"
     )
 
-    def in_record(self, record: Record) -> Iterator[Finding]:
-        differences: dict[str, list[tuple[str, str]]] = {}
-        for contract in reversed(record.expectations):  # whose dtypes are the last
-            for name, there in contract.other.items() if contract.source == "contract" else ():
-                differences.setdefault(name, []).append((contract.asked, there))
-        alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
-        for name, found in differences.items():
-            alike.setdefault(tuple(found), []).append(name)
-        for pairs, names in alike.items():
-            asked, there = (", ".join(words) for words in zip(*pairs))
-            said = f"the contract says {asked}, the resumed run has {there}"
-            yield self.found(names, "error", 1.0, said, asked=asked, there=there, other=len(names))
-
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
             if row.a.dtype != row.b.dtype:
                 yield self._report_dtype_change(name, "", row.a.dtype, row.b.dtype)
-            elif row.a.storage != row.b.storage:
-                said = f"{row.a.storage} storage in A, {row.b.storage} in B"
-                yield self.found(name, "warning", 1.0, said, before=row.a.storage, after=row.b.storage)
         for name, state in audit.states.items():
             for key, (before, after) in state.dtypes.items():
                 if before is not None and after is not None and before != after:
@@ -71,7 +55,7 @@ class DtypeNotAsked(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for asked in record.expectations:
-            if asked.source == "contract" or not asked.other:
+            if not asked.other:
                 continue
             there = ", ".join(dict.fromkeys(asked.other.values()))
             yield self.found(

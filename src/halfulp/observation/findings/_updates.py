@@ -115,7 +115,9 @@ class FreezeAhead(FindingKind):
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
         for layer in forecast.layers:
             if layer.freeze_step is not None and layer.weight_update == "nearest":
-                frozen.setdefault((_grade_freeze(layer), dtype_name(layer.dtype)), []).append(layer)
+                severity: Severity = "warning" if layer.after_freeze >= FROZEN_SHARE_WARNING else "note"
+                severity = "error" if layer.after_freeze >= FROZEN_SHARE_ERROR else severity
+                frozen.setdefault((severity, dtype_name(layer.dtype)), []).append(layer)
         for (severity, dtype), layers in frozen.items():
             worst = max(layers, key=lambda layer: layer.after_freeze)
             yield self.found(
@@ -131,12 +133,6 @@ class FreezeAhead(FindingKind):
                 after_freeze=worst.after_freeze,
                 dtype=dtype,
             )
-
-
-def _grade_freeze(layer: LayerForecast) -> Severity:
-    if layer.after_freeze >= FROZEN_SHARE_ERROR:
-        return "error"
-    return "warning" if layer.after_freeze >= FROZEN_SHARE_WARNING else "note"
 
 
 def _describe_freeze(layers: list[LayerForecast], worst: LayerForecast, dtype: str, start: int) -> str:
@@ -171,19 +167,18 @@ class NeverStepped(FindingKind):
             if not parameter.requires_grad:
                 continue
             if parameter.optimizer is None:
-                yield self._report_unoptimized(record, name, parameter.numel)
+                gradient, numel = record.tensors.get(("weight gradient", name)), parameter.numel
+                if not steps or (gradient is not None and gradient.zeros < gradient.elements):
+                    yield self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
+                else:  # perhaps a copy
+                    said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a "
+                    said += "target or average"
+                    told = {"numel": numel, "sampled_steps": steps}
+                    yield self.found(name, "note", 1 - 0.5**steps, said, cure=COPY_CURE, **told)
             # Of a shard without elements the gradient goes to other ranks.
             elif steps and parameter.gradients == 0 and parameter.numel:
                 said = f"no gradient in any of {steps} sampled steps"
                 yield self.found(name, "warning", 1 - 0.5**steps, said, cure=NO_GRADIENT_CURE, sampled_steps=steps)
-
-    def _report_unoptimized(self, record: Record, name: str, numel: int) -> Finding:
-        """Find a parameter in no optimizer: forgotten if the loss depends on it, else perhaps a copy."""
-        steps, gradient = len(record.sampled_steps), record.tensors.get(("weight gradient", name))
-        if not steps or (gradient is not None and gradient.zeros < gradient.elements):
-            return self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
-        said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a target or average"
-        return self.found(name, "note", 1 - 0.5**steps, said, cure=COPY_CURE, numel=numel, sampled_steps=steps)
 
 
 # In units of the standard deviation: a chance of one in 10^8 per tensor, of which a model has hundreds.
@@ -291,7 +286,15 @@ class UpdatesLost(FindingKind):
             argument = 'weight_update="split"' if too_small else KAHAN_ARGUMENT
             code = write_optimizer_code(None, argument, state.weight_update is not None)
             yield self.found(
-                name, severity, confidence, said, cure=cure, write=code, **_make_lost_evidence(update, state, row)
+                name,
+                severity,
+                confidence,
+                said,
+                cure=cure,
+                write=code,
+                **make_change_evidence(update, row.b.dtype),
+                lr=state.options.get("lr"),
+                **{f"lost_by_{name}": share for name, share in state.lost_by.items()},
             )
 
 
@@ -447,7 +450,9 @@ class WeightFrozen(FindingKind):
             ):
                 continue
             rounded, moves = update.lost_share >= MOSTLY_LOST_SHARE, update.seen - update.cancelled
-            if not rounded and (moves < FEWEST_MOVES or not _has_dense_gradient(record, parameter)):
+            gradient = record.tensors.get(("weight gradient", name))
+            nonzero = 0.0 if gradient is None else 1 - gradient.zeros / max(1, gradient.elements)
+            if not rounded and (moves < FEWEST_MOVES or nonzero <= DENSE_GRADIENT_SHARE):
                 continue
             if is_update_kept_beside(parameter) and not _is_movement_due(record, parameter):
                 continue
@@ -475,7 +480,7 @@ class WeightFrozen(FindingKind):
             make_name_pattern(name) for name, row in audit.tensors.items() if row.status in ("changed", "barely-moved")
         }
         for name, row in audit.tensors.items():
-            if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel or row.companions_moved:
+            if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel:
                 continue
             if get_precision(row.a.dtype) is None or row.b.nonfinite:
                 continue
@@ -521,7 +526,7 @@ def _list_rounded(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]
     """Yield the parameters that nothing wider stands beside and that no other rounding updates."""
     for name, state in audit.states.items():
         row = audit.tensors.get(name)
-        if row is None or state.compensated or row.companions_moved or row.b.storage != "plain":
+        if row is None or state.compensated:
             continue
         if state.weight_update in (None, "nearest"):
             yield name, state, row
@@ -539,11 +544,6 @@ def _are_weights_kept_elsewhere(update: RealisedChanges, row: TensorAudit, state
     return bool(kept) and min(kept) > (get_precision(row.b.dtype) or 0)
 
 
-def _make_lost_evidence(update: RealisedChanges, state: StateAudit, row: TensorAudit) -> dict[str, Any]:
-    by = {f"lost_by_{name}": share for name, share in state.lost_by.items()}
-    return {**make_change_evidence(update, row.b.dtype), "lr": state.options.get("lr"), **by}
-
-
 def _is_movement_due(record: Record, parameter: ParameterRecord) -> bool:
     """Return whether updates that are kept until they show add up to more than the largest weight's spacing."""
     update, weight = record.tensors.get(("update", parameter.name)), record.tensors.get(("weight", parameter.name))
@@ -558,9 +558,3 @@ def _is_movement_due(record: Record, parameter: ParameterRecord) -> bool:
         return False
     steps = record.history[-1].step + 1 if record.history else 0
     return steps * update.amax > 2.0 ** (1 - digits) * weight.amax
-
-
-def _has_dense_gradient(record: Record, parameter: ParameterRecord) -> bool:
-    """Return whether most elements of a parameter have gradients."""
-    gradient = record.tensors.get(("weight gradient", parameter.name))
-    return gradient is not None and gradient.elements - gradient.zeros > DENSE_GRADIENT_SHARE * gradient.elements

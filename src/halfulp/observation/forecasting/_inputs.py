@@ -20,7 +20,7 @@ from ..._names import unknown
 from ...optim import Optimizer as HalfulpOptimizer
 from .._text import holds_signed_floats
 from ..checkpoints._files import Checkpoint
-from ..checkpoints._names import COMPANION_SUFFIXES, RUNNING_STATISTICS, name_optimizer_states
+from ..checkpoints._names import RUNNING_STATISTICS, name_optimizer_states
 
 Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor | None
 SCHEDULE_NAMES = ("constant", "linear", "cosine", "wsd")
@@ -268,12 +268,6 @@ def make_inputs_from_checkpoint(
     Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
     """
     notes = list(opened.unseen)
-    converted = [name for name in opened.tensors if name.endswith(COMPANION_SUFFIXES)]
-    if converted:
-        raise NotImplementedError(
-            f"{listed(converted)} are parts of tensors of several components or with a scale, whose updates are not "
-            "those of plain floating-point numbers: forecast the model before it is converted"
-        )
     states = name_optimizer_states(opened, notes)
     saved = {name: state.options for name, state in states.items()}
     if lr is None and not (saved and all("lr" in one for one in saved.values())):

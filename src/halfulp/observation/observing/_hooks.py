@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,7 @@ class ModuleHooks:
         self.expects_calls: bool = bool(names) and not compiled
         followed = {module: name for module, name in names.items() if has_running_statistics(module)}
         self.statistics: RunningStatisticsWatcher = RunningStatisticsWatcher(recorder, followed)
-        self._residuals, self._positions, self._casts = (
-            ResidualSums(recorder),
-            PositionCollisions(recorder),
-            UnderflowingCasts(recorder),
-        )
+        self._residuals, self._casts = ResidualSums(recorder), UnderflowingCasts(recorder)
         self._again = Recomputations(recorder) if check else None
         self._hooks = {module: functools.partial(self._note_module_run, name) for module, name in names.items()}
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
@@ -117,7 +113,9 @@ class ModuleHooks:
         self.recorder.uses.note_module_run(name, inputs, output)
         self._residuals.note_module_run(name, inputs, output)
         self._casts.note_module_run(name, output)
-        self._positions.note_output(name, output)
+        for one in output if isinstance(output, tuple) else (output,):
+            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_ROWS:
+                find_position_collisions(self.recorder, name, one)
 
     @make_safe_method
     def _look_at_outputs(
@@ -131,7 +129,8 @@ class ModuleHooks:
             if torch._C._is_any_autocast_enabled():
                 self._expectations.note_autocast_output(module, name, output)
             for tensor in found:
-                if not self._is_last_output(tensor):
+                # One that a module around hands on was looked at last.
+                if self._last is None or self._last[0]() is not tensor or self._last[1] != tensor._version:
                     self._look_at_output(name, module, tensor, inputs)
             self._seen.add(name)
         if not name:
@@ -159,11 +158,6 @@ class ModuleHooks:
             if len(handles) > MOST_GRADIENT_HANDLES:  # many forward passes without an optimizer's step
                 handles[:] = [handle for handle in handles if handle.hooks_dict_ref() is not None]
             handles.append(tensor.register_hook(functools.partial(self._note_gradient, name, kind)))
-
-    def _is_last_output(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is the one that was looked at last, handed on by a module around it."""
-        last = self._last
-        return last is not None and last[0]() is tensor and last[1] == tensor._version
 
     def _note_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
         if self.recorder.sampling:
@@ -301,39 +295,23 @@ FEWEST_REPEATS = 16
 MOST_CHANCE_REPEATS = 0.2
 
 
-class PositionCollisions:
-    """Finds outputs whose positions were counted in 16 bits: a column repeats just where rounded integers do."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def note_output(self, name: str, output: Any) -> None:
-        """Check the output of a module that has run."""
-        for one in output if isinstance(output, tuple) else (output,):
-            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_ROWS:
-                self._check_output(name, one)
-
-    def _check_output(self, name: str, output: torch.Tensor) -> None:
-        if name in self.recorder.record.positions or not output.is_floating_point() or not output.numel():
+def find_position_collisions(recorder: Recorder, name: str, output: torch.Tensor) -> None:
+    """Record an output whose positions were counted in 16 bits: a column repeats just where rounded integers do."""
+    if name in recorder.record.positions or not output.is_floating_point() or not output.numel():
+        return
+    rows = output.detach()[(0,) * (output.dim() - 2)]
+    for dtype, start in EXACT_INTEGERS_UP_TO.items():
+        if len(rows) <= start + FIRST_REPEATS_WINDOW:
+            continue
+        positions = torch.arange(len(rows), device=rows.device, dtype=torch.float32).to(dtype)
+        expected = positions[1:] == positions[:-1]
+        end = start + FIRST_REPEATS_WINDOW
+        columns = _find_columns_repeating_at(rows[start : end + 1], expected[start:end])
+        if not bool(columns.any()) or int(expected.sum()) < FEWEST_REPEATS:
+            continue
+        if bool(_find_columns_repeating_at(rows[:, columns], expected).any()):
+            recorder.record.positions[name] = PositionsRecord(name, dtype, len(rows))
             return
-        rows = output.detach()[(0,) * (output.dim() - 2)]
-        for dtype, start in EXACT_INTEGERS_UP_TO.items():
-            if len(rows) <= start + FIRST_REPEATS_WINDOW:
-                continue
-            expected = _find_repeats(len(rows), dtype, rows.device)
-            end = start + FIRST_REPEATS_WINDOW
-            columns = _find_columns_repeating_at(rows[start : end + 1], expected[start:end])
-            if not bool(columns.any()) or int(expected.sum()) < FEWEST_REPEATS:
-                continue
-            if bool(_find_columns_repeating_at(rows[:, columns], expected).any()):
-                self.recorder.record.positions[name] = PositionsRecord(name, dtype, len(rows))
-                return
-
-
-def _find_repeats(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return which integers from 0 on are equal to the next one when both are rounded to a dtype."""
-    positions = torch.arange(count, device=device, dtype=torch.float32).to(dtype)
-    return positions[1:] == positions[:-1]
 
 
 def _find_columns_repeating_at(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -413,19 +391,19 @@ class GradientHooks:
 
     Args:
         recorder: what is written to; its record has the parameters.
-        named: trainable parameters and their names.
+        named: parameters by name.
 
     Attributes:
         arrived: names whose gradients were looked at in this step.
         adding: hooks whose gradients are sums in this step.
     """
 
-    def __init__(self, recorder: Recorder, named: list[tuple[str, torch.Tensor]]) -> None:
+    def __init__(self, recorder: Recorder, named: Mapping[str, torch.Tensor]) -> None:
         self.recorder = recorder
         self.arrived: set[str] = set()
         self.adding: list[_ParameterHooks] = []
         self.handles: list[RemovableHandle] = []
-        self._hooks = [_ParameterHooks(self, name, parameter) for name, parameter in named]
+        self._hooks = [_ParameterHooks(self, name, one) for name, one in named.items() if one.requires_grad]
 
     def attach(self) -> None:
         """Attach the hooks."""

@@ -7,7 +7,6 @@ import math
 import os
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import formats
-from ..._messages import a_kind
 from ..._qualified_names import make_name_pattern
 from ...sinks import Outlet, Sink, outlet
 from .._record import ParameterRecord, Record, Role, StepRecord, TensorRecord
@@ -86,18 +84,6 @@ class Recorder:
     def is_watching(self) -> bool:
         """Whether a hook is at work now."""
         return not self._free
-
-    def begin_watching(self) -> bool:
-        """Begin the work of a hook; False while another one is at work, maybe of another thread: they share memory."""
-        try:
-            self._free.pop()  # one operation, which no other thread divides
-        except IndexError:
-            return False
-        return True
-
-    def end_watching(self) -> None:
-        """End the work of a hook."""
-        self._free.append(None)
 
     def begin_step(self, step: int, sampling: bool) -> None:
         """Begin a step."""
@@ -216,7 +202,11 @@ def make_safe_method(function: WatchedMethod) -> WatchedMethod:
 
 def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: Any) -> None:
     """Call a function as a method of `make_safe_method` is called."""
-    if torch.compiler.is_compiling() or not recorder.begin_watching():
+    if torch.compiler.is_compiling():
+        return
+    try:
+        recorder._free.pop()  # one operation, which no other thread divides: hooks of several share memory
+    except IndexError:
         return
     begin = time.perf_counter()
     records_gradients = torch.is_grad_enabled()
@@ -233,7 +223,7 @@ def run_safely(recorder: Recorder, function: Callable[..., object], *arguments: 
         recorder.note_unseen(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
     finally:
         torch._C._set_grad_enabled(records_gradients)
-        recorder.end_watching()
+        recorder._free.append(None)
         recorder.seconds += time.perf_counter() - begin
 
 
@@ -350,9 +340,8 @@ class StepRows:
     such as "updates_lost" and "updates_lost/layers.*.norm.weight": of the changes wanted in this step, those that left
     their element as it was; of the wanted movement, what took place; of the nonzero gradients, about how many became
     zero in their dtype (over all: those of activations too). None stands for what is not known. A group is the
-    parameters whose names differ in numbers alone, in modules of one class; where those are more than 24, parameters of
-    one name in modules of one class; the smallest beyond that are together "others". Gradients of iterations that a
-    scaler skipped before the step count in it.
+    parameters whose names differ in numbers alone; the smallest beyond 24 are together "others". Gradients of
+    iterations that a scaler skipped before the step count in it.
 
     Attributes:
         columns: names of the entries, in order, the same in all rows.
@@ -411,30 +400,22 @@ class StepRows:
 
 
 def group_parameters(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
-    """Return the group of each parameter, by name: alike parameters share one, so that there are at most 24.
+    """Return the group of each parameter, by name: those whose names differ in numbers alone share one.
+
+    There are at most 24: the smallest beyond that are "others".
 
     >>> import torch
-    >>> named = {"0.weight": "Linear", "1.weight": "LayerNorm", "3.weight": "Linear"}
-    >>> group_parameters(ParameterRecord(name, kind, torch.float32, (2,), 2, True) for name, kind in named.items())
-    {'0.weight': '*.weight (Linear)', '1.weight': '1.weight', '3.weight': '*.weight (Linear)'}
+    >>> names = ["0.weight", "3.weight", "3.bias"]
+    >>> group_parameters(ParameterRecord(name, "Linear", torch.float32, (2,), 2, True) for name in names)
+    {'0.weight': '*.weight', '3.weight': '*.weight', '3.bias': '3.bias'}
     """
-    parameters = list(parameters)
-    members: dict[tuple[str, str], list[str]] = {}
+    members: dict[str, list[ParameterRecord]] = {}
     for one in parameters:
-        members.setdefault((make_name_pattern(one.name), one.kind), []).append(one.name)
-    patterns = Counter(pattern for pattern, _ in members)
-    found: dict[str, str] = {}
-    for (pattern, kind), names in members.items():
-        shared = pattern if patterns[pattern] == 1 else f"{pattern} ({kind})"
-        found |= dict.fromkeys(names, shared if len(names) > 1 else names[0])
-    if len(members) > MOST_PARAMETER_GROUPS:
-        found = {one.name: f"{one.kind}.{one.name.rpartition('.')[2]}".lstrip(".") for one in parameters}
-    sizes: Counter[str] = Counter()
-    for one in parameters:
-        sizes[found[one.name]] += one.numel
-    most = MOST_PARAMETER_GROUPS if len(sizes) <= MOST_PARAMETER_GROUPS else MOST_PARAMETER_GROUPS - 1
-    kept = {group for group, _ in sizes.most_common(most)}
-    return {one.name: found[one.name] if found[one.name] in kept else OTHER_GROUPS_NAME for one in parameters}
+        members.setdefault(make_name_pattern(one.name), []).append(one)
+    largest = sorted(members, key=lambda pattern: -sum(one.numel for one in members[pattern]))
+    kept = largest if len(largest) <= MOST_PARAMETER_GROUPS else largest[: MOST_PARAMETER_GROUPS - 1]
+    named = {pattern: pattern if len(members[pattern]) > 1 else members[pattern][0].name for pattern in kept}
+    return {one.name: named.get(pattern, OTHER_GROUPS_NAME) for pattern, own in members.items() for one in own}
 
 
 @functools.cache
@@ -479,17 +460,6 @@ class RowWriter:
             if one.said is not None:
                 self._book.note_unseen(f"rows of the steps: {one.said}")
         self._outlets = [one for one in self._outlets if not one.closed]
-
-
-def check_sinks(given: Any) -> Sequence[Sink]:
-    """Return the sinks as a list.
-
-    Raises:
-        TypeError: it is none.
-    """
-    if isinstance(given, str | os.PathLike) or not isinstance(given, Iterable):
-        raise TypeError(f"sinks= takes a list of sinks, got {a_kind(given)}: put it into a list, sinks=[...]")
-    return list(given)
 
 
 def is_first_process() -> bool:

@@ -85,10 +85,12 @@ def _make_finding_line(one: PlainData, forecast: bool) -> dict[str, Any]:
         # A sample is never wholly sure.
         sure = one["confidence"]
         evidence.append(("how sure", "over 99%" if sure > 0.99 else f"{100 * sure:.0f}%"))
+    shown = [name or "(model)" for name in one["where"][:_MOST_SHOWN_NAMES]]
+    left = len(one["where"]) - _MOST_SHOWN_NAMES
     return {
         "where": describe_names(one["where"]),
         "summary": one["summary"] + _describe_trainings(one.get("trainings", ())),
-        "names": _shorten_names(one["where"]),
+        "names": [*shown, f"and {left} more"] if left > 0 else shown,
         "evidence": evidence,
     }
 
@@ -102,11 +104,6 @@ def _describe_trainings(numbers: Sequence[int]) -> str:
     if not numbers:
         return ""
     return f" (training{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))})"
-
-
-def _shorten_names(where: Sequence[str]) -> list[str]:
-    names = [name or "(model)" for name in where[:_MOST_SHOWN_NAMES]]
-    return names + ([f"and {len(where) - _MOST_SHOWN_NAMES} more"] if len(where) > _MOST_SHOWN_NAMES else [])
 
 
 def _format_evidence(value: Any) -> str:

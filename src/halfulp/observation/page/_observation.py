@@ -39,6 +39,8 @@ def render_observation_page(data: PlainData) -> str:
     role, where = first[0].get("role", "") if first else "", [name for one in first for name in one["where"]]
     charts: dict[str, Any] = make_map_data(record.get("tensors", ()), parameters, role, where)
     has_map, curves = bool(charts["tensors"]), make_history_panels(record.get("history", []))
+    every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
+    overhead = data.get("overhead")
     nothing = "Nothing was observed: no optimizer stepped"
     return render_page(
         "observation.html.j2",
@@ -55,7 +57,7 @@ def render_observation_page(data: PlainData) -> str:
         storage=make_storage_table(record),
         extras=make_extra_tables(record),
         unseen=record.get("unseen", []),
-        cost=_describe_cost(data),
+        cost="" if overhead is None else f"{every}Observing took {times(overhead)} the run's own time.",
     )
 
 
@@ -64,13 +66,6 @@ def _describe_extent(data: PlainData) -> str:
     steps = [one["steps"] for one in data.get("trainings", ())] or [data["steps"]]
     of = "" if len(steps) == 1 else f" of {len(steps)} trainings"
     return f"{pluralize(sum(steps), 'step')}{of}"
-
-
-def _describe_cost(data: PlainData) -> str:
-    """Describe what observing cost, where that is known."""
-    overhead = data.get("overhead")
-    every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
-    return f"{every}Observing took {times(overhead)} the run's own time." if overhead is not None else ""
 
 
 def _describe_observation(cards: Sequence[PlainData], data: PlainData, record: PlainData) -> str:
@@ -104,21 +99,19 @@ def make_map_data(
     roles = sorted({row["role"] for row in rows}, key=lambda role: order.get(role, len(order)))
     for row in rows:
         row["found"] = row["role"] == role and any(f"{row['name']}.".startswith(f"{one}.") for one in where)
-    found = any(row["found"] for row in rows)
+    found, stored = any(row["found"] for row in rows), {}
+    for each in roles:  # the format that stores the tensors of the first cause, or most of the rows
+        own = [row for row in rows if row["role"] == each]
+        held_in = Counter(row["dtype"] for row in [row for row in own if row["found"]] or own)
+        stored[each] = held_in.most_common(1)[0][0]
     return {
         "tensors": sorted(rows, key=lambda row: row["order"]),
         "formats": [find_format_limits(name) for name in named],
-        "stored": {role: _find_storage_format([row for row in rows if row["role"] == role]) for role in roles},
+        "stored": stored,
         "roles": roles,
         "role": role if found else (roles[0] if roles else ""),
         "order": "lost" if found else "model",
     }
-
-
-def _find_storage_format(rows: Sequence[PlainData]) -> str:
-    """Return the format that stores the tensors of the first cause among rows, or most of the rows."""
-    found = [row for row in rows if row["found"]] or rows
-    return Counter(row["dtype"] for row in found).most_common(1)[0][0]
 
 
 def _make_tensor_row(one: PlainData, parameter: PlainData | None, weight: int | None) -> dict[str, Any]:
@@ -284,6 +277,11 @@ def make_storage_table(data: PlainData) -> Table:
         small = f"quantized to {stored}" if stored else ""
         return Cell(dtype_word(one["dtype"]), tone="" if met else "bad", small=small)
 
+    def stepper(one: PlainData) -> Cell:
+        if not one["requires_grad"]:
+            return Cell("frozen", sort="", tone="quiet")
+        return Cell("none", tone="bad") if one["optimizer"] is None else Cell(one["optimizer"])
+
     def of_parameter(cell: Callable[[PlainData], Cell]) -> Callable[[PlainData], Cell]:
         return lambda one: UNKNOWN_CELL if "role" in one else cell(one)
 
@@ -301,7 +299,7 @@ def make_storage_table(data: PlainData) -> Table:
                 lambda one: Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
             ),
         ),
-        ("optimizer", "", of_parameter(_make_optimizer_cell)),
+        ("optimizer", "", of_parameter(stepper)),
         (
             "weight update",
             "",
@@ -314,7 +312,7 @@ def make_storage_table(data: PlainData) -> Table:
 
 
 def make_extra_tables(data: PlainData) -> list[Table]:
-    """Return tables that only some runs have: running averages, modules that differ when run again, sites."""
+    """Return tables that only some runs have: running averages, and sites of a scaler."""
     averages: TableColumns = [
         ("average", "", lambda one: Cell(one["name"])),
         ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
@@ -322,29 +320,17 @@ def make_extra_tables(data: PlainData) -> list[Table]:
         (LOST_TITLE, "number", lambda one: change_cell(one["change"], bar=True)),
         (KEPT_TITLE, "number", lambda one: kept_cell(one["change"])),
     ]
-
-    def second(one: PlainData) -> Cell:
-        return Cell(dtype_word(one["dtypes"][1]), tone="bad" if len(set(one["dtypes"])) > 1 else "")
-
-    differences: TableColumns = [
-        ("module", "", lambda one: Cell(one["name"] or "(model)")),
-        ("first", "", lambda one: Cell(dtype_word(one["dtypes"][0]))),
-        ("second", "", second),
-        ("differing", "number", lambda one: share_cell(one["differing"])),
-        ("relative", "number", lambda one: number_cell(one["relative"])),
+    sites: TableColumns = [
+        ("site", "", lambda one: Cell(one["site"])),
+        ("format", "", lambda one: Cell(one["format"] or "–")),
+        ("exponent", "number", lambda one: number_cell(one["exponent"])),
+        ("overflows", "number", lambda one: number_cell(one["overflows"])),
     ]
-    found = [make_table("averages", "Running averages", data.get("averages", ()), averages)]
-    for key, caption in (("recomputed", "Computed again by checkpointing"), ("compiled", "Compiled beside eager")):
-        found.append(make_table(key, caption, data.get(key, ()), differences))
-    found.append(_make_sites_table(data.get("sites", ())))
+    found = [
+        make_table("averages", "Running averages", data.get("averages", ()), averages),
+        make_table("sites", "Sites of the gradient scaler", data.get("sites", ()), sites),
+    ]
     return [table for table in found if table.rows]
-
-
-def _make_optimizer_cell(one: PlainData) -> Cell:
-    """Return a cell with the optimizer that steps a parameter, or "frozen" or "none"."""
-    if not one["requires_grad"]:
-        return Cell("frozen", sort="", tone="quiet")
-    return Cell("none", tone="bad") if one["optimizer"] is None else Cell(one["optimizer"])
 
 
 def _make_state_dtypes_cell(one: PlainData) -> Cell:
@@ -361,24 +347,6 @@ def _make_states_lost_cell(states: Mapping[str, PlainData]) -> Cell:
         return UNKNOWN_CELL
     worst = max(found, key=lambda name: found[name])
     return Cell(format_share(found[worst]), sort=found[worst], title=f"the worst, {worst}")
-
-
-def _make_sites_table(sites: Sequence[PlainData]) -> Table:
-    """Return a table of a scaler's sites, of whatever columns it gives; the first is the name."""
-    keys = list(dict.fromkeys(key for one in sites for key in one))
-    keys.sort(key=lambda key: key not in ("name", "site"))
-    numeric = {key for key in keys if all(isinstance(one.get(key), int | float) for one in sites)}
-
-    def column(key: str) -> tuple[str, str, Callable[[PlainData], Cell]]:
-        if key in numeric:
-            return key.replace("_", " "), "number", lambda one: number_cell(one[key])
-        return key.replace("_", " "), "", lambda one: Cell(_format_site_value(one.get(key)))
-
-    return make_table("sites", "Sites of the gradient scaler", sites, [column(key) for key in keys])
-
-
-def _format_site_value(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else "–" if value is None else str(value)
 
 
 def make_trainings_table(trainings: Sequence[PlainData]) -> Table:

@@ -39,15 +39,10 @@ _STATUS_TONES = {
 }
 
 
-_CONTRACT_COLUMNS: TableColumns = [
-    ("name", "", lambda one: Cell(one["name"])),
-    ("difference", "", lambda one: Cell(one["difference"])),
-]
-
-
 def render_audit_page(data: PlainData) -> str:
     """Return the page of what `Audit.to_dict` gives, as text."""
     cards, tensors = make_cause_cards(data), data["tensors"]
+    contract: TableColumns = [(key, "", lambda one, key=key: Cell(one[key])) for key in ("name", "difference")]
     return render_page(
         "audit.html.j2",
         cards,
@@ -58,7 +53,7 @@ def render_audit_page(data: PlainData) -> str:
         states=_make_states_table(data["states"]),
         tensors=_make_tensors_table(tensors),
         share=data["share"],
-        contract=make_table("contract", "Precision contracts that differ", data["contract"], _CONTRACT_COLUMNS),
+        contract=make_table("contract", "Precision contracts that differ", data["contract"], contract),
         unseen=data["unseen"],
     )
 
@@ -109,6 +104,13 @@ def _make_states_table(states: Sequence[PlainData]) -> Table:
         found = dict.fromkeys(_join_dtypes(pair) for pair in one["dtypes"].values())
         return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNKNOWN_CELL
 
+    def remedy(one: PlainData) -> Cell:
+        """Name the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
+        if one["update"] is None:
+            return UNKNOWN_CELL
+        limit = max(0.01, one["update"]["lost_share"] / 10)
+        return Cell(", ".join(name for name, part in one["lost_by"].items() if part <= limit) or "–")
+
     columns: TableColumns = [
         ("parameter", "", lambda one: Cell(one["name"])),
         ("lr", "number", lambda one: number_cell(one["options"].get("lr"))),
@@ -117,15 +119,9 @@ def _make_states_table(states: Sequence[PlainData]) -> Table:
         (LOST_TITLE, "number", lambda one: change_cell(one["update"], bar=True)),
         (KEPT_TITLE, "number", lambda one: kept_cell(one["update"])),
         ("decay lost", "number", lambda one: change_cell(one["decay"])),
-        ("would keep it", "minor", lambda one: UNKNOWN_CELL if one["update"] is None else _make_remedy_cell(one)),
+        ("would keep it", "minor", remedy),
     ]
     return make_table("states", "What the optimizer's state says", states, columns)
-
-
-def _make_remedy_cell(state: PlainData) -> Cell:
-    """Return the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
-    limit = max(0.01, state["update"]["lost_share"] / 10)
-    return Cell(", ".join(name for name, part in state["lost_by"].items() if part <= limit) or "–")
 
 
 def _join_dtypes(dtypes: Sequence[str | None]) -> str:
@@ -182,13 +178,15 @@ def _make_lost_shares_chart(data: PlainData) -> dict[str, Any] | None:
     if not layers:
         return None
     low, high = data["start"], max(data["steps"], data["start"] + 1)
+    rough = max(1, (high - low) // 6)  # about six round steps
+    gap = next(many * base for many in (1, 2, 5, 10) if many * (base := 10 ** (len(str(rough)) - 1)) >= rough)
     layers.sort(key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
     curve = data.get("learning_rates")
     return {
         "rows": [_make_chart_row(one, low, high) for one in layers],
         "low": low,
         "high": high,
-        "ticks": [[at, format_count(at)] for at in _choose_step_ticks(low, high)],
+        "ticks": [[at, format_count(at)] for at in range(-(-low // gap) * gap, high + 1, gap)],
         "columns": ["freezes at", "updates lost"],
         "title": "updates lost, by step",
         "words": "Share of updates lost by layer and step, and where each freezes; the table below has the steps.",
@@ -209,14 +207,6 @@ def _make_chart_row(one: PlainData, low: int, high: int) -> dict[str, Any]:
         "bad": frozen is not None,
         **({} if frozen is None else {"mark": frozen}),
     }
-
-
-def _choose_step_ticks(low: int, high: int) -> list[int]:
-    """Round steps, about six of them."""
-    rough = max(1, (high - low) // 6)
-    base = 10 ** (len(str(rough)) - 1)
-    gap = next(many * base for many in (1, 2, 5, 10) if many * base >= rough)
-    return list(range(-(-low // gap) * gap, high + 1, gap))
 
 
 def _make_freeze_cell(one: PlainData) -> Cell:

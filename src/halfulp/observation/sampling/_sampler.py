@@ -5,8 +5,7 @@ order, u_k uniform in [0, 1) and a pure function of (step, name): every run has 
 is, so that counts over the sample are unbiased, and no period of the tensor's rows can hide from them. A tensor of up
 to 4096 elements is taken whole.
 
-A tensor's extremes, and a sample's counts in blocks, are found by compiled kernels where they run and else by plain
-torch; formats of single elements are counted in NumPy, by the places of their limits among the sorted magnitudes.
+A tensor's extremes, and a sample's counts, are found by compiled kernels where they run and else by plain torch.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from ...kernels import (
     disable_callers_modes,
     keeping_subnormals,
     plain_address,
+    run_on_tensors,
     select_engine,
     to_plain_memory,
 )
@@ -148,7 +148,6 @@ FormatLike = Format | BlockFormat | str | torch.dtype
 DEFAULT_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3", "nvfp4")
 # Exponent of the smallest subnormal of float32.
 LOWEST_EXPONENT = -149
-_FRACTION_BITS = 23
 
 
 class CandidateFormats:
@@ -169,17 +168,6 @@ class CandidateFormats:
         if self._kernels is None:
             self._kernels = SampleKernels(self)
         return self._kernels
-
-    @functools.cached_property
-    def magnitude_limits(self) -> np.ndarray:
-        """The magnitudes that samples are compared with, as words of float32.
-
-        Three of each format of single elements (`find_format_thresholds`), then each power of two and infinity.
-        """
-        own = [word for format in self.single for word in find_format_thresholds(format)]
-        subnormal = [1 << bit for bit in range(_FRACTION_BITS)]
-        normal = [exponent << _FRACTION_BITS for exponent in range(1, d.EXPONENT_BINS - _FRACTION_BITS + 1)]
-        return np.array([*own, *subnormal, *normal, d.INFINITE_WORD], np.uint32)
 
 
 def find_format(format: FormatLike) -> Format | BlockFormat:
@@ -333,7 +321,7 @@ def count_samples(samples: Iterable[tuple[torch.Tensor, TensorTotals]], candidat
             candidates.kernels.count_samples(narrow[k : k + TENSORS_PER_CALL])
     else:
         for sample, totals in narrow:
-            count_sample_by_numpy(sample, candidates, totals)
+            count_sample_by_torch(sample, candidates, totals)
 
 
 def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
@@ -480,7 +468,7 @@ def check_kernels(dtype: torch.dtype) -> None:
             candidates.kernels.count_samples([(sample, totals)])
         else:
             compute_extremes_by_torch(x, math.inf, totals)
-            count_sample_by_numpy(sample, candidates, totals)
+            count_sample_by_torch(sample, candidates, totals)
         totals.sums[d.SQUARES_SUM] = 0.0  # which depends on the order of the sum
         record = totals.record
         extremes = torch.tensor([record.amax, record.amin, record.zeros], dtype=torch.float64, device="cpu")
@@ -572,20 +560,15 @@ def _decode_smallest_magnitude(smallest: float) -> float:
     return amin
 
 
-def count_sample_by_numpy(sample: torch.Tensor, candidates: CandidateFormats, totals: TensorTotals) -> None:
-    """Add a sample's counts, in NumPy."""
-    limits, numbers = candidates.magnitude_limits, sample.numpy()
-    words = np.sort(np.abs(numbers).view(limits.dtype))
-    below, end = words.searchsorted(limits), 3 * len(candidates.single)
-    singles, bins = below[:end], below[end:]
-    values = torch.from_numpy(words[: bins[-1]].view(numbers.dtype))
-    totals.record.sampled += len(words)
-    totals.sums[: d.FIRST_FORMAT_SUM] += float(values.double().square().sum()), bins[-1], bins[-1], bins[0]
-    totals.sums[d.FIRST_FORMAT_SUM : d.FIRST_FORMAT_SUM + end] += singles
-    totals.counters[0, :-1] += np.diff(bins)
-    for k, format in enumerate(candidates.blocks):
-        start = d.FIRST_FORMAT_SUM + end + SUMS_PER_BLOCK_FORMAT * k
-        totals.sums[start : start + SUMS_PER_BLOCK_FORMAT] += count_sample_in_blocks(sample, format)
+def count_sample_by_torch(sample: torch.Tensor, candidates: CandidateFormats, totals: TensorTotals) -> None:
+    """Add a sample's counts without kernels."""
+    words = [word for one in candidates.single for word in find_format_thresholds(one)]
+    constants = {("constant", k): word for k, word in enumerate(words)}
+    counters = torch.from_numpy(totals.counters)[:1]
+    singles = run_on_tensors(d.make_counts_table(len(candidates.single)).trace, [sample, counters], constants)[1]
+    blocks = [count for format in candidates.blocks for count in count_sample_in_blocks(sample, format)]
+    totals.record.sampled += len(sample)
+    totals.sums += [*singles, *blocks]
 
 
 def count_sample_in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int, int, int]:
