@@ -64,7 +64,7 @@ def test_a_plain_loop_is_observed_and_what_is_written_names_nobody(observe):
     assert (code, err) == (0, "")
     assert "updates-lost" in out
     content = written()
-    assert content["steps"] == 12
+    assert content["steps"] == 11
     assert content["ended"] == "finished"
     found = {finding["code"] for finding in content["findings"]}
     assert {"updates-lost", "weight-frozen"} <= found
@@ -110,7 +110,7 @@ print(beside.value, sys.argv[1:], sys.path[0])
 def test_json_is_one_object_and_the_script_prints_elsewhere(observe):
     code, out, err = observe("print('noise')" + LOOP.format(ending="pass"), options=("--json",))
     assert code == 0
-    assert json.loads(out)["steps"] == 12
+    assert json.loads(out)["steps"] == 11
     assert err.startswith("noise")
 
 
@@ -121,12 +121,12 @@ def test_a_crash_shows_its_traceback_first_and_then_what_was_seen(observe):
     assert lines[0].startswith("Traceback")
     assert "secret-script.py" in lines[1], "frames of the library are not shown"
     assert "RuntimeError: boom" in lines
-    assert lines[-1] == "halfulp: the script crashed after 6 steps; what was observed until then:"
+    assert lines[-1] == "halfulp: the script crashed after 5 steps; what was observed until then:"
     assert "updates-lost" in out
     content = written()
-    assert content["steps"] == 6
+    assert content["steps"] == 5
     assert content["ended"] == "crashed"
-    assert "crashed after 6 steps" in content["record"]["unseen"][0]
+    assert "crashed after 5 steps" in content["record"]["unseen"][0]
 
 
 def test_a_syntax_error_and_a_crash_before_the_first_step(observe):
@@ -146,13 +146,13 @@ def test_exit_codes_are_the_scripts_own(observe, ending, expected):
     assert code == expected
     assert "updates-lost" in out
     assert ("no more data" in err) == ("no more data" in ending)
-    assert written()["steps"] == 6
+    assert written()["steps"] == 5
 
 
 def test_an_interrupt_leaves_a_report(observe):
     code, out, err = observe(LOOP.format(ending="raise KeyboardInterrupt"))
     assert code == 2
-    assert "was interrupted after 6 steps" in err
+    assert "was interrupted after 5 steps" in err
     assert "updates-lost" in out
     assert written()["ended"] == "interrupted"
 
@@ -198,8 +198,8 @@ def test_a_termination_leaves_a_report(tmp_path, monkeypatch, forking):
     assert "updates-lost" in started.output.read_text()
     content = json.loads((tmp_path / "halfulp-observe" / "observe.json").read_text())
     assert (tmp_path / "halfulp-observe" / "observe.html").exists()
-    assert (content["steps"], content["ended"]) == (6, "terminated")
-    assert "was terminated after 6 steps" in errors
+    assert (content["steps"], content["ended"]) == (5, "terminated")
+    assert "was terminated after 5 steps" in errors
 
 
 def test_a_missing_script_and_a_folder_that_cannot_be_written(observe, tmp_path, capsys):
@@ -250,7 +250,7 @@ train(3)
     assert code == 0
     content = written()
     found = [(one["model"], one["steps"]) for one in content["trainings"]]
-    assert found == [("Maker", 8), ("Judge", 5), ("Judge", 3)]
+    assert found == [("Maker", 7), ("Judge", 5), ("Judge", 2)]
     assert [parameter["name"] for parameter in content["record"]["parameters"]] == ["weight", "bias"]
     assert "training 1 of 3: Maker, SGD" in out
 
@@ -273,12 +273,12 @@ def test_each_fold_is_a_training_on_the_page_and_in_json(observe):
     assert (code, err) == (0, "")
     assert "training 2 of 3: Sequential, AdamW" in out
     content = written()
-    assert [one["steps"] for one in content["trainings"]] == [6, 7, 8]
-    assert content["steps"] == 8
+    assert [one["steps"] for one in content["trainings"]] == [5, 6, 7]
+    assert content["steps"] == 7
     frozen = [one for one in content["findings"] if one["code"] == "weight-frozen" and "1.weight" in one["where"]]
     assert {number for one in frozen for number in one["trainings"]} == {1, 2, 3}
     page = Path("halfulp-observe", "observe.html").read_text()
-    assert "after 21 steps of 3 trainings" in page
+    assert "after 18 steps of 3 trainings" in page
     assert "of training 3, the longest" in page
     assert "(training" in page
 
@@ -303,7 +303,7 @@ def test_a_compiled_model(observe):
     code, _, err = observe(text.replace("torch.compile(plain)", "torch.compile(plain, backend='aot_eager')"))
     assert (code, err) == (0, "")
     content = written()
-    assert content["steps"] == 12
+    assert content["steps"] == 11
     assert "1.weight" in {parameter["name"] for parameter in content["record"]["parameters"]}
     assert any("compiled" in sentence for sentence in content["record"]["unseen"])
 
@@ -354,7 +354,7 @@ dist.destroy_process_group()
     monkeypatch.chdir(tmp_path)
     in_two_processes(ON_RANKS)
     printed = [(tmp_path / f"output{rank}").read_text() for rank in range(2)]
-    assert [text.count("6 steps") for text in printed] == [1, 0]
+    assert [text.count("5 steps") for text in printed] == [1, 0]
     content = json.loads((tmp_path / "halfulp-observe" / "observe.json").read_text())
     assert next(parameter["name"] for parameter in content["record"]["parameters"]) == "0.weight"
 
@@ -402,7 +402,7 @@ def test_trainers(tmp_path, text, needs, frozen):
     done = run(tmp_path, "-m", "halfulp.cli", "observe", "--interval", "2", "script.py")
     assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "halfulp-observe" / "observe.json").read_text())
-    assert content["steps"] == 6
+    assert content["steps"] == 5
     [finding] = [one for one in content["findings"] if one["code"] == "weight-frozen" and frozen in one["where"]]
     assert finding["severity"] == "error"
 

@@ -101,7 +101,7 @@ def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: st
             )
             return ending.code
         why = "; ".join([*report.unseen, PROCESS_REMEDY])
-        exit_with_error(f"the script never stepped a torch optimizer that can be observed: {why}")
+        exit_with_error(f"the script never stepped a torch optimizer twice that can be observed: {why}")
     if how:
         said = f"the script {how} after {report.steps} steps"
         report.unseen.insert(0, f"{said}: this is what was observed until then")

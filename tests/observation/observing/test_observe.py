@@ -363,11 +363,12 @@ def test_emulated_models_round_nothing_of_the_watching():
 
 def test_history_is_thinned_and_loses_no_skips():
     from halfulp.observation._record import StepRecord
-    from halfulp.observation.observing._observation import MOST_HISTORY_STEPS, append_step_record
+    from halfulp.observation.observing._observation import MOST_HISTORY_STEPS, thin_history
 
     steps: list[StepRecord] = []
     for k in range(3 * MOST_HISTORY_STEPS):
-        append_step_record(steps, StepRecord(k, False, 0.1, skipped=k % 2, scheduled=1))
+        steps.append(StepRecord(k, False, 0.1, skipped=k % 2, scheduled=1))
+        steps = thin_history(steps) if len(steps) > MOST_HISTORY_STEPS else steps
     assert len(steps) <= MOST_HISTORY_STEPS
     assert sum(step.skipped for step in steps) == 3 * MOST_HISTORY_STEPS // 2
     assert sum(step.scheduled for step in steps) == 3 * MOST_HISTORY_STEPS

@@ -80,11 +80,6 @@ class Recorder:
         self._broken: dict[int, int] = {}
         self._waiting: list[tuple[torch.Tensor, TensorTotals]] = []
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether a hook is at work now."""
-        return not self._free
-
     def begin_step(self, step: int, sampling: bool) -> None:
         """Begin a step."""
         self.step, self.sampling, self.position = step, sampling, 0

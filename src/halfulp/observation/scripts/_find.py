@@ -205,12 +205,6 @@ class ScriptTraining:
         self.summary, self.has_ended = observation.stop().summarize(), True
         vars(observation).pop("_guard", None)
 
-    def sample_next(self) -> None:
-        """Sample the next step too: the one before had begun when it was first seen."""
-        if (observation := self.observation) is not None:
-            observation.stop()
-            observation.start()
-
     def __len__(self) -> int:
         observation = self.observation
         return self.summary.steps if observation is None else len(observation)

@@ -7,29 +7,21 @@ import gc
 import itertools
 import math
 import os
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ...optim._gradient_release import StepWatcher
-from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...sinks import Row, RowFile
 from .._finding import Finding, group_causes_as_dicts
 from ..findings._kind import rank_by_causes
 from ..page import write_page
 from ._find import ScriptTraining, find_training, tell_backward_losses
-from ._run import replace_function
 
-# What a compiled module says of a hook on all modules, which is gone before the compiled code runs.
-_TEXT_OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
 # So many trainings are kept; a search over hyper-parameters may have thousands.
 MOST_TRAININGS = 32
 _TEXT_LOOSE_PARAMETERS = "an optimizer steps parameters that no module holds: they are not observed"
@@ -38,10 +30,9 @@ _TEXT_LOOSE_PARAMETERS = "an optimizer steps parameters that no module holds: th
 class ScriptWatch(StepWatcher):
     """Observes whatever trains while the context is open.
 
-    Optimizers are noticed when they are made. The first call of a module after that begins a training of each model
-    that waiting optimizers step. An optimizer that waits still when it steps begins a training then. One that holds
-    parameters of a model that is observed already ends that training and begins another, with the optimizers of before
-    that live on. A training ends with its model: nothing here keeps models or optimizers alive.
+    An optimizer's first step begins a training of the model that it steps, which is observed from the next step on. An
+    optimizer that holds parameters of a model that is observed already ends that training and begins another, with the
+    optimizers of before that live on. A training ends with its model: nothing here keeps models or optimizers alive.
 
     Args:
         lines: a file that gets a line of JSON of each sampled step, with the number of its training, while the script
@@ -61,25 +52,19 @@ class ScriptWatch(StepWatcher):
         self._numbers = itertools.count(1)
         self.trainings: list[ScriptTraining] = []
         self.unseen: list[str] = []
-        # Optimizers that have no training yet, in order.
-        self._waiting: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._training_of: weakref.WeakKeyDictionary[Optimizer, ScriptTraining | None] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-        self._calls: RemovableHandle | None = None
-        self._late: set[ScriptTraining] = set()
         self._left_out: int = 0
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> ScriptWatch:
-        self._open.enter_context(replace_function(Optimizer, "__init__", self._wrap_init))
         self._open.enter_context(tell_backward_losses(self._log_loss))
-        self._open.callback(register_optimizer_step_pre_hook(self._before_step).remove)
-        self._open.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._open.callback(register_optimizer_step_pre_hook(self.begin_step).remove)
+        self._open.callback(register_optimizer_step_post_hook(self.end_step).remove)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-        self._remove_call_hook()
         for training in self.trainings:
             training.end_observation()
         trainings = [training for training in self.trainings if len(training)]
@@ -102,23 +87,6 @@ class ScriptWatch(StepWatcher):
 
     # hooks ----------------------------------------------------------------------------------------------------
 
-    def _wrap_init(self, init: Any) -> Any:
-        def init_and_notice(optimizer: Optimizer, *args: Any, **options: Any) -> None:
-            init(optimizer, *args, **options)
-            if self._is_made_by_observation():
-                return
-            self._waiting[optimizer] = None
-            if self._calls is None:
-                warnings.filterwarnings("ignore", message=_TEXT_OF_GLOBAL_HOOKS)
-                self._calls = register_module_forward_pre_hook(self._before_forward)
-
-        return init_and_notice
-
-    def _is_made_by_observation(self) -> bool:
-        """Return whether a running observation creates the optimizer itself, to learn what the updates should be."""
-        running = (training.observation for training in self.trainings)
-        return any(observation.recorder.is_watching for observation in running if observation is not None)
-
     def _log_loss(self, loss: torch.Tensor) -> None:
         """Tell sampled steps their loss: each keeps the last one before its end."""
         for training in self.trainings:
@@ -126,67 +94,32 @@ class ScriptWatch(StepWatcher):
             if observation is not None and observation.recorder.sampling:
                 observation.log_loss(loss)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        """Begin trainings of all that wait: a hook on all modules, from the making of an optimizer to the next call."""
-        self._remove_call_hook()
-        for optimizer in list(self._waiting):
-            if optimizer in self._waiting:  # none begun before steps the same model
-                self._begin_training(optimizer)
+    def begin_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Do nothing: its place among the hooks is how released gradients find this watcher."""
 
-    def _remove_call_hook(self) -> None:
-        if self._calls is not None:
-            self._calls.remove()
-            self._calls = None
-
-    def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        self.begin_step(optimizer)
-
-    def begin_step(self, optimizer: Optimizer) -> None:
-        """Begin a training of an optimizer that steps, if it has none."""
-        if not self._is_made_by_observation() and optimizer not in self._training_of:
-            self._remove_call_hook()
-            training = self._begin_training(optimizer)
-            if training is not None:
-                self._late.add(training)
-
-    def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
-        self.end_step(optimizer)
-
-    def end_step(self, optimizer: Optimizer) -> None:
-        """Count a step of an optimizer."""
-        training = self._training_of.get(optimizer)
-        if training is None or self._is_made_by_observation():
-            return
-        if training in self._late:
-            self._late.discard(training)
-            training.sample_next()
+    def end_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Begin a training of an optimizer that has stepped, if it has none."""
+        if optimizer not in self._training_of:
+            self._begin_training(optimizer)
 
     # beginnings -----------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
-    def _begin_training(self, optimizer: Optimizer) -> ScriptTraining | None:
-        """Begin a training of an optimizer and those that wait and step the same model.
-
-        Returns:
-            None where that is impossible, or there are too many.
-        """
+    def _begin_training(self, optimizer: Optimizer) -> None:
+        """Begin a training of an optimizer and those that step the same model, unless there are too many."""
         self._training_of[optimizer] = None
-        self._waiting.pop(optimizer, None)
-        if not _collect_stepped_ids(optimizer):
-            return None
         gc.collect()  # ends trainings whose model is gone
         self.trainings = [one for one in self.trainings if one.observation is not None or len(one)]
         if len(self.trainings) >= MOST_TRAININGS:
             self._left_out += 1
-            return None
+            return
         found = find_training([optimizer], self._used)
         if found is None:
             if _TEXT_LOOSE_PARAMETERS not in self.unseen:
                 self.unseen.append(_TEXT_LOOSE_PARAMETERS)
-            return None
+            return
         own = {id(parameter) for parameter in found.model.parameters()}
-        waiting = [one for one in self._waiting if own & _collect_stepped_ids(one)]
-        optimizers = [*self._end_trainings_of(own), optimizer, *waiting]
+        optimizers = [*self._end_trainings_of(own), optimizer]
         if len(optimizers) > 1:
             found = find_training(optimizers, self._used) or found
         training = ScriptTraining(found, optimizers, self.interval, None if self._lines is None else self._write_row)
@@ -194,9 +127,7 @@ class ScriptWatch(StepWatcher):
             self._used.add(found.scaler)
         for one in optimizers:
             self._training_of[one] = training
-            self._waiting.pop(one, None)
         self.trainings.append(training)
-        return training
 
     def _end_trainings_of(self, parameters: set[int]) -> list[Optimizer]:
         """End trainings of some parameters, and return their optimizers that live on."""
@@ -210,7 +141,7 @@ class ScriptWatch(StepWatcher):
         if ended:
             gc.collect()
         self.trainings = [one for one in self.trainings if one not in ended or len(one)]
-        return [optimizer for training in ended for optimizer in self._list_optimizers(training)]
+        return [optimizer for optimizer, training in self._training_of.items() if training in ended]
 
     def _write_row(self, training: ScriptTraining, row: Row) -> None:
         """Write a line; not in a process that the script has forked, which would write as if it were this one."""
@@ -219,13 +150,6 @@ class ScriptWatch(StepWatcher):
         if training.number is None:
             training.number = next(self._numbers)
         self._lines.write([{"training": training.number, **row}])
-
-    def _list_optimizers(self, training: ScriptTraining) -> list[Optimizer]:
-        return [one for one, own in self._training_of.items() if own is training]
-
-
-def _collect_stepped_ids(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for _, _, parameter in walk_model_parameters(optimizer)}
 
 
 @dataclass
