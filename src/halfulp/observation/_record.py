@@ -81,8 +81,6 @@ class TensorRecord:
         weight_amax: of the same, where the module has parameters of its own: their largest magnitude; None else.
         sources: activation gradients: the innermost modules that took the output, whose backward passes its gradient
             comes from; the module around it where only that one's own code took it; empty of what the model returns.
-        before_cast: activation gradients that are all zeros: largest magnitude of the last ones where a cast to their
-            type, in code around the module, made them; None where none is known.
         first_nonfinite: the first sampled step with NaN or infinity, and its position in that step's order.
         nonfinite_steps: sampled steps with NaN or infinity.
         sampled: sampled elements.
@@ -111,7 +109,6 @@ class TensorRecord:
     input_amax: float | None = None
     weight_amax: float | None = None
     sources: tuple[str, ...] = ()
-    before_cast: float | None = None
     first_nonfinite: tuple[int, int] | None = None
     nonfinite_steps: int = 0
     sampled: int = 0
@@ -163,8 +160,6 @@ class ParameterRecord:
         update: of its elements.
         decay: of weight decay alone, where the optimizer decays the weight apart from the gradient; None elsewhere.
         accumulation: of gradients that were added to one that was there; None where none was.
-        accumulation_error: root mean square of what rounding made of these sums, over that of the exact sums, over all
-            sampled steps; None where none was.
         states: of each floating-point state tensor, by its name in the optimizer's state; of averages of squares their
             decreases alone.
         state_dtypes: their dtypes.
@@ -188,7 +183,6 @@ class ParameterRecord:
     update: RealisedChanges = field(default_factory=RealisedChanges)
     decay: RealisedChanges | None = None
     accumulation: RealisedChanges | None = None
-    accumulation_error: float | None = None
     states: dict[str, RealisedChanges] = field(default_factory=dict)
     state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     rounding: RoundingRecord | None = None

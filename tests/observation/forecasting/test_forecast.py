@@ -176,12 +176,14 @@ def test_a_saved_state_is_read_by_name_and_by_position():
         optimizer = torch.optim.AdamW(parameters, lr=1e-3)
         model(torch.randn(4, 16)).square().sum().backward()
         optimizer.step()
-        found = hu.forecast(model.state_dict(), 1e-3, "linear", steps=10, states=optimizer.state_dict())
+        found = hu.forecast(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, 1e-3, "linear", steps=10
+        )
         assert found.start == 1
         assert [layer.name for layer in found.layers] == ["0.weight", "0.bias", "1.weight", "1.bias"]
         assert {layer.updates for layer in found.layers} == {"the optimizer's state"}
     unnamed = torch.optim.AdamW(model.parameters()).state_dict()
-    found = hu.forecast(model[0].state_dict(), 1e-3, states=unnamed, steps=10)
+    found = hu.forecast({"model": model[0].state_dict(), "optimizer": unnamed}, 1e-3, steps=10)
     assert "the 4 optimizer states of the checkpoint have no names" in found.notes[0]
 
 
@@ -378,7 +380,7 @@ def test_nan_is_said(place):
     state = {"exp_avg": W.clone(), "exp_avg_sq": W.clone(), "step": torch.tensor(3.0)}
     (weights["w"] if place == "weight" else state["exp_avg_sq"])[2, 2] = math.nan
     states = {"state": {0: state}, "param_groups": [{"params": [0, 1], "param_names": ["w", "v"]}]}
-    ahead = hu.forecast(weights, 1e-3, steps=10, states=states)
+    ahead = hu.forecast({"model": weights, "optimizer": states}, 1e-3, steps=10)
     assert "'w' hold NaN or infinity, in weights or states: these elements are left out" in ahead.notes
     assert not any("'v'" in note for note in ahead.notes)
 

@@ -382,9 +382,7 @@ class GradientUnderflow(FindingKind):
                 continue
             if _has_gradient_vanished(record, tensor, held_in):
                 said = f"all {tensor.role}s are 0 in {held_in.name} in all {tensor.steps} sampled steps"
-                if tensor.before_cast:
-                    said += f", to which a cast rounds {tensor.before_cast:.3g} and less"
-                elif tensor.role != "weight gradient":
+                if tensor.role != "weight gradient":
                     said += f", on the way back from {describe_names(tensor.sources)}, whose own are not"
                 else:
                     said += ", which those that they are made of are not"
@@ -439,8 +437,6 @@ def _has_gradient_vanished(record: Record, tensor: TensorRecord, held_in: Format
         if back is None or own != "weight" or not entered:
             return False
         return is_rounded_to_zero(back.amax, max(entered), held_in)
-    if tensor.before_cast is not None and is_rounded_to_zero(tensor.before_cast, None, held_in):
-        return True
     pairs = []
     for source in tensor.sources:
         back = record.tensors.get(("activation gradient", source))

@@ -1,9 +1,8 @@
-"""Hooks on modules and parameters: activations, gradients, residual sums, positions, casts, and the loss."""
+"""Hooks on modules and parameters: activations, gradients, residual sums, positions, and the loss."""
 
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from .._record import PositionsRecord, RealisedChanges, ResidualRecord
 from ..sampling._sampler import PLAIN_TENSOR_TYPES, read_numbers, take_sample
 from ._averages import RunningStatisticsWatcher, has_running_statistics
 from ._expectations import Expectations
-from ._recorder import Recorder, find_float_tensors, find_loss, make_safe_method, run_safely
+from ._recorder import Recorder, find_float_tensors, find_loss, make_safe_method
 from ._second_runs import CompiledModuleCheck, Recomputations
 from ._updates import ChangeComparison, count_changes
 
@@ -54,7 +53,7 @@ class ModuleHooks:
         self.expects_calls: bool = bool(names) and not compiled
         followed = {module: name for module, name in names.items() if has_running_statistics(module)}
         self.statistics: RunningStatisticsWatcher = RunningStatisticsWatcher(recorder, followed)
-        self._residuals, self._casts = ResidualSums(recorder), UnderflowingCasts(recorder)
+        self._residuals = ResidualSums(recorder)
         self._again = Recomputations(recorder) if check else None
         self._hooks = {module: functools.partial(self._note_module_run, name) for module, name in names.items()}
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
@@ -93,7 +92,6 @@ class ModuleHooks:
     def _release_tensors(self) -> None:
         self.recorder.uses.forget_tensors()
         self._residuals.release_tensors()
-        self._casts.remove_hooks()
 
     def _note_module_run(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run in training; evaluation without gradients is left out."""
@@ -109,10 +107,9 @@ class ModuleHooks:
 
     @make_safe_method
     def _note_graph(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
-        """Note the uses, residual sums, casts and positions of a module that ran, apart from counting its outputs."""
+        """Note the uses, residual sums and positions of a module that ran, apart from counting its outputs."""
         self.recorder.uses.note_module_run(name, inputs, output)
         self._residuals.note_module_run(name, inputs, output)
-        self._casts.note_module_run(name, output)
         for one in output if isinstance(output, tuple) else (output,):
             if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_ROWS:
                 find_position_collisions(self.recorder, name, one)
@@ -320,72 +317,6 @@ def _find_columns_repeating_at(rows: torch.Tensor, expected: torch.Tensor) -> to
     return repeats[expected].all(0) & (repeats[~expected].double().mean(0) < MOST_CHANCE_REPEATS)
 
 
-# Operations between a module's output and that of one around it, before the search is given up.
-MOST_GRAPH_NODES = 512
-CAST_NODE = "ToCopyBackward0"
-
-
-class UnderflowingCasts:
-    """Measures gradients before the casts to 16 bits that may have rounded all of them to zero.
-
-    Autograd's graph, from the output of a module around, leads to the cast that took the output; what comes to it on
-    the way back is what was there before rounding.
-
-    Attributes:
-        wanted_outputs: what leads to the outputs in autograd's graph, by the names of their modules.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-        self.wanted_outputs: dict[str, tuple[int, int]] = {}
-        self._handles: list[Any] = []
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks of one step."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self.wanted_outputs.clear()
-
-    def note_module_run(self, name: str, output: Any) -> None:
-        """Note that a module has run; modules inside it have been noted before."""
-        if type(output) is not torch.Tensor or output.grad_fn is None:
-            return
-        if self.wanted_outputs and any(not name or wanted.startswith(f"{name}.") for wanted in self.wanted_outputs):
-            self._search_casts(name, output)
-        if output.dtype in SIXTEEN_BIT_DTYPES:
-            totals = self.recorder.totals.get(("activation gradient", name))
-            if totals is not None and 0 < totals.record.elements == totals.record.zeros:
-                self.wanted_outputs[name] = make_graph_key(output.grad_fn, output.output_nr)
-
-    def _search_casts(self, name: str, output: torch.Tensor) -> None:
-        """Look for the casts of wanted outputs among the operations that made an output around them."""
-        wanted = {key: one for one, key in self.wanted_outputs.items() if not name or one.startswith(f"{name}.")}
-        stack: list[Any] = [output.grad_fn]
-        seen: set[int] = set()
-        while stack and len(seen) < MOST_GRAPH_NODES:
-            node = stack.pop()
-            number = make_graph_key(node, 0)[0]
-            if node is None or number in seen:
-                continue
-            seen.add(number)
-            for before in node.next_functions:
-                found = wanted.get(make_graph_key(*before))
-                if found is None:
-                    stack.append(before[0])
-                    continue
-                self.wanted_outputs.pop(found, None)
-                if node.name() == CAST_NODE:
-                    hook = functools.partial(run_safely, self.recorder, self._measure_gradient, found)
-                    self._handles.append(node.register_prehook(hook))
-
-    def _measure_gradient(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Record the largest gradient that arrives at the cast of a module's output."""
-        totals, gradient = self.recorder.totals.get(("activation gradient", name)), gradients[0]
-        if totals is not None and type(gradient) is torch.Tensor and gradient.numel():
-            totals.record.before_cast = _find_amax(gradient)
-
-
 class GradientHooks:
     """Watches gradients as backward passes hand them to parameters.
 
@@ -395,13 +326,11 @@ class GradientHooks:
 
     Attributes:
         arrived: names whose gradients were looked at in this step.
-        adding: hooks whose gradients are sums in this step.
     """
 
     def __init__(self, recorder: Recorder, named: Mapping[str, torch.Tensor]) -> None:
         self.recorder = recorder
         self.arrived: set[str] = set()
-        self.adding: list[_ParameterHooks] = []
         self.handles: list[RemovableHandle] = []
         self._hooks = [_ParameterHooks(self, name, one) for name, one in named.items() if one.requires_grad]
 
@@ -419,10 +348,7 @@ class GradientHooks:
         self.handles.clear()
 
     def end_step(self) -> None:
-        """Compare the step's sums with the exact ones, and forget what belongs to one step."""
-        for hook in self.adding:
-            hook.record_sum_error()
-        self.adding.clear()
+        """Forget what belongs to one step."""
         self.arrived.clear()
 
 
@@ -432,11 +358,8 @@ class _ParameterHooks:
     def __init__(self, owner: GradientHooks, name: str, parameter: torch.Tensor) -> None:
         self.owner, self.recorder, self.name, self.parameter = owner, owner.recorder, name, parameter
         self.is_followed: bool = False
-        # Samples: of the gradient that is there and of the one that is added; of the step's exact and rounded sum.
+        # Samples of the gradient that is there and of the one that is added.
         self.addends: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.sums: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.errors: float = 0.0
-        self.squares: float = 0.0
 
     def observe_arriving(self, gradient: torch.Tensor) -> None:
         """Count a gradient that arrives, before it is added to the one that is there."""
@@ -485,20 +408,3 @@ class _ParameterHooks:
         record = self.recorder.record.parameters[self.name]
         record.accumulation = record.accumulation or RealisedChanges()
         count_changes([ChangeComparison([record.accumulation], held, now, incoming)])
-        if self.sums is None:
-            self.owner.adding.append(self)
-        # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.
-        exact = to_float64(held) if self.sums is None or not torch.equal(held, self.sums[1]) else self.sums[0]
-        self.sums = exact + to_float64(incoming), now
-
-    def record_sum_error(self) -> None:
-        """Record the rounding error of this step's accumulated gradient."""
-        sums, self.sums = self.sums, None
-        if sums is None:
-            return
-        exact, rounded = sums
-        error, square = (float(one.square().sum()) for one in (to_float64(rounded) - exact, exact))
-        if math.isfinite(error) and math.isfinite(square):
-            self.errors, self.squares = self.errors + error, self.squares + square
-        if self.squares:
-            self.recorder.record.parameters[self.name].accumulation_error = math.sqrt(self.errors / self.squares)
