@@ -275,12 +275,11 @@ def test_each_fold_is_a_training_on_the_page_and_in_json(observe):
     content = written()
     assert [one["steps"] for one in content["trainings"]] == [5, 6, 7]
     assert content["steps"] == 7
-    frozen = [one for one in content["findings"] if one["code"] == "weight-frozen" and "1.weight" in one["where"]]
-    assert {number for one in frozen for number in one["trainings"]} == {1, 2, 3}
+    for one in content["trainings"]:
+        assert any(f["code"] == "weight-frozen" and "1.weight" in f["where"] for f in one["findings"])
     page = Path("halfulp-observe", "observe.html").read_text()
     assert "after 18 steps of 3 trainings" in page
     assert "of training 3, the longest" in page
-    assert "(training" in page
 
 
 def test_parameters_without_a_module_are_named_as_unseen(observe):

@@ -134,8 +134,10 @@ def rank_findings(
             finding.kind,
             frozenset(map(make_name_pattern, finding.where)),
         )
-        there = merged.get(key)
-        merged[key] = finding if there is None else _join_findings(there, finding, (worst or {}).get(finding.code, ""))
+        there, measure = merged.get(key, finding), (worst or {}).get(finding.code, "")
+        most = max(there, finding, key=lambda one: (_read_measure(one, measure), one.confidence))
+        where = tuple(dict.fromkeys([*there.where, *finding.where]))
+        merged[key] = replace(most, where=where, confidence=max(there.confidence, finding.confidence))
     found = list(merged.values())
     follows: dict[int, list[int]] = {i: [] for i in range(len(found))}
     for i, consequence in enumerate(found):
@@ -145,25 +147,15 @@ def rank_findings(
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 
-    def badness(i: int) -> int:
-        return max(SEVERITIES.index(found[each].severity) for each in [i, *_find_all_consequences(i, follows)])
+    def badness(i: int, *before: int) -> int:
+        consequences = [badness(k, i, *before) for k in follows[i] if k not in before]
+        return max([SEVERITIES.index(found[i].severity), *consequences])
 
     def rank(i: int) -> tuple[object, ...]:
         finding = found[i]
         return -badness(i), i in explained, -finding.confidence, -len(finding.where), finding.code
 
     return [found[i] for i in sorted(follows, key=rank)]
-
-
-def _find_all_consequences(start: int, follows: Mapping[int, Iterable[int]]) -> set[int]:
-    """Return all findings that follow from one, directly or not."""
-    found: set[int] = set()
-    left = [start]
-    while left:
-        new = set(follows[left.pop()]) - found
-        found |= new
-        left += new
-    return found
 
 
 def have_common_place(names: Iterable[str], others: Iterable[str]) -> bool:
@@ -180,12 +172,6 @@ def _is_within_any_module(name: str, others: set[str]) -> bool:
     """Return whether a module around a name is among others; "" is the whole model."""
     parts = name.split(".")
     return any(".".join(parts[:count]) in others for count in range(len(parts)))
-
-
-def _join_findings(one: Finding, other: Finding, measure: str) -> Finding:
-    worst = max(one, other, key=lambda finding: (_read_measure(finding, measure), finding.confidence))
-    where = tuple(dict.fromkeys([*one.where, *other.where]))
-    return replace(worst, where=where, confidence=max(one.confidence, other.confidence))
 
 
 def _read_measure(finding: Finding, measure: str) -> float:

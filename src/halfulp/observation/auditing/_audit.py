@@ -64,7 +64,6 @@ class TensorAudit:
             integers, "unknown" else.
         a, b: what each checkpoint holds.
         unchanged: elements with the same value (NaN equals NaN, and -0 equals +0).
-        histogram: finite elements that changed, by floor(log2 |change in ulps|).
         mean, median, largest: of |change in ulps| over the elements that are finite in both, those that stayed counting
             as 0. The median is exact below 64 ulps and within 1/32 of itself above. NaN where there is no such element.
         status: the first that holds of: it has NaN or infinity that A did not have, the dtype changed, nothing moved,
@@ -78,7 +77,6 @@ class TensorAudit:
     a: TensorStatistics
     b: TensorStatistics
     unchanged: int
-    histogram: Mapping[int, int]
     mean: float
     median: float
     largest: float
@@ -99,7 +97,6 @@ class TensorAudit:
             "role": self.role,
             "status": self.status,
             "share_unchanged": self.share_unchanged,
-            "histogram": {str(key): count for key, count in sorted(self.histogram.items())},
             **{f"{key}_change_ulps": to_plain_data(getattr(self, key)) for key in ("largest", "median", "mean")},
             **{key: to_plain_data([getattr(self.a, key), getattr(self.b, key)]) for key in both},
         }

@@ -187,11 +187,6 @@ class TensorDifferences:
     largest: float = 0.0
     first: tuple[float, float] | None = None
 
-    def histogram(self) -> dict[int, int]:
-        """Return the changed elements by floor(log2 |change in ulps|)."""
-        binades = self.table.reshape(BINADES, -1).sum(1)
-        return {int(k) + LOWEST: int(binades[k]) for k in np.flatnonzero(binades)}
-
     def median(self) -> float:
         """Return the lower median of |change in ulps| over finite elements, unchanged ones as 0; NaN without any."""
         finite = int(self.counts[FINITE])
@@ -334,15 +329,17 @@ def _compare_tensor(name: str, pair: _StoredPair, parameters: set[str], share: f
     before = _make_statistics(pair[0].dtype, a, found, A_NAN, 0, numbers)
     after = _make_statistics(pair[1].dtype, b, found, B_NAN, 1, numbers)
     mean = found.mean()
+    is_average = name.startswith("ema.") or name.rpartition(".")[2] in RUNNING_STATISTICS
+    role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
+    role = "parameter" if name in parameters else role
     return TensorAudit(
         name,
         pair[0].shape,
         a.numel,
-        _choose_role(name, numbers, parameters),
+        role,
         before,
         after,
         unchanged,
-        found.histogram(),
         mean,
         found.median(),
         found.largest if found.counts[FINITE] else math.nan,
@@ -370,14 +367,6 @@ def _view_as_real_parts(stored: StoredTensor) -> StoredTensor:
         lambda: torch.view_as_real(stored.read().resolve_conj()),
         stored.mapped,
     )
-
-
-def _choose_role(name: str, numbers: bool, parameters: set[str]) -> TensorRole:
-    if name in parameters:
-        return "parameter"
-    if not numbers:
-        return "buffer"
-    return "average" if name.startswith("ema.") or name.rpartition(".")[2] in RUNNING_STATISTICS else "unknown"
 
 
 def _make_statistics(

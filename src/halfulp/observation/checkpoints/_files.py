@@ -189,8 +189,8 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
-    """Return a folder's entries by their path in the saved dict: Stored tensors, and plain values."""
+def open_dcp(folder: Path) -> tuple[dict[Any, Any], list[str]]:
+    """Return what a folder holds as the nested dict that was saved: Stored tensors, and plain values."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 
     index = _read_dcp_index(folder)
@@ -229,7 +229,13 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
                 found[path] = torch.load(content, map_location="cpu", weights_only=True)
             except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
                 unseen.append(f"{name!r} was not loaded: it is damaged, or holds more than plain data")
-    return found, unseen
+    nested: dict[Any, Any] = {}
+    for path, value in found.items():
+        at = nested
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = value
+    return nested, unseen
 
 
 def is_inside_folder(name: object) -> bool:

@@ -127,8 +127,13 @@ def name_optimizer_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str
                 f"the optimizer's states of {listed(strange)} were not compared: no tensor of the checkpoint has such "
                 "a name; save weights and states under the same names"
             )
+        left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
         for key, name in names.items():
-            found[name] = _make_named_state(optimizer.state.get(key) or {}, groups[key])
+            state = optimizer.state.get(key) or {}
+            tensors = {key: value for key, value in state.items() if isinstance(value, StoredTensor)}
+            values = {key: value for key, value in state.items() if key not in tensors}
+            options = {key: value for key, value in groups[key].items() if key not in left_out}
+            found[name] = NamedParameterState(tensors, values, options)
     return found
 
 
@@ -137,28 +142,21 @@ def _strip_common_prefix(names: dict[Any, str], tensors: Collection[str]) -> dic
     strange = next((name for name in names.values() if name not in tensors), None)
     if strange is None:
         return names
-    # A prefix of the strange name and what stands in its place, for every tensor whose name ends in the same parts.
-    own = strange.split(".")
-    pairs: dict[tuple[str, str], None] = {}
-    for tensor in tensors:
-        parts = tensor.split(".")
-        ends = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own[::-1], parts[::-1]))
-        if same := len(list(ends)):
-            pairs["".join(f"{part}." for part in own[:-same]), "".join(f"{part}." for part in parts[:-same])] = None
+    # A prefix of the strange name, and what stands in its place before the same rest of a tensor's name.
+    parts = strange.split(".")
+    rests = [".".join(parts[k:]) for k in range(len(parts))]
+    pairs = {
+        (strange.removesuffix(rest), tensor.removesuffix(rest)): None
+        for rest in rests
+        for tensor in tensors
+        if tensor == rest or tensor.endswith(f".{rest}")
+    }
     found = []
     for prefix, other in pairs:
         changed = {key: other + name.removeprefix(prefix) for key, name in names.items()}
         if all(name.startswith(prefix) for name in names.values()) and all(x in tensors for x in changed.values()):
-            found.append(changed)
+            found += [changed] if changed not in found else []
     return found[0] if len(found) == 1 else names
-
-
-def _make_named_state(state: dict[str, Any], group: dict[str, Any]) -> NamedParameterState:
-    tensors = {key: value for key, value in state.items() if isinstance(value, StoredTensor)}
-    values = {key: value for key, value in state.items() if key not in tensors}
-    left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
-    options = {key: value for key, value in group.items() if key not in left_out}
-    return NamedParameterState(tensors, values, options)
 
 
 def _read_saved_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
@@ -198,11 +196,13 @@ def _assign_names(
     waiting = optimizer.keys
     found = {}
     for name, stored in ordered.items():
-        fitting = [
-            number
-            for number, keys in enumerate(waiting)
-            if keys and _has_parameter_shape(optimizer.state.get(keys[0]), stored.shape)
-        ]
+        fitting = []
+        for number, keys in enumerate(waiting):
+            state = optimizer.state.get(keys[0]) if keys else None
+            shapes = [value.shape for value in (state or {}).values() if isinstance(value, StoredTensor)]
+            # The largest tensor of a parameter's state has its shape.
+            if keys and (not shapes or max(shapes, key=lambda one: (len(one), one)) == stored.shape):
+                fitting.append(number)
         if len(fitting) > 1:
             decaying = decays(name, stored)
             fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == decaying]
@@ -226,12 +226,6 @@ def _list_parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, StoredTensor
             yield name, stored
         if place is not None:
             seen.add(place)
-
-
-def _has_parameter_shape(state: dict[str, Any] | None, shape: tuple[int, ...]) -> bool:
-    """Return whether a state may be that of a parameter of a shape: its largest tensor has it."""
-    shapes = [value.shape for value in (state or {}).values() if isinstance(value, StoredTensor)]
-    return not shapes or max(shapes, key=lambda one: (len(one), one)) == shape
 
 
 CONTRACT_KEY = "precision_contract"

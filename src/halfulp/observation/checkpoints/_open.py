@@ -35,7 +35,6 @@ _WEIGHT_FILE_STEMS = (
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
 _NO_WEIGHTS_PATTERN = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
 _NUMBERED_OPTIMIZER_PATTERN = re.compile(r"^optimizer_\d+\.(pt|bin|pth)$")
-_SHARD_NUMBER_PATTERN = re.compile(r"-(\d+)-of-(\d+)$")
 CHECKPOINT_REMEDY = "give a file of safetensors or torch.save, a sharded folder with its index, or a DCP folder"
 
 
@@ -83,7 +82,11 @@ def _open_file(path: Path) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     if (folder / METADATA_FILE).is_file():
-        return _open_dcp_folder(folder)
+        content, unseen = open_dcp(folder)
+        found = read_checkpoint_content(content, str(folder))
+        found.unseen += unseen
+        found.ordered = False
+        return found
     partition = find_deepspeed_partition(folder)
     files = sorted(path for path in folder.iterdir() if path.is_file() and find_deepspeed_partition(path) is None)
     if partition is not None and not any(path.suffix in (".safetensors", ".bin") for path in files):
@@ -122,11 +125,6 @@ def _open_weight_files(folder: Path, files: list[Path]) -> Checkpoint:
             if rest:
                 found.unseen.append(f"{listed(rest)} lie beside {known[0].name}, and were not compared")
             return found
-        numbered = [match for path in group if (match := _SHARD_NUMBER_PATTERN.search(path.stem))]
-        if group and len(numbered) == len(group):
-            if any(int(match[2]) != len(group) for match in numbered):
-                raise ValueError(f"{folder} has {len(group)} shards of {numbered[-1][2]}: copy the missing ones")
-            return opened(group)
         if group:
             names = listed(path.name for path in group)
             raise ValueError(f"{folder} holds several checkpoints ({names}) and no index: give one of the files")
@@ -179,20 +177,6 @@ def _open_torch_files(paths: list[Path]) -> Checkpoint:
         found.tensors |= part.tensors
         found.optimizers += part.optimizers
         found.unseen += part.unseen
-    return found
-
-
-def _open_dcp_folder(folder: Path) -> Checkpoint:
-    entries, unseen = open_dcp(folder)
-    nested: dict[Any, Any] = {}
-    for path, value in entries.items():
-        at = nested
-        for key in path[:-1]:
-            at = at.setdefault(key, {})
-        at[path[-1]] = value
-    found = read_checkpoint_content(nested, str(folder))
-    found.unseen += unseen
-    found.ordered = False
     return found
 
 

@@ -238,6 +238,7 @@ class FirstNonfinite(FindingKind):
             return
         first = min(found, key=_get_first_nonfinite_place)
         step, others = _get_first_nonfinite_place(first)[0], len(found) - 1
+        told: dict[str, Any] = {"tensors": len(found)}
         broken = [one for one in found if one.role == "weight" and _get_first_nonfinite_place(one)[0] == step]
         if broken:
             # A weight that was not finite before the first step in which it is looked at.
@@ -248,10 +249,8 @@ class FirstNonfinite(FindingKind):
             clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
             said = f"held NaN or infinity before step {step} began{also}{clean}"
             cure = LAST_CLEAN_CHECKPOINT_ADVICE if before is None else OBSERVE_EVERY_STEP_ADVICE
-            sure = 1 - 0.5 ** len(found)
-            yield self._report_first_nonfinite(
-                weight.name, weight, "error", sure, said, cure, step, len(found), weights=len(broken)
-            )
+            told |= {"weights": len(broken), **_make_nonfinite_evidence(weight)}
+            yield self.found(weight.name, "error", 1 - 0.5 ** len(found), said, cure=cure, step=step, **told)
             return
         # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
         finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
@@ -260,24 +259,8 @@ class FirstNonfinite(FindingKind):
         said = f"{_describe_origin(first)} the first NaN or infinity, {counted}; {others} more tensors have some since"
         where, sure = first.sources or first.name, 1 - 0.5 ** (1 + others)
         severity: Severity = "note" if alone else "error"
-        yield self._report_first_nonfinite(
-            where, first, severity, sure, said, _choose_nonfinite_cure(first), step, len(found)
-        )
-
-    def _report_first_nonfinite(
-        self,
-        where: str | tuple[str, ...],
-        tensor: TensorRecord,
-        severity: Severity,
-        confidence: float,
-        said: str,
-        cure: str,
-        step: int,
-        tensors: int,
-        **told: Any,
-    ) -> Finding:
-        told |= {"nonfinite": tensor.nonfinite, "elements": tensor.elements, "tensors": tensors}
-        return self.found(where, severity, confidence, said, cure=cure, step=step, role=tensor.role, **told)
+        told |= _make_nonfinite_evidence(first)
+        yield self.found(where, severity, sure, said, cure=_choose_nonfinite_cure(first), step=step, **told)
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
@@ -303,6 +286,10 @@ class FirstNonfinite(FindingKind):
                 said = f"{after} elements of {key} are NaN or infinite in B, {before} in A"
                 cure = GO_FURTHER_BACK_ADVICE if before else GO_BACK_ADVICE
                 yield self.found(name, "error", 1.0, said, cure=cure, state=key, before=before, after=after)
+
+
+def _make_nonfinite_evidence(tensor: TensorRecord) -> dict[str, Any]:
+    return {"nonfinite": tensor.nonfinite, "elements": tensor.elements, "role": tensor.role}
 
 
 def _describe_nonfinite_counts(rows: list[TensorAudit]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..._messages import a_kind
 from ...formats import BlockFormat, Format, get
@@ -19,15 +20,7 @@ from ..sampling._sampler import FormatLike, find_format
 
 ExpectedFormats: TypeAlias = Mapping[str, torch.dtype | str | Format]
 # What autocast computes in the lower precision.
-PRODUCT_LAYERS = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-)
+PRODUCT_LAYERS = (nn.Linear, _ConvNd)
 
 
 class Expectations:

@@ -156,14 +156,11 @@ class ModuleHooks:
                 handles[:] = [handle for handle in handles if handle.hooks_dict_ref() is not None]
             handles.append(tensor.register_hook(functools.partial(self._note_gradient, name, kind)))
 
-    def _note_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
-        if self.recorder.sampling:
-            self._look_at_gradient(name, kind, gradient)
-
     @make_safe_method
-    def _look_at_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
+    def _note_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
         """Count the gradient of an output as it arrives."""
-        self.recorder.count_tensor("activation gradient", name, kind, gradient, self.recorder.scale)
+        if self.recorder.sampling:
+            self.recorder.count_tensor("activation gradient", name, kind, gradient, self.recorder.scale)
 
 
 def _find_amax(tensor: torch.Tensor) -> float:
@@ -178,18 +175,14 @@ def _find_eager_modules(
     model: nn.Module, compiled: dict[str, nn.Module], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are called in eager mode, by name, and note those that are compiled."""
-    if is_compiled_module(model):
+    # torch.compile wraps it, or was called on it in place.
+    if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
         compiled[prefix] = model
         return
     if type(model).forward is not nn.Module.forward:
         yield prefix, model
     for name, child in model.named_children():
         yield from _find_eager_modules(child, compiled, f"{prefix}.{name}" if prefix else name)
-
-
-def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether torch.compile wraps a module, or was called on it in place."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 SIXTEEN_BIT_DTYPES = (torch.bfloat16, torch.float16)
@@ -318,7 +311,7 @@ def _find_columns_repeating_at(rows: torch.Tensor, expected: torch.Tensor) -> to
 
 
 class GradientHooks:
-    """Watches gradients as backward passes hand them to parameters.
+    """Watches gradients as backward passes hand them to parameters, and as they are added to those that are there.
 
     Args:
         recorder: what is written to; its record has the parameters.
@@ -331,80 +324,64 @@ class GradientHooks:
     def __init__(self, recorder: Recorder, named: Mapping[str, torch.Tensor]) -> None:
         self.recorder = recorder
         self.arrived: set[str] = set()
-        self.handles: list[RemovableHandle] = []
-        self._hooks = [_ParameterHooks(self, name, one) for name, one in named.items() if one.requires_grad]
+        self._named = {name: one for name, one in named.items() if one.requires_grad}
+        self._handles: list[RemovableHandle] = []
+        self._followed: set[str] = set()
+        # Samples of a gradient that is there and of the one that is added to it, until it has been.
+        self._addends: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attach(self) -> None:
         """Attach the hooks."""
-        for hook in self._hooks if not self.handles else ():
-            if hook.parameter.requires_grad and hook.parameter.is_leaf:
-                hook.is_followed = False
-                self.handles.append(hook.parameter.register_hook(hook.observe_arriving))
+        for name, parameter in self._named.items() if not self._handles else ():
+            if parameter.requires_grad and parameter.is_leaf:
+                self._handles.append(parameter.register_hook(functools.partial(self._note_arriving, name)))
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for handle in self.handles:
+        for handle in self._handles:
             handle.remove()
-        self.handles.clear()
+        self._handles.clear()
+        self._followed.clear()
 
     def end_step(self) -> None:
         """Forget what belongs to one step."""
         self.arrived.clear()
-
-
-class _ParameterHooks:
-    """The two hooks by which a parameter's gradient is observed as it arrives and once it is accumulated."""
-
-    def __init__(self, owner: GradientHooks, name: str, parameter: torch.Tensor) -> None:
-        self.owner, self.recorder, self.name, self.parameter = owner, owner.recorder, name, parameter
-        self.is_followed: bool = False
-        # Samples of the gradient that is there and of the one that is added.
-        self.addends: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def observe_arriving(self, gradient: torch.Tensor) -> None:
-        """Count a gradient that arrives, before it is added to the one that is there."""
-        if self.recorder.sampling:
-            self._count_gradient(gradient)
-            self.addends = None
-            if self.parameter.grad is not None:
-                self._sample_addends(self.parameter.grad, gradient)
-
-    def observe_accumulated(self, parameter: torch.Tensor) -> None:
-        """Compare a gradient that has been added with the exact sum."""
-        if self.addends is not None:
-            self._compare_sum(parameter)
+        self._addends.clear()
 
     @make_safe_method
-    def _count_gradient(self, gradient: torch.Tensor) -> None:
-        kind = self.recorder.record.parameters[self.name].kind
-        if self.recorder.count_tensor("weight gradient", self.name, kind, gradient, self.recorder.scale) is not None:
-            self.owner.arrived.add(self.name)
-
-    @make_safe_method
-    def _sample_addends(self, there: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep samples of a gradient that is there and of the one that is added to it; wait for the sum."""
-        held, incoming = read_numbers(there), read_numbers(gradient)
+    def _note_arriving(self, name: str, gradient: torch.Tensor) -> None:
+        """Count a gradient that arrives, and keep samples of it and of the one that it is added to, if there is one."""
+        if not self.recorder.sampling:
+            return
+        kind, parameter = self.recorder.record.parameters[name].kind, self._named[name]
+        if self.recorder.count_tensor("weight gradient", name, kind, gradient, self.recorder.scale) is not None:
+            self.arrived.add(name)
+        self._addends.pop(name, None)
+        held = None if parameter.grad is None else read_numbers(parameter.grad)
+        incoming = None if held is None else read_numbers(gradient)
         if held is None or incoming is None or held.flat.numel() != incoming.flat.numel():
             return
-        key = self.recorder.place_key(self.name)
-        self.addends = take_sample(held.flat, key), take_sample(incoming.flat, key)
-        if not self.is_followed:
-            self.is_followed = True
-            self.owner.handles.append(self.parameter.register_post_accumulate_grad_hook(self.observe_accumulated))
+        key = self.recorder.place_key(name)
+        self._addends[name] = take_sample(held.flat, key), take_sample(incoming.flat, key)
+        if name not in self._followed:
+            self._followed.add(name)
+            hook = functools.partial(self._compare_sum, name)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
             # First of all: another hook may step by the gradient and free it. torch runs them in the order of a dict.
-            hooks = self.parameter._post_accumulate_grad_hooks
+            hooks: Any = parameter._post_accumulate_grad_hooks
             for other in [*hooks][:-1]:
                 hooks[other] = hooks.pop(other)
 
     @make_safe_method
-    def _compare_sum(self, parameter: torch.Tensor) -> None:
-        addends, self.addends = self.addends, None
-        found = read_numbers(parameter.grad) if parameter.grad is not None else None
+    def _compare_sum(self, name: str, parameter: torch.Tensor) -> None:
+        """Compare a gradient that has been added with the exact sum."""
+        addends = self._addends.pop(name, None)
+        found = None if addends is None or parameter.grad is None else read_numbers(parameter.grad)
         # Zeros that `zero_grad(set_to_none=False)` left swallow nothing.
         if found is None or addends is None or not addends[0].any():
             return
         held, incoming = addends
-        now = take_sample(found.flat, self.recorder.place_key(self.name))
-        record = self.recorder.record.parameters[self.name]
+        now = take_sample(found.flat, self.recorder.place_key(name))
+        record = self.recorder.record.parameters[name]
         record.accumulation = record.accumulation or RealisedChanges()
         count_changes([ChangeComparison([record.accumulation], held, now, incoming)])

@@ -32,7 +32,7 @@ from .._record import ParameterRecord, Record, Role, StepRecord, record_to_plain
 from .._text import times
 from ..findings import collect_findings
 from ..page import write_page
-from ..sampling._sampler import FormatLike, make_place_key, prepare_kernels, read_numbers, take_sample
+from ..sampling._sampler import FormatLike, make_place_key, read_numbers, take_sample
 from ._averages import WeightAverageWatcher
 from ._expectations import Expectations, ExpectedFormats, FormatsByPattern, QuantizedModules
 from ._hooks import GradientHooks, ModuleHooks
@@ -99,7 +99,6 @@ class Observation(StepWatcher):
         """
         if self._began is not None:
             raise RuntimeError("the observation runs already: call stop() before start()")
-        prepare_kernels([torch.float32, *(memory(p).dtype for p in self._parameters.named.values())])
         self._began = time.perf_counter()
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._handle_step_begin))
@@ -161,11 +160,6 @@ class Observation(StepWatcher):
         wall = self._wall + (0.0 if self._began is None else time.perf_counter() - self._began)
         own = wall - self.recorder.seconds
         return self.recorder.seconds / own if own > 0 else None
-
-    @property
-    def loss_scale(self) -> float:
-        """What the run's scaler multiplies the loss by now; 1 without one."""
-        return self._scales.get_loss_scale() or 1.0
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
         """Set the loss of the running step, where no module returns it.

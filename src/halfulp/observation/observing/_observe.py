@@ -130,11 +130,9 @@ def check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     for given in optimizer if several else [optimizer]:
         one = inner_optimizer(given)
         if not isinstance(one, torch.optim.Optimizer):
-            duck = hasattr(one, "param_groups") and hasattr(one, "step")
-            said = "it has param_groups and step, but no step hooks: make its class" if duck else "give"
             raise TypeError(
-                f"observe takes torch optimizers, got {a_kind(one)}: {said} a subclass of torch.optim.Optimizer, "
-                "or leave it out (optimizer=None) to observe activations and gradients alone"
+                f"observe takes torch optimizers, got {a_kind(one)}: give subclasses of torch.optim.Optimizer, whose "
+                "step has hooks, or leave it out (optimizer=None) to observe activations and gradients alone"
             )
         found.append(one)
     return found

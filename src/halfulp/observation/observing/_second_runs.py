@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import pickle
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -232,8 +230,17 @@ class SecondRun:
         try:
             for module, state in self._states.items():
                 vars(module).update(state)
-            with torch.random.fork_rng(devices), _run_uncompiled():
-                args, kwargs = tree_map(_clone_tensor, _copy_inputs(self._given))
+            with (
+                torch.random.fork_rng(devices),
+                torch.compiler.set_stance("force_eager"),
+                torch._C._EnableTorchFunction(),
+                torch.enable_grad(),
+                saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # instead of the user's
+            ):
+                # A forward pass may change inputs in place where they require gradients, too.
+                args, kwargs = tree_map(
+                    lambda one: one.clone() if isinstance(one, torch.Tensor) else one, _copy_inputs(self._given)
+                )
                 output = self._module(*args, **kwargs)
                 self._drew = _read_random_states() != self._random
             return output
@@ -246,17 +253,6 @@ class SecondRun:
             np.random.set_state(drawn[1])
 
 
-@contextlib.contextmanager
-def _run_uncompiled() -> Iterator[None]:
-    with (
-        torch.compiler.set_stance("force_eager"),
-        torch._C._EnableTorchFunction(),
-        torch.enable_grad(),
-        saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # instead of the user's
-    ):
-        yield
-
-
 def _copy_inputs(given: Any) -> Any:
     """Return a deep copy of inputs, whose tensors have no history."""
 
@@ -266,11 +262,6 @@ def _copy_inputs(given: Any) -> Any:
         return copy.deepcopy(value)
 
     return tree_map(copy_leaf, given)
-
-
-def _clone_tensor(value: Any) -> Any:
-    """Return a tensor as a forward pass sees it, which may change it in place where it requires gradients, too."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _read_random_states() -> tuple[Any, ...]:

@@ -89,21 +89,10 @@ def _make_finding_line(one: PlainData, forecast: bool) -> dict[str, Any]:
     left = len(one["where"]) - _MOST_SHOWN_NAMES
     return {
         "where": describe_names(one["where"]),
-        "summary": one["summary"] + _describe_trainings(one.get("trainings", ())),
+        "summary": one["summary"],
         "names": [*shown, f"and {left} more"] if left > 0 else shown,
         "evidence": evidence,
     }
-
-
-def _describe_trainings(numbers: Sequence[int]) -> str:
-    """Return which trainings of a script a finding is of, where it has several.
-
-    >>> _describe_trainings([1, 3]), _describe_trainings([2]), _describe_trainings([])
-    (' (trainings 1, 3)', ' (training 2)', '')
-    """
-    if not numbers:
-        return ""
-    return f" (training{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))})"
 
 
 def _format_evidence(value: Any) -> str:

@@ -15,7 +15,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,10 +73,14 @@ _drawn_runs: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def draw_runs(wanted: Collection[tuple[int, int]]) -> Sequence[torch.Tensor]:
-    """Draw the sampled runs of several tensors at once, which `find_runs` then knows.
+    """Draw the numbers, in ascending order, of the sampled runs of tensors of more than 4096 elements, and keep them.
 
     Args:
         wanted: the key of each tensor's places, and how many elements it has.
+
+    >>> (runs,) = draw_runs([(7, 10_000)])
+    >>> len(runs), bool(((0 <= runs) & (runs < 79)).all())
+    (32, True)
     """
     if len(_drawn_runs) + len(wanted) > MOST_CACHED_DRAWS:
         _drawn_runs.clear()
@@ -87,17 +91,6 @@ def draw_runs(wanted: Collection[tuple[int, int]]) -> Sequence[torch.Tensor]:
     found: Sequence[torch.Tensor] = torch.from_numpy((drawn * runs >> np.uint64(37)).astype(np.int64)).unbind()
     _drawn_runs.update(zip(wanted, found))
     return found
-
-
-def find_runs(key: int, elements: int) -> torch.Tensor:
-    """Return the numbers, in ascending order, of the runs that are sampled of a tensor of more than 4096 elements.
-
-    >>> runs = find_runs(7, 10_000).tolist()
-    >>> len(runs), all(0 <= run < 79 for run in runs)
-    (32, True)
-    """
-    found = _drawn_runs.get((key, elements))
-    return draw_runs([(key, elements)])[0] if found is None else found
 
 
 _SIXTEEN_BIT_DTYPES = (torch.float16, torch.bfloat16)
@@ -159,9 +152,6 @@ class CandidateFormats:
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
         self._kernels: SampleKernels | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_kernels": None}
-
     @property
     def kernels(self) -> SampleKernels:
         """The kernels that count, whose memory is this object's alone."""
@@ -177,7 +167,8 @@ def find_format(format: FormatLike) -> Format | BlockFormat:
         ValueError: unknown, or blocks that the sampled runs do not hold a whole number of.
         TypeError: neither a format, nor a name, nor a dtype.
     """
-    if isinstance(format, BlockFormat) or (isinstance(format, str) and _is_block_format_name(format)):
+    key = format.strip().lower().replace("-", "_") if isinstance(format, str) else ""
+    if isinstance(format, BlockFormat) or key in block_names() or key.startswith(("mx", "nvfp")):
         block = get_block(format)
         if RUN_LENGTH % block.block:
             raise ValueError(
@@ -186,11 +177,6 @@ def find_format(format: FormatLike) -> Format | BlockFormat:
             )
         return block
     return get(format)
-
-
-def _is_block_format_name(name: str) -> bool:
-    key = name.strip().lower().replace("-", "_")
-    return key in block_names() or key.startswith(("mx", "nvfp"))
 
 
 @functools.lru_cache(256)
@@ -324,12 +310,6 @@ def count_samples(samples: Iterable[tuple[torch.Tensor, TensorTotals]], candidat
             count_sample_by_torch(sample, candidates, totals)
 
 
-def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
-    """Compile, or load, the kernels for tensors of some dtypes on the CPU."""
-    for dtype in set(dtypes) & set(d.KERNEL_DTYPES) if select_engine("cpu") == "llvm" else ():
-        check_kernels(dtype)
-
-
 def widen_eight_bit_floats(tensor: torch.Tensor) -> torch.Tensor:
     """Return eight-bit floating-point numbers as bfloat16, which holds them all, and others as they are, contiguous."""
     tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -423,10 +403,7 @@ class TensorTable:
 
     def set_tensors(self, lengths: Sequence[int], pointers: Sequence[tuple[int, ...]]) -> None:
         """Set the elements and pointers of the tensors that are looked at next."""
-        if len(lengths) == 1:  # NumPy takes 1 us to make an array of a list
-            self.chunks[0, 2], self.pointers[0] = lengths[0], pointers[0]
-        else:
-            self.chunks[: len(lengths), 2], self.pointers[: len(lengths)] = lengths, pointers
+        self.chunks[: len(lengths), 2], self.pointers[: len(lengths)] = lengths, pointers
 
 
 class TableKernel:
@@ -513,7 +490,8 @@ def _pick_elements(flat: torch.Tensor, key: int) -> torch.Tensor:
     given, elements = widen_eight_bit_floats(flat), flat.numel()
     if elements <= SAMPLE_SIZE:
         return given.view(-1)
-    runs, rest = find_runs(key, elements), elements % RUN_LENGTH
+    known, rest = _drawn_runs.get((key, elements)), elements % RUN_LENGTH
+    runs = draw_runs([(key, elements)])[0] if known is None else known
     runs = runs if given.is_cpu else runs.to(given.device)
     if not rest:
         return given.view(-1, RUN_LENGTH).index_select(0, runs).view(-1)

@@ -187,7 +187,7 @@ class ScriptReport:
         of_each = [[finding.to_dict() for finding in training.summary.findings] for training in self.trainings]
         found = longest.summary.to_dict()
         findings = self.findings
-        found["findings"] = [_number_trainings(finding.to_dict(), of_each) for finding in findings]
+        found["findings"] = [finding.to_dict() for finding in findings]
         found["causes"] = group_causes_as_dicts(findings)
         found["ended"] = self.ended
         found["trainings"] = [
@@ -235,17 +235,3 @@ class ScriptReport:
             alike = f"{head}; {len(training)} steps, whose findings are those of training {first}"
             said.append(f"{head}\n{training.summary}" if first == number else alike)
         return said
-
-
-def _number_trainings(finding: dict[str, Any], of_each: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """Return a finding with the numbers of the trainings that have it, where there are several."""
-    if len(of_each) == 1:
-        return finding
-    return finding | {
-        "trainings": [k for k, own in enumerate(of_each, 1) if any(_is_part_of_finding(one, finding) for one in own)]
-    }
-
-
-def _is_part_of_finding(one: dict[str, Any], merged: dict[str, Any]) -> bool:
-    same = (one["code"], one["severity"], one["cure"]) == (merged["code"], merged["severity"], merged["cure"])
-    return same and (one["where"] == merged["where"] or bool(set(one["where"]) & set(merged["where"])))
