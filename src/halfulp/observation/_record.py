@@ -365,8 +365,6 @@ def to_plain_data(value: Any) -> Any:
     >>> entry["dtype"], entry["histogram"], entry["amin"]
     ('bfloat16', {'-3': 7}, 'inf')
     """
-    if isinstance(value, Record):
-        return record_to_plain_data(value)
     if is_dataclass(value) and not isinstance(value, type):
         found = {field.name: to_plain_data(getattr(value, field.name)) for field in fields(value)}
         if isinstance(value, RealisedChanges):

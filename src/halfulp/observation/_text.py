@@ -168,7 +168,6 @@ def write_optimizer_code(name: str | None, argument: str, is_halfulp: bool = Fal
     """Return the lines that make an optimizer anew as one of hu.optim's, with its groups and a further argument.
 
     Groups of halfulp's own optimizers have the argument already, and would keep it: there it is written into them.
-    Of LBFGS, which hu.optim does not wrap, the lines are none.
 
     >>> print(write_optimizer_code("AdamW", KAHAN_ARGUMENT))
     import halfulp as hu
@@ -186,8 +185,6 @@ def write_optimizer_code(name: str | None, argument: str, is_halfulp: bool = Fal
     if is_halfulp:
         key, _, value = argument.partition("=")
         return f'{_GROUPS_COMMENT}\nfor group in optimizer.param_groups:\n    group["{key}"] = {value}'
-    if name == "LBFGS":
-        return ""
     made = f"hu.optim.{name or 'AdamW'}("
     if name is not None and name not in OPTIMIZERS:
         made = f"hu.optim.wrap({f'torch.optim.{name}' if hasattr(torch.optim, name) else name}, "

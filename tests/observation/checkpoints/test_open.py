@@ -180,7 +180,7 @@ def truncated(path):
         (lambda path: torch.save(torch.ones(2), path), "holds a Tensor"),
         (lambda path: torch.save({"epoch": 1}, path), "no tensors"),
         (lambda path: torch.save(trained()[1].state_dict(), path), "only an optimizer's states"),
-        (lambda path: (torch.save(trained()[0].state_dict(), path), truncated(path)), "truncated"),
+        (lambda path: (torch.save(trained()[0].state_dict(), path), truncated(path)), "damaged"),
         (lambda path: (save_file(trained()[0].state_dict(), path), truncated(path)), "truncated"),
         (lambda path: ((path / "step-1").mkdir(parents=True), (path / "step-2").mkdir()), "holds the folders"),
         (lambda path: (path.mkdir(), (path / "readme.txt").write_text("x")), "holds no checkpoint"),

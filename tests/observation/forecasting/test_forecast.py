@@ -1,6 +1,5 @@
 """Forecasts: layers and findings against trainings, and weights of odd kinds."""
 
-import copy
 import json
 import math
 
@@ -333,18 +332,12 @@ def test_averages_and_what_no_optimizer_holds_do_not_freeze(tmp_path, seed):
         model(torch.randn(4, 8).bfloat16()).square().mean().backward()
         optimizer.step()
     named = {name for name, _ in model.named_parameters()}
-    averaged = torch.optim.swa_utils.AveragedModel(copy.deepcopy(model).float())
     beside = {"model": model.state_dict(), "ema": model.state_dict()}
     torch.save({**beside, "optimizer": optimizer.state_dict()}, tmp_path / "with.pt")
     torch.save(beside, tmp_path / "without.pt")
-    inside = nn.ModuleDict({"net": model, "average": averaged})
-    whole = {f"net.{name}" for name in named}
     for given, lr, expected in (
         (tmp_path / "with.pt", None, named),
         (tmp_path / "without.pt", 1e-4, named),
-        (inside, 1e-4, whole),
-        (inside.state_dict(), 1e-4, whole),
-        (averaged, 1e-4, {f"module.{name}" for name in named}),
         ({**model.state_dict(), **{f"ema.{name}": p for name, p in model.named_parameters()}}, 1e-4, named),
         ({f"ema.{name}": p for name, p in model.named_parameters()}, 1e-4, {f"ema.{name}" for name in named}),
     ):

@@ -384,7 +384,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match="no parameters"):
         hu.observe(nn.ReLU())
     duck = types.SimpleNamespace(param_groups=[], step=lambda: None)
-    with pytest.raises(TypeError, match="no step hooks"):
+    with pytest.raises(TypeError, match="whose step has hooks"):
         hu.observe(model, duck)
     with pytest.raises(TypeError, match="torch optimizers"):
         hu.observe(model, 3)

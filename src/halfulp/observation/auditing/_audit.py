@@ -116,7 +116,6 @@ class StateAudit:
         compensated: whether low bits, a residual or master weights lie beside the parameter.
         compensation_moved: whether those changed; None without them or where A has none.
         all_zero: whether its first moment is all zeros: no gradient has arrived for long.
-        unchanged: share of unchanged elements of its second moment and of averages.
         nonfinite: NaN and infinities of each state, in A and B; states without any are left out.
         update: the last update, computed from B's states and learning rate, under nearest rounding.
         lost_by: weight update -> share of that update's elements that it would lose.
@@ -134,7 +133,6 @@ class StateAudit:
     compensated: bool = False
     compensation_moved: bool | None = None
     all_zero: bool = False
-    unchanged: Mapping[str, float] = field(default_factory=dict)
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     update: RealisedChanges | None = None
     lost_by: Mapping[str, float] = field(default_factory=dict)

@@ -199,11 +199,6 @@ class TensorDifferences:
         slot = int(np.searchsorted(np.cumsum(self.table), rank - still, side="right"))
         return math.ldexp(1 + (slot % (1 << FINE)) / (1 << FINE), (slot >> FINE) + LOWEST)
 
-    def mean(self) -> float:
-        """Return the mean of |change in ulps| over finite elements; NaN without any."""
-        finite = int(self.counts[FINITE])
-        return self.total / finite if finite else math.nan
-
 
 def add_differences(found: TensorDifferences, a: Tensor, b: Tensor) -> None:
     """Compare a part of A with the same part of B, both of one shape and floating-point.
@@ -328,7 +323,8 @@ def _compare_tensor(name: str, pair: _StoredPair, parameters: set[str], share: f
     unchanged = int(found.counts[SAME]) if numbers else count_same_elements(a, b)
     before = _make_statistics(pair[0].dtype, a, found, A_NAN, 0, numbers)
     after = _make_statistics(pair[1].dtype, b, found, B_NAN, 1, numbers)
-    mean = found.mean()
+    finite = int(found.counts[FINITE])
+    mean = found.total / finite if finite else math.nan
     is_average = name.startswith("ema.") or name.rpartition(".")[2] in RUNNING_STATISTICS
     role: TensorRole = "buffer" if not numbers else "average" if is_average else "unknown"
     role = "parameter" if name in parameters else role
@@ -342,7 +338,7 @@ def _compare_tensor(name: str, pair: _StoredPair, parameters: set[str], share: f
         unchanged,
         mean,
         found.median(),
-        found.largest if found.counts[FINITE] else math.nan,
+        found.largest if finite else math.nan,
         _choose_status(before, after, unchanged == a.numel, mean < share),
     )
 

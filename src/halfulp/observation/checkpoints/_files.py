@@ -115,9 +115,6 @@ _READING_ERRORS = (
 def load_torch_file(path: Path) -> Any:
     """Load a file of torch.save, memory-mapped if it is a zip archive, as torch has written since 1.6."""
     is_zip = zipfile.is_zipfile(path)
-    with path.open("rb") as file:
-        if file.read(4) == b"PK\x03\x04" and not is_zip:
-            raise ValueError(f"{path} is truncated: its end is missing; copy it again, or take another checkpoint")
     try:
         if not is_zip or all(one.compress_type == zipfile.ZIP_STORED for one in zipfile.ZipFile(path).infolist()):
             return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)

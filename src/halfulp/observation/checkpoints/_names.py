@@ -237,7 +237,6 @@ _AVERAGE_KEY_PATTERN = re.compile(r"(^|_)(ema|swa|avg|average|averaged|shadow)(_
 _OTHER_KEY_PATTERN = re.compile(
     r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
 )
-_DEEPEST_NESTING = 64
 _TensorsByPath = dict[tuple[Any, ...], StoredTensor]
 
 
@@ -247,7 +246,7 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
         raise ValueError(f"{path} holds {a_kind(content)}: give a checkpoint with a model's state_dict")
     leaves: _TensorsByPath = {}
     found = Checkpoint(path, {})
-    for where, leaf in _walk_content(content, ()):
+    for where, leaf in walk_content(content, ()):
         if isinstance(leaf, OptimizerStates):
             found.optimizers.append(leaf)
         elif isinstance(leaf, _UnreadablePart):
@@ -269,11 +268,6 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
     return found
 
 
-def find_optimizers(content: object) -> list[OptimizerStates]:
-    """Return the states of all optimizers in nested data."""
-    return [leaf for _, leaf in _walk_content(content, ()) if isinstance(leaf, OptimizerStates)]
-
-
 @dataclass(frozen=True, slots=True)
 class _UnreadablePart:
     """A part of a checkpoint that cannot be compared, and why."""
@@ -281,12 +275,7 @@ class _UnreadablePart:
     reason: str
 
 
-def _walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
-    if len(where) > _DEEPEST_NESTING:
-        raise ValueError(
-            f"a checkpoint is nested more than {_DEEPEST_NESTING} levels deep, or holds itself: give the model's "
-            "state_dict"
-        )
+def walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
     if isinstance(content, Mapping) and "param_groups" in content:
         yield where, _read_optimizer_states(content)
     elif isinstance(content, Mapping):
@@ -294,10 +283,10 @@ def _walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
             if key == CONTRACT_KEY:
                 yield (*where, key), value
             else:
-                yield from _walk_content(value, (*where, key))
+                yield from walk_content(value, (*where, key))
     elif isinstance(content, list | tuple):
         for number, value in enumerate(content):
-            yield from _walk_content(value, (*where, number))
+            yield from walk_content(value, (*where, number))
     elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
         kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
         yield where, _UnreadablePart(f"it is {kind}")

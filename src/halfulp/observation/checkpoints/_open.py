@@ -12,6 +12,7 @@ from ...optim.parameters._random_identity import plain_names
 from ._files import (
     METADATA_FILE,
     Checkpoint,
+    OptimizerStates,
     StoredTensor,
     find_deepspeed_partition,
     is_inside_folder,
@@ -20,7 +21,7 @@ from ._files import (
     open_dcp,
     open_safetensors,
 )
-from ._names import CONTRACT_KEY, find_optimizers, read_checkpoint_content, refuse_tensor_parts
+from ._names import CONTRACT_KEY, read_checkpoint_content, refuse_tensor_parts, walk_content
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WEIGHT_FILE_STEMS = (
@@ -96,7 +97,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         found.unseen.append(f"DeepSpeed's partitions of the optimizer's states ({partition}) were not compared")
     for path in (folder / name for name in _OPTIMIZER_FILES):
         if path.is_file() and not found.optimizers:
-            found.optimizers = find_optimizers(load_torch_file(path))
+            leaves = walk_content(load_torch_file(path), ())
+            found.optimizers = [leaf for _, leaf in leaves if isinstance(leaf, OptimizerStates)]
             if not found.optimizers:
                 found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
     more = [path.name for path in files if _NUMBERED_OPTIMIZER_PATTERN.match(path.name)]

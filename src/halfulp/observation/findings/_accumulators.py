@@ -218,11 +218,8 @@ class SecondMomentStuck(FindingKind):
                 if moment not in SECOND_MOMENTS or not loses_state_decay(rate, dtype):
                     continue
                 said = f"{moment} in {dtype_name(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
-                unchanged = state.unchanged.get(moment)
-                if unchanged is not None and unchanged > STUCK_MOMENT_SHARE and state.advanced:
-                    said += f"; {format_percent(unchanged)} of it unchanged in {state.advanced} steps"
-                told: dict[str, Any] = {"state": moment, "decay": rate, "unchanged": unchanged}
-                yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), dtype=dtype_name(dtype), **told)
+                told: dict[str, Any] = {"state": moment, "decay": rate, "dtype": dtype_name(dtype)}
+                yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), **told)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         found = [(layer, layer.beta2) for layer in forecast.layers if layer.beta2 is not None]

@@ -111,7 +111,7 @@ class PayloadSaturated(FindingKind):
             counts = tensor.formats.get(asked)
             # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
             if counts is not None and asked not in tensor.block_hidden:
-                said = f"beyond {asked}'s largest number{_describe_largest_number(asked)} and reach {tensor.amax:.4g}"
+                said = f"beyond {asked}'s largest number and reach {tensor.amax:.4g}"
                 yield from self._find_saturation(
                     tensor, counts.overflow, counts.elements, asked, said, SCALE_FIRST_CURE
                 )
@@ -156,14 +156,6 @@ class PayloadSaturated(FindingKind):
                 before=row.a.saturated / max(1, row.numel),
                 elements=row.numel,
             )
-
-
-def _describe_largest_number(name: str) -> str:
-    """Return the largest number of a format between commas; a user's own need not be known by its name."""
-    try:
-        return f", {formats.get(name).max:.6g},"
-    except ValueError:
-        return ""
 
 
 @register_finding

@@ -10,7 +10,7 @@ import torch
 
 from ... import formats
 from ...formats import Format
-from .._finding import Finding, Severity, describe_names
+from .._finding import Finding, Severity
 from .._record import Record, Role, TensorRecord
 from .._text import compute_confidence, dtype_name, format_percent, pluralize, read_option
 from ..auditing._audit import Audit, TensorAudit
@@ -46,25 +46,6 @@ def measure_subnormal_share(tensor: TensorRecord, format: Format) -> float:
     """Return the share of sampled nonzero elements that are below a format's smallest normal number."""
     below = sum(count for binade, count in tensor.histogram.items() if binade < format.emin)
     return below / max(1, count_nonzero(tensor))
-
-
-def is_rounded_to_zero(entered: float, weight: float | None, format: Format) -> bool:
-    """Return whether zeros are what rounding to a format made, and not a mask, a ReLU or a weight that is zero.
-
-    Sums of products of which the largest is below the smallest normal number may be zeros; so may numbers that are
-    handed on, if the format has none as small as half its smallest. float32's range is not left by what trains.
-
-    Args:
-        entered: the largest magnitude of what came in.
-        weight: of what it was multiplied by; None where it was handed on.
-        format: of the zeros; one of 8 bits has a scale, and zeros are the work of a quantizer.
-    """
-    if has_wide_range(format) or format.bits < 16:
-        return False
-    if weight is None:
-        return 0 < entered <= format.smallest_subnormal / 2
-    # A gate that began at zero is as small as its first updates, and zeros behind it are meant.
-    return weight >= format.smallest_normal and 0 < entered * weight < format.smallest_normal
 
 
 def estimate_vanished_share(tensor: TensorRecord, format: Format) -> float:
@@ -122,13 +103,12 @@ class ActivationUnderflow(FindingKind):
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
-            entered = tensor.input_amax
             all_zero = tensor.steps >= FEWEST_ZERO_STEPS and tensor.elements and _is_all_zero(tensor)
-            if all_zero and entered is not None and is_rounded_to_zero(entered, tensor.weight_amax, held_in):
+            if all_zero and _is_rounded_to_zero(tensor.input_amax or 0.0, tensor.weight_amax, held_in):
                 # Inputs times weights underflow; of zeros no histogram tells.
                 weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
                 said = f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
-                said += f"{entered:.3g}{weights}"
+                said += f"{tensor.input_amax:.3g}{weights}"
                 yield self._report_underflow(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
             elif count >= FEWEST_ACTIVATIONS and tensor.rms > 0 and tensor.amax < held_in.smallest_normal * 2:
                 # Rounding to multiples of q errs by q / sqrt(12) on average.
@@ -155,6 +135,17 @@ class ActivationUnderflow(FindingKind):
             rms=tensor.rms,
             seen=count_nonzero(tensor),
         )
+
+
+def _is_rounded_to_zero(entered: float, weight: float | None, format: Format) -> bool:
+    """Return whether zeros are what rounding made of inputs times weights, and not a mask, a ReLU or a zero weight."""
+    # float32's range is not left by what trains, and a format of 8 bits has a scale: zeros are a quantizer's work.
+    if has_wide_range(format) or format.bits < 16:
+        return False
+    if weight is None:  # handed on
+        return 0 < entered <= format.smallest_subnormal / 2
+    # A gate that began at zero is as small as its first updates, and zeros behind it are meant.
+    return weight >= format.smallest_normal and 0 < entered * weight < format.smallest_normal
 
 
 # Where the optimizer's states are kept in float32, its denominators are.
@@ -248,9 +239,10 @@ class FirstNonfinite(FindingKind):
             also = f", as {pluralize(len(broken) - 1, 'other weight')} did" if len(broken) > 1 else ""
             clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
             said = f"held NaN or infinity before step {step} began{also}{clean}"
-            cure = LAST_CLEAN_CHECKPOINT_ADVICE if before is None else OBSERVE_EVERY_STEP_ADVICE
             told |= {"weights": len(broken), **_make_nonfinite_evidence(weight)}
-            yield self.found(weight.name, "error", 1 - 0.5 ** len(found), said, cure=cure, step=step, **told)
+            yield self.found(
+                weight.name, "error", 1 - 0.5 ** len(found), said, cure=OBSERVE_EVERY_STEP_ADVICE, step=step, **told
+            )
             return
         # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
         finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
@@ -367,14 +359,7 @@ class GradientUnderflow(FindingKind):
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
                 continue
-            if _has_gradient_vanished(record, tensor, held_in):
-                said = f"all {tensor.role}s are 0 in {held_in.name} in all {tensor.steps} sampled steps"
-                if tensor.role != "weight gradient":
-                    said += f", on the way back from {describe_names(tensor.sources)}, whose own are not"
-                else:
-                    said += ", which those that they are made of are not"
-                yield self._report_underflow(tensor, "error", 1 - 0.5**tensor.steps, said, cure, 0.0, 1.0)
-            elif count >= FEWEST_GRADIENTS:
+            if count >= FEWEST_GRADIENTS:
                 subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
                 is_bad = vanished >= VANISHED_SHARE_WARNING or subnormal >= SUBNORMAL_SHARE_WARNING
                 said = f"{format_percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, about "
@@ -409,27 +394,6 @@ def _has_narrow_range(tensor: TensorRecord) -> bool:
 
 def _is_all_zero(tensor: TensorRecord) -> bool:
     return tensor.zeros >= tensor.elements
-
-
-def _has_gradient_vanished(record: Record, tensor: TensorRecord, held_in: Format) -> bool:
-    """Return whether all gradients of a tensor are zeros though the gradients that they are computed from are not."""
-    # Exponents of their own move gradients between modules.
-    if record.sites or tensor.steps < FEWEST_VANISHED_STEPS or not tensor.elements or not _is_all_zero(tensor):
-        return False
-    if tensor.role == "weight gradient":
-        module, _, own = tensor.name.rpartition(".")
-        back = record.tensors.get(("activation gradient", module))
-        made = [one.name for one in list_tensors(record, GRADIENT_ROLES[0]) if module in one.sources]
-        entered = [one.amax for one in list_tensors(record, "activation") if one.name in made]
-        if back is None or own != "weight" or not entered:
-            return False
-        return is_rounded_to_zero(back.amax, max(entered), held_in)
-    pairs = []
-    for source in tensor.sources:
-        back = record.tensors.get(("activation gradient", source))
-        weight = record.tensors.get(("weight", f"{source}.weight"))
-        pairs.append((0.0 if back is None else back.amax, None if weight is None else weight.amax))
-    return bool(pairs) and all(is_rounded_to_zero(*pair, held_in) for pair in pairs)
 
 
 # From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.swa_utils import AveragedModel
 
 from ..._messages import a_kind, listed
 from ..._names import unknown
@@ -266,7 +265,9 @@ def make_inputs_from_checkpoint(
     if lr is None and not (saved and all("lr" in one for one in saved.values())):
         raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
     complete = bool(states) and len(states) == opened.stepped_count
-    left = opened.tensors.keys() - states.keys() if complete else find_averages(opened.tensors)
+    # What is called ema and stands beside no weight of its name is a layer.
+    averages = {name for name in opened.tensors if name.startswith("ema.") and name[4:] in opened.tensors}
+    left = opened.tensors.keys() - states.keys() if complete else averages
     kept = [name for name in opened.tensors if name not in left]
     if left and kept:
         why = "in no optimizer of the checkpoint" if complete else "averages of the weights"
@@ -353,25 +354,6 @@ def _guess_saved_rule(options: Mapping[str, Any], state: Mapping[str, Any]) -> s
     if "amsgrad" not in options and not {"exp_avg", "exp_avg_sq"} <= state.keys():
         return None
     return "Adam" if options.get("decoupled_weight_decay") is False else "AdamW"
-
-
-def list_trained_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the named parameters of a module that train, without the parameters of AveragedModels inside it."""
-    averages = [one for one in model.modules() if isinstance(one, AveragedModel) and one is not model]
-    apart = {id(p) for one in averages for p in one.parameters()}
-    return [(name, p) for name, p in model.named_parameters() if p.requires_grad and id(p) not in apart]
-
-
-def find_averages(names: Collection[str]) -> set[str]:
-    """Return the names of averaged weights beside the averaged ones: this package's, and AveragedModel's.
-
-    >>> sorted(find_averages(["0.weight", "ema.0.weight", "ema.bias", "copy.n_averaged", "copy.module.0.weight"]))
-    ['copy.module.0.weight', 'ema.0.weight']
-    """
-    inside = tuple(f"{name.removesuffix('n_averaged')}module." for name in names if name.endswith(".n_averaged"))
-    # What is called ema and stands beside no weight of its name is a layer.
-    copies = {name for name in names if name.startswith("ema.") and name.removeprefix("ema.") in names}
-    return copies | {name for name in names if name.startswith(inside)}
 
 
 def _make_trained_tensor(

@@ -58,18 +58,6 @@ class UpdateSizes:
         return float((self.mean.square() + self.deviation.square()).mean().sqrt())
 
 
-def model_update_sizes(
-    trained: TrainedTensor, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
-) -> UpdateSizes | None:
-    """Return the updates of a sample of a parameter's elements; None where nothing tells their size."""
-    if inputs.rule == "Lion":
-        every, growth = torch.ones_like(weights), torch.ones(steps, dtype=torch.float64, device="cpu")
-        return UpdateSizes(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
-    if inputs.rule == "SGD":
-        return _model_sgd_updates(trained, index, weights, steps)
-    return _model_adam_updates(trained, inputs, index, weights, steps, generator)
-
-
 def _model_adam_updates(
     trained: TrainedTensor, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
 ) -> UpdateSizes:
@@ -458,7 +446,14 @@ def forecast_layer(
         beta2=read_number(options["betas"][1]) if adam else None,
         denominator=states if adam and apart else None,  # torch's loops add eps in the states' dtype
     )
-    sizes = model_update_sizes(trained, inputs, index, weights, len(rates), generator) if len(weights) else None
+    sizes: UpdateSizes | None = None
+    if len(weights) and inputs.rule == "Lion":
+        every, growth = torch.ones_like(weights), torch.ones(len(rates), dtype=torch.float64, device="cpu")
+        sizes = UpdateSizes(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
+    elif len(weights) and inputs.rule == "SGD":
+        sizes = _model_sgd_updates(trained, index, weights, len(rates))
+    elif len(weights):
+        sizes = _model_adam_updates(trained, inputs, index, weights, len(rates), generator)
     if sizes is None:
         return layer
     held = weights[sizes.nonzero]

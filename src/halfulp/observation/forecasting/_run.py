@@ -23,7 +23,6 @@ from ._inputs import (
     Schedule,
     TrainedTensor,
     compute_learning_rates,
-    list_trained_parameters,
     make_inputs_from_checkpoint,
     make_inputs_from_optimizer,
     make_inputs_from_weights,
@@ -103,6 +102,8 @@ def forecast(
     options = {name: value for name, value in given.items() if value is not None}
     dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
     optimizer_or_lr = inner_optimizer(optimizer_or_lr)
+    named = model_or_state.named_parameters() if isinstance(model_or_state, nn.Module) else ()
+    weights = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if isinstance(optimizer_or_lr, torch.optim.Optimizer):
         if not isinstance(model_or_state, nn.Module):
             raise TypeError(
@@ -112,9 +113,8 @@ def forecast(
             raise ValueError(
                 f"{', '.join(options)}: the optimizer has its own; leave them out, or give a learning rate instead"
             )
-        inputs = make_inputs_from_optimizer(list_trained_parameters(model_or_state), optimizer_or_lr, optimizer, dtype)
+        inputs = make_inputs_from_optimizer(weights, optimizer_or_lr, optimizer, dtype)
     elif isinstance(model_or_state, nn.Module):
-        weights = list_trained_parameters(model_or_state)
         inputs = make_inputs_from_weights(weights, {}, _check_rate(optimizer_or_lr), optimizer, options, dtype)
     else:
         rate = None if optimizer_or_lr is None else _check_rate(optimizer_or_lr)

@@ -99,25 +99,20 @@ class ModuleHooks:
             return
         if torch.is_grad_enabled():
             in_backward = torch._C._current_graph_task_id() != -1
-            if not in_backward:  # what runs again in a backward pass was noted in the first run
-                self._note_graph(name, inputs, output)
             self._look_at_outputs(name, module, inputs, output, in_backward)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
             self._note_first_pass(name, output)
 
     @make_safe_method
-    def _note_graph(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
-        """Note the uses, residual sums and positions of a module that ran, apart from counting its outputs."""
-        self.recorder.uses.note_module_run(name, inputs, output)
-        self._residuals.note_module_run(name, inputs, output)
-        for one in output if isinstance(output, tuple) else (output,):
-            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_ROWS:
-                find_position_collisions(self.recorder, name, one)
-
-    @make_safe_method
     def _look_at_outputs(
         self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
     ) -> None:
+        if not in_backward:  # what runs again in a backward pass was noted in the first run
+            self.recorder.uses.note_module_run(name, inputs, output)
+            self._residuals.note_module_run(name, inputs, output)
+            for one in output if isinstance(output, tuple) else (output,):
+                if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_ROWS:
+                    find_position_collisions(self.recorder, name, one)
         found = list(find_float_tensors(output))
         self.statistics.update_shadows(module, inputs)
         if self._again is not None and found:

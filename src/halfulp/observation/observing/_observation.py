@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...optim.parameters._random_identity import plain_names
 from ...sinks import Sink
 from .._finding import Finding, group_causes_as_dicts, listing
-from .._record import ParameterRecord, Record, Role, StepRecord, record_to_plain_data
+from .._record import ParameterRecord, Record, StepRecord, record_to_plain_data
 from .._text import times
 from ..findings import collect_findings
 from ..page import write_page
@@ -104,7 +104,7 @@ class Observation(StepWatcher):
             self._handles.append(optimizer.register_step_pre_hook(self._handle_step_begin))
             self._handles.append(optimizer.register_step_post_hook(self._handle_step_end))
         if not self.recorder.record.history:
-            run_safely(self.recorder, self._parameters.keep_first_samples)
+            run_safely(self.recorder, self._parameters.count_moved)
         run_safely(self.recorder, self._scales.read_scale_and_skips, True)
         run_safely(self.recorder, self._ranks.begin_observing, len(self))
         run_safely(self.recorder, self._begin_run_step, len(self), True)
@@ -389,31 +389,16 @@ class RunSummary:
 
     def __str__(self) -> str:
         """The findings, what was seen and what it cost, as lines for a person."""
-        unseen = [f"not observed: {sentence}" for sentence in self.record.unseen]
+        skipped = f", {self.record.skipped} skipped by the gradient scaler" if self.record.skipped else ""
+        sampled = len(self.record.sampled_steps)
+        told = [f"{self.steps} steps{skipped}; {sampled} sampled (one in {self.interval})"]
+        updates = [parameter.update for parameter in self.record.parameters.values()]
+        if seen := sum(update.seen for update in updates):
+            lost = sum(update.cancelled for update in updates) / seen
+            told.append(f"updates: {lost:.1%} of {seen} sampled nonzero ones left their weight as it was")
+        told += [f"not observed: {sentence}" for sentence in self.record.unseen]
         cost = [] if self.overhead is None else [f"time spent observing: {times(self.overhead)} the run's own"]
-        roles = _describe_roles(self.record, self.steps, self.interval)
-        return "\n".join([*listing(self.findings), "", *roles, *unseen, *cost])
-
-
-def _describe_roles(record: Record, steps: int, interval: int) -> list[str]:
-    skipped = f", {record.skipped} skipped by the gradient scaler" if record.skipped else ""
-    lines = [f"{steps} steps{skipped}; {len(record.sampled_steps)} sampled (one in {interval})"]
-    if not record.tensors:
-        return lines
-    lines.append(f"{'role':<20} {'tensors':>7} {'largest':>10} {'smallest':>10} {'zeros':>7} {'not finite':>10}")
-    for role in get_args(Role):
-        found = [tensor for (of, _), tensor in record.tensors.items() if of == role]
-        if found:
-            elements = max(1, sum(tensor.elements for tensor in found))
-            zeros = sum(tensor.zeros for tensor in found) / elements
-            amax, amin = max(t.amax for t in found), min(t.amin for t in found)
-            broken = sum(tensor.nonfinite for tensor in found)
-            lines.append(f"{role:<20} {len(found):>7} {amax:>10.3g} {amin:>10.3g} {zeros:>7.1%} {broken:>10}")
-    seen = sum(p.update.seen for p in record.parameters.values())
-    if seen:
-        lost = sum(p.update.cancelled for p in record.parameters.values())
-        lines.append(f"updates: {lost / seen:.1%} of {seen} sampled nonzero ones left their weight as it was")
-    return lines
+        return "\n".join([*listing(self.findings), "", *told, *cost])
 
 
 class OptimizerSteps:
@@ -531,13 +516,11 @@ class ObservedParameters:
             if isinstance(optimizer, Optimizer):
                 record.weight_update = "none"
 
-    def keep_first_samples(self) -> None:
-        """Keep samples of all parameters as they are before the first step."""
-        self._first = self._sample_parameters()
-
     def count_moved(self) -> None:
-        """Record which share of each parameter's sample has changed since the first step."""
-        for name, now in self._sample_parameters().items():
+        """Record which share of each parameter's sample has changed since the first call, before the first step."""
+        samples = self._sample_parameters()
+        self._first = self._first or samples
+        for name, now in samples.items():
             before = self._first.get(name)
             if before is not None and len(before) == len(now) and len(now):
                 self._record.parameters[name].moved = float((before != now).cpu().double().mean())
@@ -650,9 +633,7 @@ class ScalerTracker:
                 "site": site.key,
                 "exponent": site.exponent,
                 "overflows": site.overflows,
-                "merged": site.merged,
                 "format": None if site.format is None else site.format.name,
-                "amax": {kind: reading.amax for kind, reading in site.readings.items()},
             }
             for site in self.scaler._controller.sites
         ]

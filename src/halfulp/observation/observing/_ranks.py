@@ -38,20 +38,18 @@ class RankSummary:
         starts: how often each rank had begun to observe this model when this one had made its first step.
         step: its last sampled step since it began.
         hashes: uint32 hashes of the replicated parameters after that step, by name.
-        extremes: by role and name, largest and smallest nonzero magnitudes.
     """
 
     starts: list[int]
     step: int
     hashes: dict[str, int]
-    extremes: dict[tuple[str, str], tuple[float, float]]
 
 
 class RankComparison:
     """Compares this rank with others that train the same model, where observing stops.
 
     The lowest rank reads what all others saw, and they read that one: whether replicas hold the same bits after their
-    last sampled step, and the largest and smallest magnitudes. Ranks that began at another step, ended at another one
+    last sampled step. Ranks that began at another step, ended at another one
     or are late are named in the record's `unseen`; nothing hangs, and no step waits.
 
     Attributes:
@@ -66,7 +64,7 @@ class RankComparison:
         """Say that this rank observes from a step on."""
         if not dist.is_available() or not dist.is_initialized():
             return
-        self.rank, self._first, self._own = dist.get_rank(), step, RankSummary([], -1, {}, {})
+        self.rank, self._first, self._own = dist.get_rank(), step, RankSummary([], -1, {})
         self.recorder.record.replica_of = self.rank, dist.get_world_size()
         # Pipelines and experts share a model among some ranks alone, and all groups have models of one kind.
         groups = [m.process_group for m in self._model.modules() if isinstance(m, DistributedDataParallel)]
@@ -101,7 +99,6 @@ class RankComparison:
         store.delete_key(self._keys[self.rank])
         if own.step < 0:
             return
-        own.extremes = {key: (one.record.amax, one.record.amin) for key, one in self.recorder.totals.items()}
         store.set(self._summary_key, pickle.dumps(own))
         if not own.starts:
             self.recorder.note_unseen("ranks are not compared: not all began to observe at the same step")
@@ -116,22 +113,14 @@ class RankComparison:
             if theirs is None or (theirs.starts, theirs.step) != (own.starts, own.step):
                 missing.append(rank)
             else:
-                self._merge_summary(theirs)
+                replicas = self.recorder.record.replicas
+                for name in own.hashes.keys() & theirs.hashes.keys():
+                    replicas[name] = replicas.get(name, True) and own.hashes[name] == theirs.hashes[name]
         if missing:
             shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             self.recorder.note_unseen(
                 f"ranks that are not compared, as they began or ended at another step, or have not stopped: {shown}"
             )
-
-    def _merge_summary(self, theirs: RankSummary) -> None:
-        replicas = self.recorder.record.replicas
-        for name, own in self._own.hashes.items():
-            if name in theirs.hashes:
-                replicas[name] = replicas.get(name, True) and own == theirs.hashes[name]
-        for key, totals in self.recorder.totals.items():
-            if key in theirs.extremes:
-                (largest, smallest), record = theirs.extremes[key], totals.record
-                record.amax, record.amin = max(record.amax, largest), min(record.amin, smallest)
 
 
 def _get_default_store() -> Any:

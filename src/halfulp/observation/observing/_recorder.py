@@ -297,16 +297,13 @@ class TensorUses:
     def find_consumers(self, name: str) -> tuple[str, ...]:
         """Return the innermost modules that took a module's output, else the one whose own code did, if any."""
         takers = self._takers.get(name, {})
-        innermost = [one for one in takers if not any(_is_inside_module(other, one) for other in takers)]
+        innermost = [
+            one for one in takers if not any(o != one and (not one or o.startswith(f"{one}.")) for o in takers)
+        ]
         if innermost:
             return tuple(innermost)
         outermost = self._outermost.get(name, name)
         return (outermost.rpartition(".")[0],) if outermost else ()
-
-
-def _is_inside_module(name: str, module: str) -> bool:
-    """Return whether a module lies in another; "" is the whole model."""
-    return name != module and (not module or name.startswith(f"{module}."))
 
 
 MOST_PARAMETER_GROUPS = 24
@@ -328,8 +325,8 @@ GRADIENT_ROLES = ("weight gradient", "activation gradient")
 _SUMS_PER_GROUP = 6
 
 
-class StepRows:
-    """Makes rows of a record.
+class RowWriter:
+    """Gives each sink a row of every sampled step.
 
     A row holds numbers of the run (`RUN_COLUMNS`), then three shares over all parameters and over each group of them,
     such as "updates_lost" and "updates_lost/layers.*.norm.weight": of the changes wanted in this step, those that left
@@ -338,23 +335,38 @@ class StepRows:
     parameters whose names differ in numbers alone; the smallest beyond 24 are together "others". Gradients of
     iterations that a scaler skipped before the step count in it.
 
-    Attributes:
-        columns: names of the entries, in order, the same in all rows.
+    Raises:
+        TypeError: a sink that can take no rows.
+        ValueError: a path that cannot be written.
     """
 
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._group_of = group_parameters(p for p in record.parameters.values() if p.requires_grad and p.numel)
+    def __init__(self, recorder: Recorder, sinks: Sequence[Sink]) -> None:
+        self._recorder, self._record = recorder, recorder.record
+        parameters = self._record.parameters.values()
+        self._group_of = group_parameters(p for p in parameters if p.requires_grad and p.numel)
         self._groups: list[str] = list(dict.fromkeys(self._group_of.values()))
         self._index = {name: self._groups.index(group) for name, group in self._group_of.items()}
         each = ["", *(f"/{group}" for group in self._groups)]
-        self.columns: list[str] = [*RUN_COLUMNS, *(f"{share}{group}" for group in each for share in SHARE_COLUMNS)]
+        self._columns = [*RUN_COLUMNS, *(f"{share}{group}" for group in each for share in SHARE_COLUMNS)]
         self._skipped: int = 0
         self._before: np.ndarray = self._sum_updates()
         self._counts: dict[tuple[int, torch.dtype], np.ndarray] = {}
+        # Of several processes the others may see another disk.
+        self._outlets: list[Outlet] = [outlet(sink, self._columns, check=is_first_process()) for sink in sinks]
 
-    def make_row(self, step: StepRecord, totals: Mapping[tuple[Any, str], TensorTotals]) -> dict[str, Any]:
-        """Return the row of a sampled step that has ended; shares are those since the row before."""
+    def write_row(self, step: StepRecord) -> None:
+        """Give a sampled step that has ended to all sinks that still take rows."""
+        if not self._outlets or not is_first_process():
+            return
+        row = self._make_row(step, self._recorder.totals)
+        for one in self._outlets:
+            one.put(row)
+            if one.said is not None:
+                self._recorder.note_unseen(f"rows of the steps: {one.said}")
+        self._outlets = [one for one in self._outlets if not one.closed]
+
+    def _make_row(self, step: StepRecord, totals: Mapping[tuple[Any, str], TensorTotals]) -> dict[str, Any]:
+        """Return the row of a sampled step; shares are those since the row before."""
         skipped, self._skipped = self._record.skipped - self._skipped, self._record.skipped
         least, most = step.exponents or (None, None)
         broken = sum(int(one.step == step.step and one.step_nonfinite > 0) for one in totals.values())
@@ -364,8 +376,11 @@ class StepRows:
         since[:, 4:] = whole[:-1]
         total = since.sum(0)
         total[4:] = whole.sum(0)
-        shares = (share for one in (total, *since) for share in _compute_shares(one))
-        return dict(zip(self.columns, (*run, *shares), strict=True))
+        shares: list[float | None] = []
+        for seen, lost, wanted, kept, nonzero, vanished in np.array([total, *since]).tolist():
+            shares += lost / seen if seen else None, kept / wanted if wanted else None
+            shares.append(vanished / (nonzero + vanished) if nonzero else None)
+        return dict(zip(self._columns, (*run, *shares), strict=True))
 
     def _sum_updates(self) -> np.ndarray:
         """Return sums over each group's parameters since the observation began."""
@@ -420,41 +435,6 @@ def _count_smallest_bins(dtype: torch.dtype) -> int:
         return max(0, math.frexp(formats.get(dtype).smallest_subnormal)[1] - LOWEST_EXPONENT)
     except ValueError:  # integers, whose gradients are none
         return 0
-
-
-def _compute_shares(sums: np.ndarray) -> tuple[float | None, ...]:
-    seen, lost, wanted, kept, nonzero, vanished = sums.tolist()
-    return (
-        lost / seen if seen else None,
-        kept / wanted if wanted else None,
-        vanished / (nonzero + vanished) if nonzero else None,
-    )
-
-
-class RowWriter:
-    """Gives each sink a row of every sampled step.
-
-    Raises:
-        TypeError: a sink that can take no rows.
-        ValueError: a path that cannot be written.
-    """
-
-    def __init__(self, recorder: Recorder, given: Sequence[Sink]) -> None:
-        self._book = recorder
-        self._rows = StepRows(recorder.record)
-        # Of several processes the others may see another disk.
-        self._outlets: list[Outlet] = [outlet(sink, self._rows.columns, check=is_first_process()) for sink in given]
-
-    def write_row(self, step: StepRecord) -> None:
-        """Give a sampled step that has ended to all sinks that still take rows."""
-        if not self._outlets or not is_first_process():
-            return
-        row = self._rows.make_row(step, self._book.totals)
-        for one in self._outlets:
-            one.put(row)
-            if one.said is not None:
-                self._book.note_unseen(f"rows of the steps: {one.said}")
-        self._outlets = [one for one in self._outlets if not one.closed]
 
 
 def is_first_process() -> bool:

@@ -59,15 +59,6 @@ for _name in ("Adam", "NAdam", "RAdam"):
 register_elementwise(torch.optim.AdamW, True)
 
 
-def decay_factor(optimizer: torch.optim.Optimizer, options: OptimizerOptions) -> float | None:
-    """Return 1 - lr wd where that factor is rounded into the weight by itself; None elsewhere."""
-    decouples = ELEMENTWISE_OPTIMIZERS.get(type(optimizer))
-    decay = options.get("weight_decay")
-    if decouples is None or not decay or options.get("fused") or not decouples(options):
-        return None
-    return 1 - float(options["lr"]) * float(decay)
-
-
 class ShadowOptimizer:
     """An optimizer's own class, run on float64 copies of samples."""
 
@@ -149,13 +140,6 @@ def sample_tensors(
     return PackedSamples(packed, samples.counts)
 
 
-def read_known_numbers(tensor: torch.Tensor) -> StoredNumbers:
-    """Return the numbers of a tensor that had some before."""
-    found = read_numbers(tensor)
-    assert found is not None, "a step leaves tensors readable"
-    return found
-
-
 class ChangeComparison(NamedTuple):
     """Samples of some tensors before and after a change, one tensor's after the other's, with what was wanted.
 
@@ -181,7 +165,10 @@ def count_changes(compared: Sequence[ChangeComparison], ends: Sequence[int] | No
         ends: where the tensors' samples begin and end: one more than there are tensors; None for a single one.
     """
     ends = [0, len(compared[0].before)] if ends is None else ends
-    values = [[_convert_to_float64(x) for x in (one.before, one.after, one.wanted)] for one in compared]
+    values = [
+        [x.detach().to("cpu", torch.float64).contiguous() for x in (one.before, one.after, one.wanted)]
+        for one in compared
+    ]
     if select_engine("cpu") == "llvm":
         sums = _count_changes_by_kernel(values, ends, [one.decreases_only for one in compared])
     else:
@@ -218,13 +205,6 @@ def _count_changes_by_torch(values: Sequence[torch.Tensor], ends: Sequence[int],
     """Return the sums of `make_changes_table` of each tensor without kernels."""
     trace, limit = make_changes_table().trace, {("constant", 0): 0.0 if decreases else np.inf}
     return [run_on_tensors(trace, [x[start:end] for x in values], limit)[1] for start, end in itertools.pairwise(ends)]
-
-
-def _convert_to_float64(values: torch.Tensor) -> torch.Tensor:
-    """Return values as contiguous float64 on the CPU."""
-    if values.dtype is torch.float64 and values.is_cpu and values.is_contiguous():
-        return values
-    return values.detach().to("cpu", torch.float64).contiguous()
 
 
 # Roles of states, by their names in torch.optim and here.
@@ -449,9 +429,8 @@ class UpdateWatcher:
         if not batches or _convert_to_float(getattr(self.optimizer, "found_inf", None), 0.0):
             return
         for batch in batches:
-            now = sample_tensors(
-                self.recorder, batch.records, [read_known_numbers(one) for one in batch.parameters]
-            ).packed
+            numbers = [one for parameter in batch.parameters if (one := read_numbers(parameter)) is not None]
+            now = sample_tensors(self.recorder, batch.records, numbers).packed
             states_now = self._count_states(batch)
             if batch.is_unplanned:
                 continue
@@ -484,8 +463,11 @@ class UpdateWatcher:
                 compared.append(
                     ChangeComparison(changes, before, states_now[key], state - before, decreases_only=falls)
                 )
-        factor = decay_factor(self.optimizer, batch.records[0].options)
-        if factor is not None:  # torch's loop rounds decoupled decay by itself
+        decouples, options = ELEMENTWISE_OPTIMIZERS.get(type(self.optimizer)), batch.records[0].options
+        decay = options.get("weight_decay")
+        # torch's loop rounds decoupled decay into the weight by itself, as a factor.
+        if decouples is not None and decay and not options.get("fused") and decouples(options):
+            factor = 1 - float(options["lr"]) * float(decay)
             for record in batch.records:
                 record.decay = record.decay or RealisedChanges()
             changes = [record.decay for record in batch.records if record.decay is not None]
@@ -542,11 +524,8 @@ class UpdateWatcher:
         found: dict[str, tuple[list[ParameterRecord], list[StoredNumbers]]] = {}
         for record, parameter, size in zip(batch.records, batch.parameters, batch.sizes):
             for key, value in self._get_state(parameter).items():
-                if (
-                    key in WHOLE_TENSOR_STATES
-                    or not isinstance(value, torch.Tensor)
-                    or not value.dtype.is_floating_point
-                ):
+                is_float = isinstance(value, torch.Tensor) and value.dtype.is_floating_point
+                if key in WHOLE_TENSOR_STATES or not is_float:
                     continue
                 record.state_dtypes[key] = value.dtype
                 numbers = read_numbers(value)

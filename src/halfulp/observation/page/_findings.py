@@ -55,22 +55,16 @@ def _summarize_consequences(
 
 def render_page(template: str, cards: Sequence[PlainData], charts: PlainData, **words: Any) -> str:
     """Return a page of what an instrument found, as text; it refers to nothing outside itself."""
-    made_by = f"halfulp {__version__}"
-    given = {"findings": cards, "codes": list_codes(cards), "versions": made_by, "data": charts}
-    return render(__package__, template, **given, **words)
-
-
-def list_codes(cards: Sequence[PlainData]) -> list[tuple[str, str, bool]]:
-    """Return the codes on the page, each once, with what it stands for, and whether the documentation has a page of it.
-
-    A code that a user registered has none.
-    """
     from ..findings._kind import FINDING_KINDS  # whose package makes pages by way of audits
 
+    made_by = f"halfulp {__version__}"
+    # A code that a user registered has no page in the documentation.
     own = {code for code, kind in FINDING_KINDS.items() if kind.__module__.startswith("halfulp.")}
     meanings = described("finding")
-    codes = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
-    return [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(codes)]
+    named = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
+    codes = [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(named)]
+    given = {"findings": cards, "codes": codes, "versions": made_by, "data": charts}
+    return render(__package__, template, **given, **words)
 
 
 _EVIDENCE_TITLES = {"lost": "share lost", "realised": "movement kept", "seen": "elements sampled"}

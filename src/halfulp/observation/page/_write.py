@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,18 +24,9 @@ from ._findings import (
     make_cause_cards,
     number_cell,
     render_page,
-    shape_words,
     share_cell,
 )
 from ._observation import render_observation_page
-
-_STATUS_TONES = {
-    "nonfinite": "bad",
-    "dtype-changed": "open",
-    "unchanged": "bad",
-    "barely-moved": "open",
-    "constant": "open",
-}
 
 
 def render_audit_page(data: PlainData) -> str:
@@ -51,8 +41,6 @@ def render_audit_page(data: PlainData) -> str:
         lead=_describe_audit(cards, data),
         groups=_make_groups_table(data["groups"]),
         states=_make_states_table(data["states"]),
-        tensors=_make_tensors_table(tensors),
-        share=data["share"],
         contract=make_table("contract", "Precision contracts that differ", data["contract"], contract),
         unseen=data["unseen"],
     )
@@ -82,21 +70,6 @@ def _make_groups_table(groups: Sequence[PlainData]) -> Table:
         ),
     ]
     return make_table("groups", "Layer by layer", groups, columns, "filter, as norm")
-
-
-def _make_tensors_table(tensors: Sequence[PlainData]) -> Table:
-    columns: TableColumns = [
-        ("tensor", "", lambda one: Cell(one["name"])),
-        ("status", "", lambda one: Cell(one["status"].replace("-", " "), tone=_STATUS_TONES.get(one["status"], ""))),
-        ("dtype", "", lambda one: Cell(_join_dtypes(one["dtypes"]))),
-        ("elements", "number minor", lambda one: count_cell(math.prod(one["shape"]), shape_words(one["shape"]))),
-        ("unchanged", "number", lambda one: share_cell(one["share_unchanged"])),
-        ("median, ulps", "number", lambda one: number_cell(one["median_change_ulps"])),
-        ("mean, ulps", "number minor", lambda one: number_cell(one["mean_change_ulps"])),
-        ("largest, ulps", "number", lambda one: number_cell(one["largest_change_ulps"])),
-        ("NaN or inf", "number minor", lambda one: count_cell(one["nan"][1] + one["infinite"][1])),
-    ]
-    return make_table("tensors", "All tensors", tensors, columns, "filter, as unchanged bf16")
 
 
 def _make_states_table(states: Sequence[PlainData]) -> Table:

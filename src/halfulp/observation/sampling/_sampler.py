@@ -150,14 +150,11 @@ class CandidateFormats:
         found = [find_format(format) for format in formats]
         self.single: list[Format] = [format for format in found if isinstance(format, Format)]
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
-        self._kernels: SampleKernels | None = None
 
-    @property
+    @functools.cached_property
     def kernels(self) -> SampleKernels:
         """The kernels that count, whose memory is this object's alone."""
-        if self._kernels is None:
-            self._kernels = SampleKernels(self)
-        return self._kernels
+        return SampleKernels(self)
 
 
 def find_format(format: FormatLike) -> Format | BlockFormat:

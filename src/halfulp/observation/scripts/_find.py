@@ -60,12 +60,6 @@ class FoundTraining:
     scheduler: LRScheduler | None
     average: AveragedModel | EMA | None
 
-    @property
-    def model_name(self) -> str:
-        """The class of the model, or the names of several."""
-        names = self.model._modules if isinstance(self.model, JointModel) else [type(self.model).__name__]
-        return " + ".join(names)
-
 
 def find_training(
     optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.GradScaler] = ()
@@ -172,7 +166,8 @@ class ScriptTraining:
         rows: Callable[[ScriptTraining, Row], None] | None = None,
     ) -> None:
         self.number: int | None = None
-        self.model: str = found.model_name
+        names = found.model._modules if isinstance(found.model, JointModel) else [type(found.model).__name__]
+        self.model: str = " + ".join(names)
         self.optimizer_names: list[str] = list(dict.fromkeys(type(one).__name__ for one in optimizers))
         self.has_ended: bool = False
         self.summary: RunSummary

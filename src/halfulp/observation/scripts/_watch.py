@@ -83,7 +83,7 @@ class ScriptWatch(StepWatcher):
 
     def make_report(self, ended: str | None = None) -> ScriptReport:
         """Return the report of all trainings, after the end."""
-        return ScriptReport(self.trainings, list(self.unseen), self.interval, ended)
+        return ScriptReport(self.trainings, list(self.unseen), ended)
 
     # hooks ----------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,6 @@ class ScriptReport:
 
     trainings: Sequence[ScriptTraining]
     unseen: list[str] = field(default_factory=list)
-    interval: int = 50
     ended: str | None = None
 
     @property
