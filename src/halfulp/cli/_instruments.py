@@ -159,10 +159,10 @@ def audit(
 def _print_audit(found: Any) -> None:
     from rich.text import Text
 
-    from ..observation._finding import listing
+    from ..observation._finding import format_findings
 
     shown = make_console()
-    for line in listing(found.findings):
+    for line in format_findings(found.findings):
         shown.print(Text(line, style=_SEVERITY_STYLES.get(line.split(" ", 1)[0], "")))
     shown.print()
     columns = ["tensors", "dtypes", "elements", "unchanged", "median ulps", "verdict"]

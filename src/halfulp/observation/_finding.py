@@ -355,7 +355,7 @@ _MOST_FINDING_LINES = 3
 TEXT_WHERE_REST_STANDS = "in `findings`, on the page and in its JSON"
 
 
-def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
+def format_findings(findings: Sequence[Finding], most: int = 10) -> list[str]:
     """Return lines of text that list findings, grouped by their cause.
 
     Args:
@@ -367,13 +367,13 @@ def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
     ...     Finding("my-code", (name,), "error", 1.0, {"lost": part}, "keep it in float32", f"{part:.0%} lost", says)
     ...     for name, part in (("up.0.weight", 0.97), ("up.1.weight", 0.95))
     ... ]
-    >>> print(*listing(lost), sep="\\n")
+    >>> print(*format_findings(lost), sep="\\n")
     2 findings, of one cause:
     error    my-code: up.{0,1} lose up to 97% of their updates
              cure: keep it in float32
              up.0.weight: 97% lost
              up.1.weight: 95% lost
-    >>> listing([])
+    >>> format_findings([])
     ['no findings']
     """
     if not findings:

@@ -37,10 +37,10 @@ def format_percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def times(share: float) -> str:
+def format_multiple(share: float) -> str:
     """Return a share of something as words before it, from the whole on as a multiple.
 
-    >>> f"{times(0.021)} the run's time", f"{times(5.216)} the run's time"
+    >>> f"{format_multiple(0.021)} the run's time", f"{format_multiple(5.216)} the run's time"
     ("2.1% of the run's time", "5.2 times the run's time")
     """
     return f"{format_percent(share)} of" if share < 1 else f"{share:.1f} times"
@@ -92,10 +92,10 @@ def compute_confidence(count: int, half: int = 64) -> float:
 FLOAT32_PRECISION = 24
 
 
-def dtype_name(dtype: torch.dtype | None) -> str:
+def name_dtype(dtype: torch.dtype | None) -> str:
     """Return the short name of a dtype: that of its format where it has one.
 
-    >>> dtype_name(torch.bfloat16), dtype_name(torch.int8), dtype_name(None)
+    >>> name_dtype(torch.bfloat16), name_dtype(torch.int8), name_dtype(None)
     ('bf16', 'int8', 'unknown dtype')
     """
     try:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..._qualified_names import make_name_pattern
-from .._finding import Finding, Severity, describe_names, find_worst_severity, group_causes_as_dicts, listing
+from .._finding import Finding, Severity, describe_names, find_worst_severity, format_findings, group_causes_as_dicts
 from .._record import RealisedChanges, to_plain_data
 from ..page import write_page
 
@@ -242,7 +242,7 @@ class Audit:
     def __str__(self) -> str:
         """Return the findings, the worst first, then what is to be said of each group of tensors."""
         groups = [f"{group.pattern} ({group.dtypes}): {group.verdict}" for group in self.groups()]
-        return "\n".join([*listing(self.findings), *(groups or ["no tensors"]), *self.unseen])
+        return "\n".join([*format_findings(self.findings), *(groups or ["no tensors"]), *self.unseen])
 
 
 def _make_layer_group(rows: list[TensorAudit], found: Finding | None, share: float) -> LayerGroup:

@@ -260,9 +260,6 @@ def _measure_by_reference(table: Table, parts: list[Tensor], constants: list[int
     return np.array([run_on_tensors(table.trace, [*parts, slots], inputs)[1]]), slots[0].numpy()
 
 
-_StoredPair = tuple[StoredTensor, StoredTensor]
-
-
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: float) -> dict[str, TensorAudit]:
     """Return how each tensor of A differs from that of its name in B."""
     _check_names(a, b)
@@ -311,7 +308,9 @@ def _leave_out_tied_names(checkpoint: Checkpoint, names: list[str]) -> list[str]
     return [name for name in names if places[name] is None or times[places[name]] == 1]
 
 
-def _compare_tensor(name: str, pair: _StoredPair, parameters: set[str], share: float) -> TensorAudit:
+def _compare_tensor(
+    name: str, pair: tuple[StoredTensor, StoredTensor], parameters: set[str], share: float
+) -> TensorAudit:
     if all(one.dtype.is_complex for one in pair):
         a, b = (_view_as_real_parts(one) for one in pair)
     else:

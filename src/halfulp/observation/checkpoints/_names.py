@@ -249,8 +249,8 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
     for where, leaf in walk_content(content, ()):
         if isinstance(leaf, OptimizerStates):
             found.optimizers.append(leaf)
-        elif isinstance(leaf, _UnreadablePart):
-            found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf.reason}")
+        elif isinstance(leaf, ValueError):
+            found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf}")
         elif where[-1] == CONTRACT_KEY and isinstance(leaf, Mapping):
             found.contract = dict(leaf)
         elif isinstance(leaf, StoredTensor):
@@ -268,13 +268,6 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _UnreadablePart:
-    """A part of a checkpoint that cannot be compared, and why."""
-
-    reason: str
-
-
 def walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
     if isinstance(content, Mapping) and "param_groups" in content:
         yield where, _read_optimizer_states(content)
@@ -289,19 +282,19 @@ def walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
             yield from walk_content(value, (*where, number))
     elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
         kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
-        yield where, _UnreadablePart(f"it is {kind}")
+        yield where, ValueError(f"it is {kind}")
     elif where:
         yield where, content
 
 
-def _read_optimizer_states(content: Mapping[Any, Any]) -> OptimizerStates | _UnreadablePart:
+def _read_optimizer_states(content: Mapping[Any, Any]) -> OptimizerStates | ValueError:
     state, groups = content.get("state") or {}, content["param_groups"]
     groups = list(groups.values()) if isinstance(groups, Mapping) else groups
     whole = isinstance(state, Mapping) and isinstance(groups, list | tuple)
     if not whole or not all(
         isinstance(group, Mapping) and isinstance(group.get("params") or (), list | tuple) for group in groups
     ):
-        return _UnreadablePart("its param_groups and state are not those of a torch optimizer")
+        return ValueError("its param_groups and state are not those of a torch optimizer")
     kept = {
         key: {name: wrap_tensor(one) if isinstance(one, Tensor) else one for name, one in value.items()}
         for key, value in state.items()

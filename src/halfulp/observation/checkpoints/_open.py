@@ -24,15 +24,7 @@ from ._files import (
 from ._names import CONTRACT_KEY, read_checkpoint_content, refuse_tensor_parts, walk_content
 
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_WEIGHT_FILE_STEMS = (
-    "model",
-    "pytorch_model",
-    "adapter_model",
-    "diffusion_pytorch_model",
-    "consolidated",
-    "weights",
-    "checkpoint",
-)
+_WEIGHT_FILE_STEMS = ("model", "pytorch_model", "adapter_model", "diffusion_pytorch_model")
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
 _NO_WEIGHTS_PATTERN = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
 _NUMBERED_OPTIMIZER_PATTERN = re.compile(r"^optimizer_\d+\.(pt|bin|pth)$")

@@ -10,12 +10,12 @@ from .._finding import Finding, Severity
 from .._record import ParameterRecord, RealisedChanges, Record
 from .._text import (
     compute_confidence,
-    dtype_name,
     format_percent,
     get_precision,
     is_narrow_dtype,
     is_wide_dtype,
     loses_state_decay,
+    name_dtype,
     write_optimizer_code,
 )
 from ..auditing._audit import SECOND_MOMENTS, Audit
@@ -53,7 +53,7 @@ class AccumulationSwamped(FindingKind):
                 name,
                 "error" if realised < REALISED_SUMS_ERROR else "warning",
                 compute_confidence(sums.seen, FEWEST_ADDED_ELEMENTS),
-                f"{format_percent(1 - realised)} of what is added to .grad is lost in {dtype_name(held_in)}",
+                f"{format_percent(1 - realised)} of what is added to .grad is lost in {name_dtype(held_in)}",
                 cure=self.cure_in(held_in),
                 **make_change_evidence(sums, held_in),
             )
@@ -89,7 +89,7 @@ class AverageStuck(FindingKind):
                 name,
                 "note" if is_wide_dtype(average.dtype) else "error" if realised < REALISED_AVERAGE_ERROR else "warning",
                 compute_confidence(change.seen, FEWEST_CHANGES),
-                f"{format_percent(change.lost_share)} of changes lost in {dtype_name(average.dtype)}{retention}",
+                f"{format_percent(change.lost_share)} of changes lost in {name_dtype(average.dtype)}{retention}",
                 cure=self.cure_in(average.dtype),
                 retention=average.retention,
                 **make_change_evidence(change, average.dtype),
@@ -103,7 +103,7 @@ class AverageStuck(FindingKind):
             if row.share_unchanged < STUCK_SHARE or row.b.nonfinite or row.b.constant == 0:
                 continue
             share = format_percent(row.share_unchanged)
-            said = f"{share} unchanged in {dtype_name(row.a.dtype)}, while the weights moved"
+            said = f"{share} unchanged in {name_dtype(row.a.dtype)}, while the weights moved"
             severity: Severity = "error" if row.status == "unchanged" else "warning"
             yield self.found(name, severity, 0.8, said, unchanged=row.share_unchanged, elements=row.numel)
 
@@ -123,7 +123,7 @@ class PositionsCollide(FindingKind):
         for name, positions in record.positions.items():
             digits = get_precision(positions.dtype)
             assert digits is not None
-            dtype, counted = dtype_name(positions.dtype), 2**digits
+            dtype, counted = name_dtype(positions.dtype), 2**digits
             said = f"of {positions.length} positions those from {counted} on are rounded to {dtype}'s whole numbers"
             yield self.found(name, "error", 1.0, said, length=positions.length, counted=counted, dtype=dtype)
 
@@ -157,7 +157,7 @@ class ResidualSwamped(FindingKind):
                 "error" if realised < REALISED_RESIDUAL_ERROR else "warning",
                 compute_confidence(change.seen, FEWEST_RESIDUAL_CHANGES),
                 f"{format_percent(min(1.0, 1 - realised))} of what it adds to the residual stream is lost in "
-                f"{dtype_name(residual.dtype)}: it adds {residual.added:.3g} to numbers of {residual.stream:.3g}",
+                f"{name_dtype(residual.dtype)}: it adds {residual.added:.3g} to numbers of {residual.stream:.3g}",
                 added=residual.added,
                 stream=residual.stream,
                 **make_change_evidence(change, residual.dtype),
@@ -199,7 +199,7 @@ class SecondMomentStuck(FindingKind):
                     name,
                     "note" if is_wide_dtype(dtype or parameter.dtype) else "warning",
                     compute_confidence(change.seen, FEWEST_DECREASES),
-                    f"{format_percent(change.lost_share)} of decreases of {state} lost in {dtype_name(dtype)}",
+                    f"{format_percent(change.lost_share)} of decreases of {state} lost in {name_dtype(dtype)}",
                     cure=self.cure_in(dtype),
                     write=code if parameter.optimizer in OPTIMIZERS else "",
                     state=state,
@@ -217,8 +217,8 @@ class SecondMomentStuck(FindingKind):
             for moment, (_, dtype) in state.dtypes.items():
                 if moment not in SECOND_MOMENTS or not loses_state_decay(rate, dtype):
                     continue
-                said = f"{moment} in {dtype_name(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
-                told: dict[str, Any] = {"state": moment, "decay": rate, "dtype": dtype_name(dtype)}
+                said = f"{moment} in {name_dtype(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
+                told: dict[str, Any] = {"state": moment, "decay": rate, "dtype": name_dtype(dtype)}
                 yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), **told)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
@@ -226,7 +226,7 @@ class SecondMomentStuck(FindingKind):
         stuck = [(layer, beta2) for layer, beta2 in found if loses_state_decay(1 - beta2, layer.denominator)]
         if stuck:
             first, beta2 = stuck[0]
-            names, dtype = [layer.name for layer, _ in stuck], dtype_name(first.denominator)
+            names, dtype = [layer.name for layer, _ in stuck], name_dtype(first.denominator)
             said = f"a second moment in {dtype} cannot decay at beta2 {beta2:g}: it only grows"
             cure = self.cure_in(first.denominator)
             yield self.found(names, "warning", 1.0, said, cure=cure, beta2=beta2, dtype=dtype)

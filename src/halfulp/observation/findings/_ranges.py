@@ -12,7 +12,7 @@ from ... import formats
 from ...formats import Format
 from .._finding import Finding, Severity
 from .._record import Record, Role, TensorRecord
-from .._text import compute_confidence, dtype_name, format_percent, pluralize, read_option
+from .._text import compute_confidence, format_percent, name_dtype, pluralize, read_option
 from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
 
@@ -186,9 +186,9 @@ class EpsZero(FindingKind):
             yield self._report_eps(names, eps, dtype)
 
     def _report_eps(self, names: str | list[str], eps: float, dtype: torch.dtype) -> Finding:
-        said = f"eps {eps:.3g} is 0 in {dtype_name(dtype)}"
+        said = f"eps {eps:.3g} is 0 in {name_dtype(dtype)}"
         cure = self.wide_cure if has_wide_range(formats.get(dtype)) else self.cure
-        return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=dtype_name(dtype))
+        return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=name_dtype(dtype))
 
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
@@ -352,7 +352,7 @@ class GradientUnderflow(FindingKind):
             # Of a loss whose first gradient is zero no later gradient tells.
             narrow = [one for one in found if one.role == "activation gradient" and _has_narrow_range(one)]
             for tensor in narrow[:1]:
-                steps, name = min(one.steps for one in found), dtype_name(tensor.dtype)
+                steps, name = min(one.steps for one in found), name_dtype(tensor.dtype)
                 said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
                 yield self._report_underflow(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=name)
         for tensor in found:

@@ -6,7 +6,7 @@ import torch
 
 from .._finding import Finding, Severity
 from .._record import Record
-from .._text import dtype_name, get_precision
+from .._text import get_precision, name_dtype
 from ..auditing._audit import Audit, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
@@ -34,13 +34,13 @@ class DtypeChangedOnResume(FindingKind):
 
     def _report_dtype_change(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
         digits = get_precision(before), get_precision(after)
-        said = f"{what}{dtype_name(before)} in A, {dtype_name(after)} in B"
+        said = f"{what}{name_dtype(before)} in A, {name_dtype(after)} in B"
         fewer = digits[0] is not None and (digits[1] is None or digits[1] < digits[0])
         if digits[0] is not None and digits[1] is not None and fewer:
             said += f": {digits[0] - digits[1]} digits fewer"
         state = what.strip() or None
         severity: Severity = "error" if fewer else "warning"
-        return self.found(name, severity, 1.0, said, before=dtype_name(before), after=dtype_name(after), state=state)
+        return self.found(name, severity, 1.0, said, before=name_dtype(before), after=name_dtype(after), state=state)
 
 
 @register_finding
@@ -110,9 +110,9 @@ class StateMismatch(FindingKind):
             if not other:
                 continue
             narrower = any(one.itemsize < parameter.dtype.itemsize for one in other.values())
-            states = ", ".join(f"{key} in {dtype_name(one)}" for key, one in other.items())
+            states = ", ".join(f"{key} in {name_dtype(one)}" for key, one in other.items())
             severity: Severity = "error" if narrower else "warning"
-            dtype = dtype_name(parameter.dtype)
+            dtype = name_dtype(parameter.dtype)
             yield self.found(name, severity, 1.0, f"parameter in {dtype}, {states}", dtype=dtype, states=states)
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
@@ -139,7 +139,7 @@ class StateMismatch(FindingKind):
             digits = get_precision(dtype)
             if bits is None or digits is None or digits == bits or key in state.reduced:
                 continue
-            stored, kept = dtype_name(row.b.dtype), dtype_name(dtype)
+            stored, kept = name_dtype(row.b.dtype), name_dtype(dtype)
             why, cure = "a load into narrower weights rounds states", None
             if digits > bits:
                 why, cure = (

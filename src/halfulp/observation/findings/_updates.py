@@ -14,11 +14,11 @@ from .._text import (
     KAHAN_ARGUMENT,
     compute_confidence,
     describe_lr,
-    dtype_name,
     format_percent,
     get_precision,
     is_narrow_dtype,
     is_wide_dtype,
+    name_dtype,
     read_option,
     write_optimizer_code,
 )
@@ -81,7 +81,7 @@ def make_change_evidence(change: RealisedChanges, dtype: torch.dtype | None) -> 
         "lost": change.lost_share,
         "realised": change.realised_share,
         "seen": change.seen,
-        "dtype": dtype_name(dtype),
+        "dtype": name_dtype(dtype),
     }
 
 
@@ -117,7 +117,7 @@ class FreezeAhead(FindingKind):
             if layer.freeze_step is not None and layer.weight_update == "nearest":
                 severity: Severity = "warning" if layer.after_freeze >= FROZEN_SHARE_WARNING else "note"
                 severity = "error" if layer.after_freeze >= FROZEN_SHARE_ERROR else severity
-                frozen.setdefault((severity, dtype_name(layer.dtype)), []).append(layer)
+                frozen.setdefault((severity, name_dtype(layer.dtype)), []).append(layer)
         for (severity, dtype), layers in frozen.items():
             worst = max(layers, key=lambda layer: layer.after_freeze)
             yield self.found(
@@ -301,7 +301,7 @@ class UpdatesLost(FindingKind):
 def _describe_lost_updates(lost: float, realised: float | None, dtype: torch.dtype, options: Mapping[str, Any]) -> str:
     if realised is None:
         return f"{format_percent(lost)} of elements with a gradient unchanged{describe_lr(options)}"
-    said = f"{format_percent(lost)} of updates lost in {dtype_name(dtype)}{describe_lr(options)}"
+    said = f"{format_percent(lost)} of updates lost in {name_dtype(dtype)}{describe_lr(options)}"
     if realised < REALISED_WARNING:
         return said
     return f"{said}, the smaller ones, though {format_percent(min(1.0, realised))} of the movement took place"
@@ -404,7 +404,7 @@ class WeightDecayLost(FindingKind):
         # In float32 that is a schedule's last steps, when decay has nothing left to do.
         severity: Severity = "note" if is_wide_dtype(dtype) else "warning"
         said = (
-            f"{format_percent(lost)} of weight decay {'will be ' if ahead else ''}lost in {dtype_name(dtype)}{factor}"
+            f"{format_percent(lost)} of weight decay {'will be ' if ahead else ''}lost in {name_dtype(dtype)}{factor}"
         )
         told |= {"lost": lost, "lr": lr, "weight_decay": rate}
         return self.found(names, severity, confidence, said, cure=self.cure_in(dtype), write=code, **told)
@@ -461,7 +461,7 @@ class WeightFrozen(FindingKind):
                 name,
                 "note" if rounded and is_wide_dtype(parameter.dtype) else "error",
                 compute_confidence(update.seen, 32) * compute_confidence(steps, 1) * (1.0 if update.known else 0.5),
-                f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}"
+                f"has not moved in {steps} sampled steps in {name_dtype(parameter.dtype)}"
                 + describe_lr(parameter.options)
                 + ("" if rounded else ", though updates changed it"),
                 cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK_CURE,
@@ -471,7 +471,7 @@ class WeightFrozen(FindingKind):
                 sampled_steps=steps,
                 seen=update.seen,
                 lost=update.lost_share,
-                dtype=dtype_name(parameter.dtype),
+                dtype=name_dtype(parameter.dtype),
                 lr=read_option(parameter.options, "lr"),
             )
 
@@ -494,7 +494,7 @@ class WeightFrozen(FindingKind):
         if state.compensation_moved or steps == 0 or lr == 0:
             return
         during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
-        said = f"has not moved {during} in {dtype_name(row.a.dtype)}{describe_lr(state.options)}"
+        said = f"has not moved {during} in {name_dtype(row.a.dtype)}{describe_lr(state.options)}"
         evidence: dict[str, Any] = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
         if state.all_zero:
             said += ", and its moments are 0: no gradient arrives"
@@ -505,7 +505,7 @@ class WeightFrozen(FindingKind):
             yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), write=code, **evidence)
 
     def _find_never_stepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
-        said = f"not one of {row.numel} elements moved in {dtype_name(row.a.dtype)}"
+        said = f"not one of {row.numel} elements moved in {name_dtype(row.a.dtype)}"
         if row.b.constant is not None and row.numel > 1:
             said += f", all still {row.b.constant:g}"
         evidence: dict[str, Any] = {"moved": 0.0, "elements": row.numel, "constant": row.b.constant}

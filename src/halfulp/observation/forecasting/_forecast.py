@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._finding import Finding, group_causes_as_dicts, listing
-from .._text import dtype_name
+from .._finding import Finding, format_findings, group_causes_as_dicts
+from .._text import name_dtype
 from ..page import write_page
 from ._layers import LayerForecast
 
@@ -62,7 +62,7 @@ class Forecast:
 
     def __str__(self) -> str:
         lines = [f"{self.rule}, {self.schedule} schedule, steps {self.start} to {self.steps}"]
-        lines += ["", *listing(self.findings)]
+        lines += ["", *format_findings(self.findings)]
         rows = [_TABLE_HEADERS, *map(_make_layer_row, self.layers[:_MOST_LAYER_LINES])]
         first, *widths = (max(map(len, column)) for column in zip(*rows))
         lines.append("")
@@ -82,7 +82,7 @@ def _make_layer_row(layer: LayerForecast) -> tuple[str, ...]:
     frozen = "not known" if layer.updates is None else "never" if layer.freeze_step is None else f"{layer.freeze_step}"
     return (
         layer.name,
-        dtype_name(layer.dtype),
+        name_dtype(layer.dtype),
         frozen if layer.weight_update == "nearest" or layer.updates is None else f"({frozen})",
         "" if layer.freeze_lr is None else f"{layer.freeze_lr:.2g}",
         "" if layer.lost_share is None else f"{layer.lost_share:.0%}",

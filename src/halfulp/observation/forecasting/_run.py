@@ -123,8 +123,7 @@ def forecast(
         elif isinstance(model_or_state, Mapping):
             opened = read_checkpoint_content(model_or_state, "the state dict")
         else:
-            kind = a_kind(model_or_state)
-            raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {kind}")
+            raise TypeError(f"forecast takes a module, state dict or checkpoint's path; got {a_kind(model_or_state)}")
         inputs = make_inputs_from_checkpoint(opened, rate, optimizer, options, dtype)
     begin = inputs.start if start is None else start
     rates = compute_learning_rates(

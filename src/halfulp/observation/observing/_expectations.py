@@ -15,7 +15,7 @@ from ...formats import BlockFormat, Format, get
 from ...optim.parameters._local_tensors import memory
 from ...rounding import quantize
 from .._record import Expectation, Record, Role, TensorRecord
-from .._text import dtype_name
+from .._text import name_dtype
 from ..sampling._sampler import FormatLike, find_format
 
 ExpectedFormats: TypeAlias = Mapping[str, torch.dtype | str | Format]
@@ -64,26 +64,26 @@ class Expectations:
         found = [self._compare_pattern(pattern, asked.name, outputs) for pattern, asked in self._expect.items()]
         by_dtype: dict[torch.dtype, Expectation] = {}
         for name, (asked, there) in self._autocast.items():
-            one = by_dtype.setdefault(asked, Expectation("*", dtype_name(asked), source="autocast"))
+            one = by_dtype.setdefault(asked, Expectation("*", name_dtype(asked), source="autocast"))
             one.matched.append(name)
             if there != asked:
-                one.other[name] = f"{dtype_name(there)} outputs"
+                one.other[name] = f"{name_dtype(there)} outputs"
         return [*found, *by_dtype.values()]
 
     def _compare_pattern(self, pattern: str, asked: str, outputs: dict[str, torch.dtype]) -> Expectation:
         one = Expectation(pattern, asked)
         modules = [name for name, _ in self._model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)]
         for name in modules:
-            if name in outputs and dtype_name(outputs[name]) != asked:
-                one.other[name] = f"{dtype_name(outputs[name])} outputs"
+            if name in outputs and name_dtype(outputs[name]) != asked:
+                one.other[name] = f"{name_dtype(outputs[name])} outputs"
         one.matched += modules
         for name, parameter in self._model.named_parameters():
             matched = fnmatch.fnmatchcase(name, pattern)
             one.matched += [name] if matched else []
             dtype = memory(parameter).dtype
             inside = matched or any(name.startswith(f"{module}.") for module in modules)
-            if inside and dtype.is_floating_point and dtype_name(dtype) != asked:
-                one.other[name] = dtype_name(dtype)
+            if inside and dtype.is_floating_point and name_dtype(dtype) != asked:
+                one.other[name] = name_dtype(dtype)
         return one
 
 

@@ -18,7 +18,7 @@ from .._record import PositionsRecord, RealisedChanges, ResidualRecord
 from ..sampling._sampler import PLAIN_TENSOR_TYPES, read_numbers, take_sample
 from ._averages import RunningStatisticsWatcher, has_running_statistics
 from ._expectations import Expectations
-from ._recorder import Recorder, find_float_tensors, find_loss, make_safe_method
+from ._recorder import Recorder, find_float_tensors, make_safe_method
 from ._second_runs import CompiledModuleCheck, Recomputations
 from ._updates import ChangeComparison, count_changes
 
@@ -126,7 +126,9 @@ class ModuleHooks:
                     self._look_at_output(name, module, tensor, inputs)
             self._seen.add(name)
         if not name:
-            self.loss = find_loss(output)
+            loss = output.get("loss") if isinstance(output, Mapping) else output
+            is_loss = isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1
+            self.loss = loss.detach() if is_loss and loss.requires_grad else None
 
     @make_safe_method
     def _note_first_pass(self, name: str, output: Any) -> None:

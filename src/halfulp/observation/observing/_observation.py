@@ -27,9 +27,9 @@ from ...optim.parameters._local_tensors import local, memory
 from ...optim.parameters._narrow_groups import walk_model_parameters
 from ...optim.parameters._random_identity import plain_names
 from ...sinks import Sink
-from .._finding import Finding, group_causes_as_dicts, listing
+from .._finding import Finding, format_findings, group_causes_as_dicts
 from .._record import ParameterRecord, Record, StepRecord, record_to_plain_data
-from .._text import times
+from .._text import format_multiple
 from ..findings import collect_findings
 from ..page import write_page
 from ..sampling._sampler import FormatLike, make_place_key, read_numbers, take_sample
@@ -397,8 +397,9 @@ class RunSummary:
             lost = sum(update.cancelled for update in updates) / seen
             told.append(f"updates: {lost:.1%} of {seen} sampled nonzero ones left their weight as it was")
         told += [f"not observed: {sentence}" for sentence in self.record.unseen]
-        cost = [] if self.overhead is None else [f"time spent observing: {times(self.overhead)} the run's own"]
-        return "\n".join([*listing(self.findings), "", *told, *cost])
+        if self.overhead is not None:
+            told.append(f"time spent observing: {format_multiple(self.overhead)} the run's own")
+        return "\n".join([*format_findings(self.findings), "", *told])
 
 
 class OptimizerSteps:
@@ -534,7 +535,6 @@ class ObservedParameters:
         return found
 
 
-GradScaler = torch.amp.GradScaler
 MOST_SCALER_SEARCHES = 3
 MOST_CALLER_FRAMES = 14
 # A scale that would grow beyond float32 stays as it is.
@@ -552,7 +552,7 @@ class ScalerTracker:
         searches_left: how often the scaler is yet to be looked for, as in the first steps of a run without a given one.
     """
 
-    def __init__(self, record: Record, scaler: GradScaler | None, scheduler: Any | None) -> None:
+    def __init__(self, record: Record, scaler: torch.amp.GradScaler | None, scheduler: Any | None) -> None:
         self._record, self.scaler, self.scheduler = record, scaler, scheduler
         self._before: _ScalerReading | None = None
         self._taken: int = 0
@@ -568,7 +568,7 @@ class ScalerTracker:
             if frame is None:
                 return
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
-            if isinstance(owner, GradScaler):
+            if isinstance(owner, torch.amp.GradScaler):
                 self.scaler, self.searches_left = owner, 0
                 self._before = self._read_scaler()
                 return
@@ -646,7 +646,7 @@ class _ScalerReading(NamedTuple):
     streak: int
 
 
-def _count_skipped_steps(before: _ScalerReading, now: _ScalerReading, taken: int, scaler: GradScaler) -> int:
+def _count_skipped_steps(before: _ScalerReading, now: _ScalerReading, taken: int, scaler: torch.amp.GradScaler) -> int:
     """Return how many steps were skipped between two readings, between which so many were taken.
 
     Exact where one step is taken between them, as on the host; of a scale that grew and then fell, together with

@@ -19,12 +19,10 @@ from ..sampling._sampler import DEFAULT_FORMATS, FormatLike
 from ._expectations import ExpectedFormats, FormatsByPattern
 from ._observation import Observation
 
-OneOrMoreOptimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
-
 
 def observe(
     model: nn.Module,
-    optimizer: OneOrMoreOptimizers | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     interval: int = 50,
     scaler: torch.amp.GradScaler | None = None,

@@ -240,14 +240,6 @@ def find_float_tensors(value: Any) -> Iterator[torch.Tensor]:
             stack.extend(reversed(item))
 
 
-def find_loss(output: Any) -> torch.Tensor | None:
-    """Return the loss among a model's outputs, where it is one: `output.loss`, or a single number."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1 and loss.requires_grad:
-        return loss.detach()
-    return None
-
-
 # Outputs of many forward passes without an optimizer's step, before those that are gone are looked for.
 MOST_TRACKED_TENSORS = 10_000
 

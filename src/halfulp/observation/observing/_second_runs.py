@@ -105,7 +105,8 @@ class CompiledModuleCheck:
         if self._handles:
             return
         for name, module in self._modules.items():
-            before, after = functools.partial(self._before_forward, name), functools.partial(self._after_forward, name)
+            before = functools.partial(self._before_forward, name)
+            after = functools.partial(self._compare_with_eager, name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             # Before hooks of the user's that change outputs, and also where the forward pass raises.
             self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
@@ -121,10 +122,6 @@ class CompiledModuleCheck:
         self._second_runs.pop(name, None)  # of a run that did not end
         if torch.is_grad_enabled() and self._is_due(name):
             self._copy_inputs(name, module, args, kwargs)
-
-    def _after_forward(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
-        if self._is_due(name):
-            self._compare_with_eager(name, output)
 
     def _is_due(self, name: str) -> bool:
         """Return whether a module is to be compared at its next run."""
@@ -146,10 +143,10 @@ class CompiledModuleCheck:
             self._stop_comparing(name, reason)
 
     @make_safe_method
-    def _compare_with_eager(self, name: str, output: Any) -> None:
+    def _compare_with_eager(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         """Run the original as it was then."""
         second = self._second_runs.pop(name, None)
-        if second is None or output is None:
+        if second is None or output is None or not self._is_due(name):
             return
         self._compared[name] = self.recorder.step
         reason = second.explain_incomparable()

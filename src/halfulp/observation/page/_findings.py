@@ -19,24 +19,18 @@ _SURE_CONFIDENCE = 0.9
 
 def make_cause_cards(data: PlainData, forecast: bool = False) -> list[dict[str, Any]]:
     """Return the cards of the causes for the template, the worst first."""
-    return [
-        _make_cause_card(cause, [data["findings"][k] for k in cause["findings"]], forecast) for cause in data["causes"]
-    ]
-
-
-def _make_cause_card(cause: PlainData, findings: Sequence[PlainData], forecast: bool) -> dict[str, Any]:
-    own = [one for one in findings if one["code"] == cause["code"]]
-    others: dict[str, list[PlainData]] = {}
-    for one in findings:
-        if one["code"] != cause["code"]:
-            others.setdefault(one["code"], []).append(one)
-    few = min(one["confidence"] for one in own) < _SURE_CONFIDENCE
-    return {
-        **cause,
-        "sure": "forecast" if forecast else "of few samples" if few else "",
-        "lines": [_make_finding_line(one, forecast) for one in own],
-        "following": [_summarize_consequences(code, found, own, forecast) for code, found in others.items()],
-    }
+    cards = []
+    for cause in data["causes"]:
+        by_code: dict[str, list[PlainData]] = {cause["code"]: []}
+        for k in cause["findings"]:
+            by_code.setdefault(data["findings"][k]["code"], []).append(data["findings"][k])
+        own = by_code.pop(cause["code"])
+        few = min(one["confidence"] for one in own) < _SURE_CONFIDENCE
+        sure = "forecast" if forecast else "of few samples" if few else ""
+        following = [_summarize_consequences(code, found, own, forecast) for code, found in by_code.items()]
+        lines = [_make_finding_line(one, forecast) for one in own]
+        cards.append({**cause, "sure": sure, "lines": lines, "following": following})
+    return cards
 
 
 def _summarize_consequences(
@@ -99,10 +93,10 @@ def _format_evidence(value: Any) -> str:
     return format_number(value)
 
 
-def dtype_word(dtype: str | None) -> str:
+def shorten_dtype(dtype: str | None) -> str:
     """Return the short name of a dtype given by torch's.
 
-    >>> dtype_word("bfloat16"), dtype_word("int8"), dtype_word(None)
+    >>> shorten_dtype("bfloat16"), shorten_dtype("int8"), shorten_dtype(None)
     ('bf16', 'int8', '–')
     """
     if dtype is None:
@@ -117,22 +111,22 @@ UNKNOWN_CELL = Cell("–", sort="")
 SEVERITY_TONES = {"error": "bad", "warning": "open", "note": "quiet"}
 
 
-def number_cell(value: Any) -> Cell:
+def make_number_cell(value: Any) -> Cell:
     """Return the cell of a number, of anything else one without."""
     return Cell(format_number(value), sort=value) if isinstance(value, int | float) else UNKNOWN_CELL
 
 
-def count_cell(value: int, title: str = "") -> Cell:
+def make_count_cell(value: int, title: str = "") -> Cell:
     """Return the cell of a count."""
     return Cell(format_count(value), sort=value, title=title)
 
 
-def shape_words(shape: Sequence[int]) -> str:
+def describe_shape(shape: Sequence[int]) -> str:
     """Return a shape in words."""
     return " × ".join(map(str, shape)) or "one number"
 
 
-def share_cell(part: float | None, bar: bool = False) -> Cell:
+def make_share_cell(part: float | None, bar: bool = False) -> Cell:
     """Return the cell of a share, which may be negative."""
     if part is None:
         return UNKNOWN_CELL
@@ -141,7 +135,7 @@ def share_cell(part: float | None, bar: bool = False) -> Cell:
     )
 
 
-def lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
+def make_lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
     """Return the cell of a share that was lost, with a bar in the colour of how bad it is."""
     if part is None:
         return UNKNOWN_CELL
@@ -149,20 +143,20 @@ def lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
     return Cell(format_share(part), sort=part, bar=part if bar else None, tone=tone if bar else "", title=title)
 
 
-def change_cell(realised: PlainData | None, bar: bool = False) -> Cell:
+def make_change_cell(realised: PlainData | None, bar: bool = False) -> Cell:
     """Return the cell of the share that rounding lost of some changes, a `RealisedChanges` as plain data."""
     if realised is None or not realised["seen"]:
         return UNKNOWN_CELL
     said = f"{format_count(realised['cancelled'])} of {format_count(realised['seen'])} sampled"
     said += "" if realised["known"] else "; counted where the gradient is not zero"
-    return lost_cell(realised["lost_share"], bar, said)
+    return make_lost_cell(realised["lost_share"], bar, said)
 
 
-def kept_cell(realised: PlainData | None) -> Cell:
+def make_kept_cell(realised: PlainData | None) -> Cell:
     """Return the cell of the share of a wanted movement that took place, of a `RealisedChanges` as plain data."""
     if realised is None:
         return UNKNOWN_CELL
     part = realised["realised_share"]
     if not isinstance(part, int | float):
         return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")
-    return share_cell(part, bar=True)
+    return make_share_cell(part, bar=True)

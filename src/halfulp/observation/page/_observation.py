@@ -11,21 +11,21 @@ from ... import formats
 from ...pages import Cell, Table, format_share, make_table
 from .._finding import SEVERITIES, choose_headline, count_causes_in_words
 from .._record import Role
-from .._text import KEPT_TITLE, LOST_AND_KEPT_TEXT, LOST_TITLE, pluralize, times
+from .._text import KEPT_TITLE, LOST_AND_KEPT_TEXT, LOST_TITLE, format_multiple, pluralize
 from ._findings import (
     SEVERITY_TONES,
     UNKNOWN_CELL,
     PlainData,
     TableColumns,
-    change_cell,
-    count_cell,
-    dtype_word,
-    kept_cell,
+    describe_shape,
     make_cause_cards,
-    number_cell,
+    make_change_cell,
+    make_count_cell,
+    make_kept_cell,
+    make_number_cell,
+    make_share_cell,
     render_page,
-    shape_words,
-    share_cell,
+    shorten_dtype,
 )
 
 
@@ -57,7 +57,7 @@ def render_observation_page(data: PlainData) -> str:
         storage=make_storage_table(record),
         extras=make_extra_tables(record),
         unseen=record.get("unseen", []),
-        cost="" if overhead is None else f"{every}Observing took {times(overhead)} the run's own time.",
+        cost="" if overhead is None else f"{every}Observing took {format_multiple(overhead)} the run's own time.",
     )
 
 
@@ -118,7 +118,7 @@ def _make_tensor_row(one: PlainData, parameter: PlainData | None, weight: int | 
     smallest = one["amin"]
     row = {key: one[key] for key in ("role", "name", "kind", "order", "sampled", "elements", "nonfinite", "amax")}
     row |= {
-        "dtype": dtype_word(one["dtype"]),
+        "dtype": shorten_dtype(one["dtype"]),
         "amin": smallest if isinstance(smallest, int | float) and math.isfinite(smallest) else 0,
         "bins": sorted([int(bin), many] for bin, many in one["histogram"].items()),
         "formats": {
@@ -247,14 +247,14 @@ def make_updates_table(parameters: Sequence[PlainData]) -> Table:
     found = sorted((one for one in parameters if one["update"]["seen"]), key=lambda one: -one["update"]["lost_share"])
     columns: TableColumns = [
         ("parameter", "", lambda one: Cell(one["name"])),
-        ("stored in", "minor", lambda one: Cell(dtype_word(one["dtype"]))),
+        ("stored in", "minor", lambda one: Cell(shorten_dtype(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
-        ("lr", "number minor", lambda one: number_cell(one["options"].get("lr"))),
-        (LOST_TITLE, "number", lambda one: change_cell(one["update"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: kept_cell(one["update"])),
-        ("decay lost", "number", lambda one: change_cell(one["decay"])),
+        ("lr", "number minor", lambda one: make_number_cell(one["options"].get("lr"))),
+        (LOST_TITLE, "number", lambda one: make_change_cell(one["update"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["update"])),
+        ("decay lost", "number", lambda one: make_change_cell(one["decay"])),
         ("states lost", "number minor", lambda one: _make_states_lost_cell(one["states"])),
-        ("moved", "number", lambda one: share_cell(one["moved"])),
+        ("moved", "number", lambda one: make_share_cell(one["moved"])),
     ]
     return make_table("updates", "Updates by parameter", found, columns, "filter, as norm bf16")
 
@@ -270,17 +270,23 @@ def make_storage_table(data: PlainData) -> Table:
 
     def wanted(one: PlainData) -> Cell:
         dtype, source, _ = asked.get(one["name"], ("", "", True))
-        return Cell(dtype_word(dtype), title=f"asked by {source}") if dtype else UNKNOWN_CELL
+        return Cell(shorten_dtype(dtype), title=f"asked by {source}") if dtype else UNKNOWN_CELL
 
     def there(one: PlainData) -> Cell:
         stored, met = one.get("asked_format"), asked.get(one["name"], ("", "", True))[2]
         small = f"quantized to {stored}" if stored else ""
-        return Cell(dtype_word(one["dtype"]), tone="" if met else "bad", small=small)
+        return Cell(shorten_dtype(one["dtype"]), tone="" if met else "bad", small=small)
 
     def stepper(one: PlainData) -> Cell:
         if not one["requires_grad"]:
             return Cell("frozen", sort="", tone="quiet")
         return Cell("none", tone="bad") if one["optimizer"] is None else Cell(one["optimizer"])
+
+    def elements(one: PlainData) -> Cell:
+        return make_count_cell(one["numel"], describe_shape(one["shape"]))
+
+    def gradient(one: PlainData) -> Cell:
+        return Cell(shorten_dtype(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
 
     def of_parameter(cell: Callable[[PlainData], Cell]) -> Callable[[PlainData], Cell]:
         return lambda one: UNKNOWN_CELL if "role" in one else cell(one)
@@ -291,14 +297,8 @@ def make_storage_table(data: PlainData) -> Table:
         ("class", "minor", lambda one: Cell(one["kind"])),
         ("asked", "", wanted),
         ("there", "", there),
-        ("elements", "number minor", of_parameter(lambda one: count_cell(one["numel"], shape_words(one["shape"])))),
-        (
-            "gradient",
-            "minor",
-            of_parameter(
-                lambda one: Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
-            ),
-        ),
+        ("elements", "number minor", of_parameter(elements)),
+        ("gradient", "minor", of_parameter(gradient)),
         ("optimizer", "", of_parameter(stepper)),
         (
             "weight update",
@@ -315,16 +315,16 @@ def make_extra_tables(data: PlainData) -> list[Table]:
     """Return tables that only some runs have: running averages, and sites of a scaler."""
     averages: TableColumns = [
         ("average", "", lambda one: Cell(one["name"])),
-        ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
-        ("kept per step", "number", lambda one: number_cell(one["retention"])),
-        (LOST_TITLE, "number", lambda one: change_cell(one["change"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: kept_cell(one["change"])),
+        ("stored in", "", lambda one: Cell(shorten_dtype(one["dtype"]))),
+        ("kept per step", "number", lambda one: make_number_cell(one["retention"])),
+        (LOST_TITLE, "number", lambda one: make_change_cell(one["change"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["change"])),
     ]
     sites: TableColumns = [
         ("site", "", lambda one: Cell(one["site"])),
         ("format", "", lambda one: Cell(one["format"] or "–")),
-        ("exponent", "number", lambda one: number_cell(one["exponent"])),
-        ("overflows", "number", lambda one: number_cell(one["overflows"])),
+        ("exponent", "number", lambda one: make_number_cell(one["exponent"])),
+        ("overflows", "number", lambda one: make_number_cell(one["overflows"])),
     ]
     found = [
         make_table("averages", "Running averages", data.get("averages", ()), averages),
@@ -336,7 +336,7 @@ def make_extra_tables(data: PlainData) -> list[Table]:
 def _make_state_dtypes_cell(one: PlainData) -> Cell:
     states: dict[str, list[str]] = {}
     for name, dtype in one["state_dtypes"].items():
-        states.setdefault(dtype_word(dtype), []).append(name)
+        states.setdefault(shorten_dtype(dtype), []).append(name)
     said = "; ".join(f"{key}: {', '.join(names)}" for key, names in states.items())
     return Cell(", ".join(states), title=said) if states else UNKNOWN_CELL
 
@@ -363,7 +363,7 @@ def make_trainings_table(trainings: Sequence[PlainData]) -> Table:
         ("training", "number", lambda one: Cell(str(one["number"]), sort=one["number"])),
         ("model", "", lambda one: Cell(one["model"])),
         ("optimizer", "", lambda one: Cell(", ".join(one["optimizers"]))),
-        ("steps", "number", lambda one: count_cell(one["steps"])),
+        ("steps", "number", lambda one: make_count_cell(one["steps"])),
         ("errors and warnings", "", verdict),
         ("codes", "minor", lambda one: Cell(", ".join(dict.fromkeys(f["code"] for f in one["findings"])) or "–")),
     ]

@@ -16,15 +16,15 @@ from ._findings import (
     UNKNOWN_CELL,
     PlainData,
     TableColumns,
-    change_cell,
-    count_cell,
-    dtype_word,
-    kept_cell,
-    lost_cell,
     make_cause_cards,
-    number_cell,
+    make_change_cell,
+    make_count_cell,
+    make_kept_cell,
+    make_lost_cell,
+    make_number_cell,
+    make_share_cell,
     render_page,
-    share_cell,
+    shorten_dtype,
 )
 from ._observation import render_observation_page
 
@@ -56,18 +56,17 @@ def _describe_audit(cards: Sequence[PlainData], data: PlainData) -> str:
 
 
 def _make_groups_table(groups: Sequence[PlainData]) -> Table:
+    def medians(one: PlainData) -> Cell:
+        return Cell(" to ".join(dict.fromkeys(make_number_cell(end).text for end in one["median_change_ulps"])))
+
     columns: TableColumns = [
         ("tensors", "", lambda one: Cell(one["pattern"], title=", ".join(one["names"][:40]))),
         ("verdict", "", lambda one: Cell(one["verdict"], tone=SEVERITY_TONES.get(one["severity"], ""))),
         ("dtype", "", lambda one: Cell(_join_dtypes(one["dtypes"].split(" -> ")))),
-        ("how many", "number", lambda one: count_cell(len(one["names"]))),
-        ("elements", "number minor", lambda one: count_cell(one["numel"])),
-        ("unchanged", "number", lambda one: share_cell(one["share_unchanged"], bar=True)),
-        (
-            "median, ulps",
-            "number",
-            lambda one: Cell(" to ".join(dict.fromkeys(number_cell(end).text for end in one["median_change_ulps"]))),
-        ),
+        ("how many", "number", lambda one: make_count_cell(len(one["names"]))),
+        ("elements", "number minor", lambda one: make_count_cell(one["numel"])),
+        ("unchanged", "number", lambda one: make_share_cell(one["share_unchanged"], bar=True)),
+        ("median, ulps", "number", medians),
     ]
     return make_table("groups", "Layer by layer", groups, columns, "filter, as norm")
 
@@ -86,19 +85,19 @@ def _make_states_table(states: Sequence[PlainData]) -> Table:
 
     columns: TableColumns = [
         ("parameter", "", lambda one: Cell(one["name"])),
-        ("lr", "number", lambda one: number_cell(one["options"].get("lr"))),
+        ("lr", "number", lambda one: make_number_cell(one["options"].get("lr"))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"] or "–", sort=one["weight_update"] or "")),
         ("states", "", kinds),
-        (LOST_TITLE, "number", lambda one: change_cell(one["update"], bar=True)),
-        (KEPT_TITLE, "number", lambda one: kept_cell(one["update"])),
-        ("decay lost", "number", lambda one: change_cell(one["decay"])),
+        (LOST_TITLE, "number", lambda one: make_change_cell(one["update"], bar=True)),
+        (KEPT_TITLE, "number", lambda one: make_kept_cell(one["update"])),
+        ("decay lost", "number", lambda one: make_change_cell(one["decay"])),
         ("would keep it", "minor", remedy),
     ]
     return make_table("states", "What the optimizer's state says", states, columns)
 
 
 def _join_dtypes(dtypes: Sequence[str | None]) -> str:
-    return " → ".join(dict.fromkeys(map(dtype_word, dtypes)))
+    return " → ".join(dict.fromkeys(map(shorten_dtype, dtypes)))
 
 
 def render_forecast_page(data: PlainData) -> str:
@@ -132,13 +131,13 @@ def _describe_forecast(cards: Sequence[PlainData], data: PlainData) -> str:
 def _make_layers_table(layers: Sequence[PlainData]) -> Table:
     columns: TableColumns = [
         ("layer", "", lambda one: Cell(one["name"])),
-        ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
+        ("stored in", "", lambda one: Cell(shorten_dtype(one["dtype"]))),
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
-        ("elements", "number minor", lambda one: count_cell(one["elements"])),
+        ("elements", "number minor", lambda one: make_count_cell(one["elements"])),
         ("freezes at step", "number", _make_freeze_cell),
-        ("at lr", "number", lambda one: number_cell(one["freeze_lr"])),
-        (LOST_TITLE, "number", lambda one: lost_cell(one["lost_share"], bar=True)),
-        ("decay lost", "number", lambda one: share_cell(one["decay_lost"])),
+        ("at lr", "number", lambda one: make_number_cell(one["freeze_lr"])),
+        (LOST_TITLE, "number", lambda one: make_lost_cell(one["lost_share"], bar=True)),
+        ("decay lost", "number", lambda one: make_share_cell(one["decay_lost"])),
         ("update size from", "minor", lambda one: Cell(one["updates"] or "not known", sort=one["updates"] or "")),
     ]
     first = sorted(layers, key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
