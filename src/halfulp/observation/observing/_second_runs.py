@@ -226,6 +226,7 @@ class SecondRun:
         torch.set_autocast_cache_enabled(False)
         try:
             for module, state in self._states.items():
+                vars(module).clear()
                 vars(module).update(state)
             with (
                 torch.random.fork_rng(devices),
