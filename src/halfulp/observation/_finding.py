@@ -187,6 +187,7 @@ def find_worst_severity(findings: Iterable[Finding]) -> Severity | None:
     return max((finding.severity for finding in findings), key=SEVERITIES.index, default=None)
 
 
+_WEIGHT_OR_BIAS_PATTERN = re.compile(r"(?<=.)\.(weight|bias)$")
 _SINGULAR_OR_PLURAL_PATTERN = re.compile(r"\[([^|\]]*)\|([^\]]*)\]")
 
 
@@ -245,7 +246,7 @@ def diagnose_findings(findings: Sequence[Finding]) -> str:
     'h.4.mlp.up, h.4.mlp.down lose up to 50% of their updates: bf16 weights'
     """
     names = [name for one in findings for name in one.where]
-    modules = list(dict.fromkeys(map(_get_module_name, names)))
+    modules = list(dict.fromkeys(_WEIGHT_OR_BIAS_PATTERN.sub("", name) for name in names))
     place = describe_names(modules)
     template = findings[0].says
     share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), None)
@@ -281,11 +282,6 @@ class _EvidenceFormatter(Formatter):
 
 def _read_number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else -1.0
-
-
-def _get_module_name(name: str) -> str:
-    head, _, last = name.rpartition(".")
-    return head if last in ("weight", "bias") and head else name
 
 
 def describe_cause(group: Sequence[Finding]) -> dict[str, Any]:

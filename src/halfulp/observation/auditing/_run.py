@@ -75,8 +75,8 @@ def audit(a: CheckpointOrPath, b: CheckpointOrPath, *, share: float = 0.01, lr: 
     contract: tuple[tuple[str, str], ...] = ()
     if before.contract is not None and after.contract is not None:
         try:
-            held = Contract.from_dict(before.contract), Contract.from_dict(after.contract)
-            contract = tuple((one.name, one.words) for one in list_contract_differences(*held))
+            contracts = Contract.from_dict(before.contract), Contract.from_dict(after.contract)
+            contract = tuple((one.name, one.words) for one in list_contract_differences(*contracts))
         except ValueError as error:
             unseen.append(f"the precision contracts were not compared: {error}")
     unseen += [said for said in after.unseen if said not in unseen]

@@ -350,11 +350,14 @@ class GradientUnderflow(FindingKind):
         found = list_tensors(record, *GRADIENT_ROLES)
         if min((one.steps for one in found), default=0) >= FEWEST_VANISHED_STEPS and all(map(_is_all_zero, found)):
             # Of a loss whose first gradient is zero no later gradient tells.
-            narrow = [one for one in found if one.role == "activation gradient" and _has_narrow_range(one)]
-            for tensor in narrow[:1]:
+            for tensor in found:
+                held_in = get_storage_format(tensor)
+                if tensor.role != "activation gradient" or held_in is None or held_in.emin <= NARROW_RANGE_EMIN:
+                    continue
                 steps, name = min(one.steps for one in found), name_dtype(tensor.dtype)
                 said = f"all gradients are 0 in all {steps} sampled steps, from here in {name} on"
                 yield self._report_underflow(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=name)
+                break
         for tensor in found:
             held_in, count = get_storage_format(tensor), count_nonzero(tensor)
             if held_in is None:
@@ -385,11 +388,6 @@ class GradientUnderflow(FindingKind):
         told |= {"subnormal": subnormal, "vanished": vanished, "amax": tensor.amax, "seen": count_nonzero(tensor)}
         told |= {"write": self.write, "role": tensor.role}
         return self.found(tensor.name, severity, confidence, said, cure=cure, **told)
-
-
-def _has_narrow_range(tensor: TensorRecord) -> bool:
-    held_in = get_storage_format(tensor)
-    return held_in is not None and held_in.emin > NARROW_RANGE_EMIN
 
 
 def _is_all_zero(tensor: TensorRecord) -> bool:

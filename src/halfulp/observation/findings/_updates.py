@@ -173,7 +173,7 @@ class NeverStepped(FindingKind):
                 else:  # perhaps a copy
                     said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a "
                     said += "target or average"
-                    told = {"numel": numel, "sampled_steps": steps}
+                    told: dict[str, Any] = {"numel": numel, "sampled_steps": steps}
                     yield self.found(name, "note", 1 - 0.5**steps, said, cure=COPY_CURE, **told)
             # Of a shard without elements the gradient goes to other ranks.
             elif steps and parameter.gradients == 0 and parameter.numel:
@@ -285,6 +285,7 @@ class UpdatesLost(FindingKind):
             cure = SPLIT_CURE if too_small else self.cure_in(row.b.dtype)
             argument = 'weight_update="split"' if too_small else KAHAN_ARGUMENT
             code = write_optimizer_code(None, argument, state.weight_update is not None)
+            by: dict[str, Any] = {f"lost_by_{key}": share for key, share in state.lost_by.items()}
             yield self.found(
                 name,
                 severity,
@@ -294,7 +295,7 @@ class UpdatesLost(FindingKind):
                 write=code,
                 **make_change_evidence(update, row.b.dtype),
                 lr=state.options.get("lr"),
-                **{f"lost_by_{name}": share for name, share in state.lost_by.items()},
+                **by,
             )
 
 

@@ -73,9 +73,6 @@ class Expectations:
     def _compare_pattern(self, pattern: str, asked: str, outputs: dict[str, torch.dtype]) -> Expectation:
         one = Expectation(pattern, asked)
         modules = [name for name, _ in self._model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)]
-        for name in modules:
-            if name in outputs and name_dtype(outputs[name]) != asked:
-                one.other[name] = f"{name_dtype(outputs[name])} outputs"
         one.matched += modules
         for name, parameter in self._model.named_parameters():
             matched = fnmatch.fnmatchcase(name, pattern)
@@ -84,6 +81,9 @@ class Expectations:
             inside = matched or any(name.startswith(f"{module}.") for module in modules)
             if inside and dtype.is_floating_point and name_dtype(dtype) != asked:
                 one.other[name] = name_dtype(dtype)
+        for name in modules:
+            if name in outputs and name_dtype(outputs[name]) != asked:
+                one.other[name] = f"{name_dtype(outputs[name])} outputs"
         return one
 
 

@@ -127,8 +127,8 @@ class ModuleHooks:
             self._seen.add(name)
         if not name:
             loss = output.get("loss") if isinstance(output, Mapping) else output
-            is_loss = isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1
-            self.loss = loss.detach() if is_loss and loss.requires_grad else None
+            is_one = isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1
+            self.loss = loss.detach() if is_one and loss is not None and loss.requires_grad else None
 
     @make_safe_method
     def _note_first_pass(self, name: str, output: Any) -> None:

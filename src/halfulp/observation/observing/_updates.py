@@ -89,7 +89,7 @@ class ShadowOptimizer:
         else:
             weight.copy_(weights)
         weight.grad = gradients
-        plain = {
+        plain: dict[str, Any] = {
             key: value.item() if isinstance(value, torch.Tensor) else value
             for key, value in {**options, **self._implementation}.items()
             if key in self._takes

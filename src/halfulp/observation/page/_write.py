@@ -32,7 +32,10 @@ from ._observation import render_observation_page
 def render_audit_page(data: PlainData) -> str:
     """Return the page of what `Audit.to_dict` gives, as text."""
     cards, tensors = make_cause_cards(data), data["tensors"]
-    contract: TableColumns = [(key, "", lambda one, key=key: Cell(one[key])) for key in ("name", "difference")]
+    contract: TableColumns = [
+        ("name", "", lambda one: Cell(one["name"])),
+        ("difference", "", lambda one: Cell(one["difference"])),
+    ]
     return render_page(
         "audit.html.j2",
         cards,

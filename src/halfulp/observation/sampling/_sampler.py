@@ -165,7 +165,8 @@ def find_format(format: FormatLike) -> Format | BlockFormat:
         TypeError: neither a format, nor a name, nor a dtype.
     """
     key = format.strip().lower().replace("-", "_") if isinstance(format, str) else ""
-    if isinstance(format, BlockFormat) or key in block_names() or key.startswith(("mx", "nvfp")):
+    is_block_name = key in block_names() or key.startswith(("mx", "nvfp"))
+    if isinstance(format, BlockFormat) or (isinstance(format, str) and is_block_name):
         block = get_block(format)
         if RUN_LENGTH % block.block:
             raise ValueError(
