@@ -216,7 +216,7 @@ def test_a_rate_of_zero_is_no_update():
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "words"),
     [
-        ((3, 0.1), {}, TypeError, "a module, a state dict or a checkpoint's path; got an int"),
+        ((3, 0.1), {}, TypeError, "a module, state dict or checkpoint's path; got an int"),
         (({"w": torch.ones(2)}, "fast"), {}, TypeError, "an Optimizer or a learning rate|got a str"),
         (
             ({"w": torch.ones(2)}, torch.optim.SGD([torch.ones(2)])),
