@@ -121,19 +121,19 @@ def test_a_crash_shows_its_traceback_first_and_then_what_was_seen(observe):
     assert lines[0].startswith("Traceback")
     assert "secret-script.py" in lines[1], "frames of the library are not shown"
     assert "RuntimeError: boom" in lines
-    assert lines[-1] == "halfulp: the script crashed after 5 steps; what was observed until then:"
+    assert lines[-1] == "halfulp: the script crashed after 5 observed steps; what was observed until then:"
     assert "updates-lost" in out
     content = written()
     assert content["steps"] == 5
     assert content["ended"] == "crashed"
-    assert "crashed after 5 steps" in content["record"]["unseen"][0]
+    assert "crashed after 5 observed steps" in content["record"]["unseen"][0]
 
 
 def test_a_syntax_error_and_a_crash_before_the_first_step(observe):
     code, _, err = observe("def f(:\n")
     assert code == 1
     assert "SyntaxError" in err
-    assert "crashed before a torch optimizer stepped: nothing was observed" in err
+    assert "crashed before a torch optimizer had stepped twice: nothing was observed" in err
     assert not Path("halfulp-observe", "observe.json").exists()
 
 
@@ -152,7 +152,7 @@ def test_exit_codes_are_the_scripts_own(observe, ending, expected):
 def test_an_interrupt_leaves_a_report(observe):
     code, out, err = observe(LOOP.format(ending="raise KeyboardInterrupt"))
     assert code == 2
-    assert "was interrupted after 5 steps" in err
+    assert "was interrupted after 5 observed steps" in err
     assert "updates-lost" in out
     assert written()["ended"] == "interrupted"
 
@@ -181,6 +181,60 @@ for step in range(12):
     assert found["severity"] == "error"
 
 
+def test_one_step_alone_is_too_few(observe):
+    code, _, err = observe(LOOP.format(ending="pass").replace("range(12)", "range(1)"))
+    assert code == 2
+    assert "never stepped a torch optimizer twice" in err
+    assert "a training is observed from its second step on; where a script trains in processes" in err
+
+
+KILL = "os.kill(os.getpid(), signal.SIGTERM)"
+TERMINATIONS = {
+    "swallowed": f"""
+        try:
+            {KILL}
+        except BaseException:
+            pass
+        """,
+    "held up": f"""
+        import threading
+        threading.Thread(target=threading.Event().wait).start()
+        try:
+            {KILL}
+        finally:
+            threading.Event().wait(60)
+        """,
+    "twice": f"""
+        import threading
+        text = __import__("halfulp.observation.scripts", fromlist=["x"]).ScriptReport
+        text.__str__, said = lambda report: [said(report), {KILL}][0], text.__str__
+        {KILL}
+        """,
+}
+LATE = f"""
+from halfulp.observation.scripts import ScriptReport
+said = ScriptReport.__str__
+ScriptReport.__str__ = lambda report: [said(report), {KILL}][0]
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.parametrize("how", [*TERMINATIONS, "in the report"])
+def test_nothing_of_the_script_holds_a_termination_up_and_a_second_one_leaves_the_report(
+    tmp_path, monkeypatch, forking, how
+):
+    text = "import os, signal" + LOOP.format(ending=TERMINATIONS.get(how, "pass"))
+    (tmp_path / "train.py").write_text(text + (LATE if how == "in the report" else ""))
+    monkeypatch.chdir(tmp_path)
+    started = forking(f"{ALONE}from halfulp.cli import main; main()", "observe", "--interval", "3", "train.py")
+    code, errors = started.code(), started.errors.read_text()
+    assert code == (0 if how == "in the report" else 128 + signal.SIGTERM), errors
+    content = json.loads((tmp_path / "halfulp-observe" / "observe.json").read_text())
+    expected = (11, "finished") if how == "in the report" else (5, "terminated")
+    assert (content["steps"], content["ended"]) == expected
+    assert (tmp_path / "halfulp-observe" / "observe.html").exists()
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 def test_a_termination_leaves_a_report(tmp_path, monkeypatch, forking):
     ending = """
@@ -199,7 +253,7 @@ def test_a_termination_leaves_a_report(tmp_path, monkeypatch, forking):
     content = json.loads((tmp_path / "halfulp-observe" / "observe.json").read_text())
     assert (tmp_path / "halfulp-observe" / "observe.html").exists()
     assert (content["steps"], content["ended"]) == (5, "terminated")
-    assert "was terminated after 5 steps" in errors
+    assert "was terminated after 5 observed steps" in errors
 
 
 def test_a_missing_script_and_a_folder_that_cannot_be_written(observe, tmp_path, capsys):

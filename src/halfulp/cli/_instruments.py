@@ -80,12 +80,14 @@ def observe(
                 _print_to_stderr(" ".join(str(error).split()))
                 return 2
 
-        with exit_on_termination(), watch:
-            ending = run_script(script, arguments or [], module=module, leave=leave)
-        elsewhere.close()
-        if os.getpid() != own or not _is_reporter(first, watch):
-            return ending.code
-        return _write_report(watch, ending, out, folder, json)
+        with exit_on_termination() as ignore_termination:
+            with watch:
+                ending = run_script(script, arguments or [], module=module, leave=leave)
+                ignore_termination()
+            elsewhere.close()
+            if os.getpid() != own or not _is_reporter(first, watch):
+                return ending.code
+            return _write_report(watch, ending, out, folder, json)
 
 
 def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: str, json: bool) -> int:
@@ -96,14 +98,13 @@ def _write_report(watch: ScriptWatch, ending: ScriptEnding, out: str, folder: st
     how = _WORDS_OF_EARLY_ENDINGS.get(ending.reason)
     if not report.steps:
         if ending.code:
-            _print_to_stderr(
-                f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed"
-            )
+            said = f"the script {how or ending.reason} before a torch optimizer had stepped twice"
+            _print_to_stderr(f"{said}: nothing was observed, as a training is from its second step on")
             return ending.code
-        why = "; ".join([*report.unseen, PROCESS_REMEDY])
+        why = "; ".join([*report.unseen, f"a training is observed from its second step on; {PROCESS_REMEDY}"])
         exit_with_error(f"the script never stepped a torch optimizer twice that can be observed: {why}")
     if how:
-        said = f"the script {how} after {report.steps} steps"
+        said = f"the script {how} after {report.steps} observed steps"
         report.unseen.insert(0, f"{said}: this is what was observed until then")
         _print_to_stderr(f"{said}; what was observed until then:")
     if json:

@@ -112,9 +112,16 @@ def test_betas_that_momentum_does_not_need_are_not_read():
     assert found.states["w"].update.seen == 64
 
 
+def loop():
+    content = {"w": W}
+    content["again"] = content
+    return content
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
+        (lambda path: loop(), "holds itself: give the model's state_dict"),
         (lambda path: os.symlink("nowhere", path), "given does not exist: give a file"),
         (lambda path: os.mkfifo(path), "is neither a file nor a folder"),
         (lambda path: Path("x" * 5000), "does not exist|File name too long"),

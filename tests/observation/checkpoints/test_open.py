@@ -261,6 +261,8 @@ def test_partitions_of_deepspeed_are_refused_with_a_remedy(tmp_path):
         with pytest.raises(ValueError, match=r"DeepSpeed's ZeRO partitions .*zero_to_fp32\.py"):
             open_checkpoint(inner / name)
     (tmp_path / "latest").write_text("global_step10")
+    for name in ("training_args.bin", "scheduler.pt", "rng_state_0.pth"):  # as trainers save beside partitions
+        torch.save({"lr": 0.1}, tmp_path / name)
     for path in (tmp_path, inner):
         with pytest.raises(ValueError, match=r"DeepSpeed's ZeRO partitions .*zero_to_fp32\.py"):
             open_checkpoint(path)

@@ -16,6 +16,15 @@ def test_a_contract_and_formats_without_a_dtype_are_refused():
         hu.observe(model, optimizer, expect={"*": "e2m1fn"})
 
 
+def test_a_head_that_is_tied_to_another_module_is_compared_by_its_own_name():
+    model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)})
+    model["head"].weight = model["embed"].weight
+    with hu.observe(model, None, expect={"head": "bf16"}) as seen:
+        model["head"](model["embed"](torch.tensor([1]))).sum().backward()
+    (found,) = [one for one in seen.findings if one.code == "dtype-not-asked"]
+    assert "head.weight" in found.where
+
+
 def watched(quantized, dtype=torch.float32):
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
     with hu.observe(model, None, quantized=quantized) as seen:

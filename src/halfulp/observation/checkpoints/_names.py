@@ -237,6 +237,7 @@ _AVERAGE_KEY_PATTERN = re.compile(r"(^|_)(ema|swa|avg|average|averaged|shadow)(_
 _OTHER_KEY_PATTERN = re.compile(
     r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
 )
+_DEEPEST_NESTING = 64
 _TensorsByPath = dict[tuple[Any, ...], StoredTensor]
 
 
@@ -269,6 +270,12 @@ def read_checkpoint_content(content: object, path: str) -> Checkpoint:
 
 
 def walk_content(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+    """Yield what nested data holds with its path: leaves, and the states of whole optimizers."""
+    if len(where) > _DEEPEST_NESTING:
+        raise ValueError(
+            f"a checkpoint is nested more than {_DEEPEST_NESTING} levels deep, or holds itself: give the model's "
+            "state_dict"
+        )
     if isinstance(content, Mapping) and "param_groups" in content:
         yield where, _read_optimizer_states(content)
     elif isinstance(content, Mapping):

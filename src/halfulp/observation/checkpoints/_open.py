@@ -82,7 +82,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         return found
     partition = find_deepspeed_partition(folder)
     files = sorted(path for path in folder.iterdir() if path.is_file() and find_deepspeed_partition(path) is None)
-    if partition is not None and not any(path.suffix in (".safetensors", ".bin") for path in files):
+    weights = [path.name for path in files if path.suffix in (".safetensors", *_TORCH_SUFFIXES)]
+    if partition is not None and all(map(_NO_WEIGHTS_PATTERN.match, weights)):
         raise make_partition_error(folder, partition)
     found = _open_weight_files(folder, files)
     if partition is not None:

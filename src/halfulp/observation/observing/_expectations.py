@@ -74,7 +74,7 @@ class Expectations:
         one = Expectation(pattern, asked)
         modules = [name for name, _ in self._model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)]
         one.matched += modules
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):  # a tied head has its own name
             matched = fnmatch.fnmatchcase(name, pattern)
             one.matched += [name] if matched else []
             dtype = memory(parameter).dtype

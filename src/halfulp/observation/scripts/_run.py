@@ -86,8 +86,7 @@ def run_script(
     except SystemExit as ending:
         _KEPT_SCRIPT_STATE[:] = [ending]
         if ending.code is None or isinstance(ending.code, int):
-            reason = "terminated" if ending.code == EXIT_TERMINATED else "exited"
-            return ScriptEnding((ending.code or 0) & 0xFF, reason)
+            return _make_exit_ending(ending.code or 0)
         print(ending.code, file=sys.stderr)
         return ScriptEnding(1, "exited")
     except KeyboardInterrupt as interrupt:
@@ -100,6 +99,10 @@ def run_script(
         _KEPT_SCRIPT_STATE[:] = [error]
         return ScriptEnding(1, "crashed")
     return ScriptEnding(0, "finished")
+
+
+def _make_exit_ending(status: int) -> ScriptEnding:
+    return ScriptEnding(status & 0xFF, "terminated" if status == EXIT_TERMINATED else "exited")
 
 
 @contextlib.contextmanager
@@ -123,7 +126,10 @@ def _report_before_exit(leave: Callable[[ScriptEnding], int] | None) -> contextl
         def left(status: int) -> None:
             if os.getpid() == own and leave is not None:
                 os._exit = leave_now  # type: ignore[assignment]
-                status = leave(ScriptEnding(status & 0xFF, "exited"))
+                try:
+                    status = leave(_make_exit_ending(status))
+                except Exception:
+                    traceback.print_exc()
                 for stream in (sys.stdout, sys.stderr):
                     with contextlib.suppress(OSError, ValueError):
                         stream.flush()
@@ -145,26 +151,37 @@ def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
 
 
 @contextlib.contextmanager
-def exit_on_termination() -> Iterator[None]:
-    """Answer SIGTERM by `sys.exit(143)`, so that what was observed until then is reported.
+def exit_on_termination() -> Iterator[Callable[[], None]]:
+    """Answer SIGTERM by `os._exit(143)`, before which `run_script` has what was observed reported.
 
-    A script that handles SIGTERM itself, and processes forked from it, are as they would be without. Only the main
-    thread can catch signals; elsewhere this does nothing.
+    As without, no code of the script holds that up. A script that handles SIGTERM itself, and processes forked from it,
+    are as they would be without. Only the main thread can catch signals; elsewhere this does nothing.
+
+    Yields:
+        A function that has SIGTERM ignored until the end: the report is being written.
     """
     own = os.getpid()
 
     def leave(number: int, frame: FrameType | None) -> None:
         if os.getpid() == own:
-            sys.exit(EXIT_TERMINATED)
+            ignore()  # launchers and batch systems may both send one
+            os._exit(EXIT_TERMINATED)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+
+    def ignore() -> None:
+        if handles and signal.getsignal(signal.SIGTERM) is leave:
+            signal.signal(signal.SIGTERM, ignored)
+
+    def ignored(number: int, frame: FrameType | None) -> None:
+        """Do nothing, unlike SIG_IGN, which processes that are started now would inherit."""
 
     is_main = threading.current_thread() is threading.main_thread()
     handles = is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if handles:
         signal.signal(signal.SIGTERM, leave)
     try:
-        yield
+        yield ignore
     finally:
-        if handles and signal.getsignal(signal.SIGTERM) is leave:
+        if handles and signal.getsignal(signal.SIGTERM) in (leave, ignored):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
