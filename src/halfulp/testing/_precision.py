@@ -14,7 +14,7 @@ from .. import formats, recipes
 from .._torch_versions import find_dtype
 from ..mctensor import MCTensor
 from ..observation import Finding, observe
-from ..observation._finding import listing
+from ..observation._finding import format_findings
 from ..observation.findings import get_finding_kind
 from ..recipes import Recipe
 from ..recipes._optimizer import emulate_recipe
@@ -206,7 +206,7 @@ class PrecisionCheck:
 
     def __str__(self) -> str:
         head = f"{self.recipe} {'passes' if self.passed else 'FAILS'}: {self.setting}"
-        lines = [head, *(listing(self.findings) if self.findings else ())]
+        lines = [head, *(format_findings(self.findings) if self.findings else ())]
         far = self.too_far
         if far:
             lines.append(f"farther from float32 than {self.tolerance:.2g} of its norm:")
