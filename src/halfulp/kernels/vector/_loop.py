@@ -30,8 +30,6 @@ _LATENCY_CYCLES = {
 }
 # Operations that are computed again behind a block's largest words, rather than kept: their operands are no larger.
 _RECOMPUTED_OPERATIONS = ("bits", "to_float64")
-# Operations so slow that what needs them is computed one turn of the loop later.
-_SLOW_OPERATIONS = ("sqrt",)
 
 
 @dataclass(frozen=True)
@@ -109,50 +107,35 @@ class Phases:
 
 @dataclass(frozen=True)
 class Stages:
-    """The instructions of a trace in stages: a turn of a loop computes each for other elements.
+    """The instructions of a trace in two stages: a turn of a loop computes each for other elements.
 
-    A processor looks ahead by some hundred instructions: if all that waits for a root or a quotient follows it at once,
-    there is little else to do meanwhile.
+    A processor looks ahead by some hundred instructions: if all that waits for a root follows it at once, there is
+    little else to do meanwhile.
 
     Attributes:
-        stage_lines: the stages' instructions; those of constants alone are in all.
-        carried_lines: per stage but the last, which values of it or of earlier ones later ones need.
+        early_lines: the roots and what they are computed from.
+        late_lines: all others, and those of constants alone, which are in both.
+        carried_lines: the early ones that late ones need, and what is stored of them.
     """
 
-    stage_lines: list[set[int]]
-    carried_lines: list[list[int]]
+    early_lines: set[int]
+    late_lines: set[int]
+    carried_lines: list[int]
 
-    @classmethod
-    def split_trace(cls, trace: Trace, several: bool) -> Stages:
-        """Return the stages of a trace; each instruction is in the last in which it still comes in time.
 
-        Args:
-            trace: what is computed.
-            several: whether there may be more than one stage.
-        """
-        lines = trace.lines
-        varies: set[int] = set()
-        for k, (name, operands, extra) in enumerate(lines):
-            if name == "load" or (name == "input" and extra == STREAM_INPUTS[0]) or varies & set(operands):
-                varies.add(k)
-        before = [0] * len(lines)  # stages that are left behind an instruction
-        until = [0] * len(lines)
-        for k in reversed(range(len(lines))):
-            if k not in varies:
-                continue
-            before[k] += several and lines[k][0] in _SLOW_OPERATIONS
-            for operand in lines[k][1]:
-                before[operand] = max(before[operand], before[k])
-        count = 1 + max((before[k] for k in varies), default=0)
-        stage = [count - 1 - left for left in before]
-        for k in varies:
-            for operand in lines[k][1]:
-                until[operand] = max(until[operand], stage[k])
-        for line in trace.stores.values():
-            until[line] = count - 1
-        free = set(range(len(lines))) - varies
-        of_stages = [{k for k in varies if stage[k] == number} | free for number in range(count)]
-        return cls(of_stages, [[k for k in sorted(varies) if stage[k] <= n < until[k]] for n in range(count - 1)])
+def split_into_stages(trace: Trace) -> Stages | None:
+    """Return the stages of a trace; None where it has no root of anything that varies between elements."""
+    varies: set[int] = set()
+    for k, (name, operands, extra) in enumerate(trace.lines):
+        if name == "load" or (name == "input" and extra == STREAM_INPUTS[0]) or varies & set(operands):
+            varies.add(k)
+    everything = set(range(len(trace.lines)))
+    early = find_operands(trace, [k for k in varies if trace.lines[k][0] == "sqrt"])
+    late = everything - (early & varies)
+    used = {operand for k in late for operand in trace.lines[k][1]} | set(trace.stores.values())
+    if not early & varies:
+        return None
+    return Stages(early | (everything - varies), late, sorted(early & varies & used))
 
 
 def find_early_uses(trace: Trace, waits: set[int]) -> list[int]:
