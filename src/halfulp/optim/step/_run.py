@@ -8,6 +8,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from operator import is_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -212,7 +213,7 @@ def _collect_numbers(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, 
 
 def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
     """Return the constants that differ, and which of them each parameter has; nothing where all have the same."""
-    if len({*map(id, constants)}) == 1:
+    if all(map(is_, constants, itertools.repeat(constants[0]))):
         return constants[:1], []
     distinct = {id(one): one for one in constants}
     row_of = {key: row for row, key in enumerate(distinct)}
