@@ -101,6 +101,11 @@ def select(condition: Any, a: Any, b: Any) -> Any:
     return _trace.select(condition, a, b)
 
 
+def multiply_add(a: Real, b: Real, c: Real) -> Real:
+    """a b + c, rounded once or twice: for exact products, and for guesses that a comparison corrects."""
+    return _find_trace(a, b, c).emit("multiply_add", (a, b, c))
+
+
 def divide(a: np.float32, b: np.float32) -> np.float32:
     """a / b, correctly rounded."""
     with np.errstate(all="ignore"):

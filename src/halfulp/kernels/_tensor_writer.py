@@ -52,6 +52,7 @@ _TENSOR_FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "widen": lambda x: x.to(torch.int64) & 0xFFFFFFFF,
     "to_real": lambda x: x.to(torch.float32),
     "div": torch.div,
+    "multiply_add": lambda a, b, c: a * b + c,
     "word_mulh16": _multiply_high16,
 }
 

@@ -18,7 +18,7 @@ _INFIX = {
     **{"sqrt": np.sqrt, "floor": np.floor, "sar": lambda a, n: (a.view(np.int64) >> n.view(np.int64)).view(np.uint64)},
     **{"low_word": lambda x: x & np.uint64(0xFFFFFFFF), "high_word": lambda x: x >> np.uint64(32)},
     **{"widen": lambda x: x, "to_float64": lambda x: x, "to_float32": lambda x: x},
-    "to_real": lambda x: x.view(np.int32),
+    **{"to_real": lambda x: x.view(np.int32), "multiply_add": lambda a, b, c: a * b + c},
     **{"mulh16": lambda a, b: (a >> 16) * (b >> 16) & 0xFFFF0000 | (a & 0xFFFF) * (b & 0xFFFF) >> 16},
 }
 

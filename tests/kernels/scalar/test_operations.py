@@ -22,6 +22,7 @@ KINDS = {
     **dict.fromkeys([(name, 32) for name in ("divide", "maximum")], ("f32", "f32", "f32")),
     **dict.fromkeys([(name, 32) for name in ("sqrt", "sign_of", "floor")], ("f32", "f32")),
     ("multiply_high16", 32): ("w32", "w32", "w32"),
+    ("multiply_add", 32): ("f32", "f32", "f32", "f32"),
     **dict.fromkeys([("real", 32), ("to_real", 32)], ("w32", "f32")),
     **dict.fromkeys([("word", 32), ("to_word", 32)], ("f32", "w32")),
     ("real", 64): ("w64", "f64"),
@@ -66,6 +67,9 @@ def operands(name: str, kinds: tuple[str, ...], count: int, rng: np.random.Gener
         return [np.nan_to_num(x).astype(np.float32)]
     if name == "to_word":
         return [rng.random(count) * 2.0 ** rng.integers(-40, 31, count)]
+    if name == "multiply_add":  # whose product is exact
+        whole = [rng.integers(-4096, 4096, count).astype(np.float32) for _ in range(2)]
+        return [*whole, words(count, rng).view(np.float32)]
     given = [words(count * (1 + kind.endswith("64")), rng).view(TYPES[kind]) for kind in kinds[:-1]]
     if name in SHIFTS:
         given[1] = given[1] % TYPES[kinds[0]](int(kinds[0][1:]))

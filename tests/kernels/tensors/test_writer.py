@@ -14,6 +14,7 @@ from ..scalar.numbers import on_numbers
 INTEGERS = {"w32": (np.uint32, torch.int32), "w64": (np.uint64, torch.int64)}
 REALS = {"f32": (np.float32, torch.float32), "f64": (np.float64, torch.float64)}
 SPECIAL = [0.0, -0.0, 1.0, -1.5, 2.0**-149, 2.0**-126, 3.4e38, torch.inf, -torch.inf, torch.nan, 2.0**-60, 1e-40]
+THREE, TWENTY = np.float32(3.0), np.uint32(20)
 OPERATIONS = {
     "add": (op.add, "w32", "w32"),
     "sub": (op.sub, "w32", "w32"),
@@ -47,6 +48,7 @@ OPERATIONS = {
     "plus": (lambda x, y: x + y, "f32", "f32"),
     "minus a number": (lambda x: np.float32(0.3) - x, "f32"),
     "times": (lambda x, y: x * y, "f32", "f32"),
+    "multiply_add": (lambda x, y: op.multiply_add(op.to_real(op.shr(op.word(x), TWENTY)), THREE, y), "f32", "f32"),
     "divide": (op.divide, "f32", "f32"),
     "divide by a number": (lambda x: op.divide(x, np.float32(3.0)), "f32"),
     "divide a number": (lambda x: op.divide(np.float32(3.0), x), "f32"),

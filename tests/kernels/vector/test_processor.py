@@ -32,7 +32,9 @@ RESULTS = """
 def test_features_are_those_of_the_machine_codes_target(monkeypatch):
     monkeypatch.setattr(_processor, "processor", lambda: ("x86_64", "any", "+avx2,-avx512f,+fma"))
     assert (_processor.has_features("avx2", "fma"), _processor.has_features("avx512f")) == (True, False)
-    assert vector_bits() == 256
+    assert (vector_bits(), _processor.has_fused_vectors(256), _processor.has_fused_vectors(512)) == (256, True, False)
+    monkeypatch.setattr(_processor, "processor", lambda: ("x86_64", "generic", ""))
+    assert (vector_bits(), _processor.has_fused_vectors(256)) == (256, False)
 
 
 def test_a_lesser_processor_gives_the_same_bits_from_entries_of_its_own(cache, python, forked_python):

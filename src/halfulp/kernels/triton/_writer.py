@@ -42,6 +42,7 @@ _EXPRESSIONS = {
     "round_to_float32": "{x}.to(tl.float32).to(tl.float64)",
     "word_sar": "({x}.to(tl.int64, bitcast=True) >> {y}.to(tl.int64)).to(tl.uint64, bitcast=True)",
     "word_mulh16": "(({x} >> 16) * ({y} >> 16) & 0xFFFF0000) | (({x} & 0xFFFF) * ({y} & 0xFFFF) >> 16)",
+    "multiply_add": "{x} * {y} + {z}",
     "block_largest": "block_largest({x})",
 }
 # Triton's sqrt_rn takes float32 alone; its plain root rounds float64 correctly.

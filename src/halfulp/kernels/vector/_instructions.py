@@ -10,6 +10,7 @@ import torch
 
 from .._trace import RecordedFunction, Trace
 from ._builder import VectorBuilder, find_fixup, has_fixup_instruction, lane_type, write_fixup
+from ._processor import has_fused_vectors, vector_bits
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
 _LLVM_INSTRUCTIONS = {
@@ -150,6 +151,11 @@ class InstructionWriter(VectorBuilder):
             if factor is not None and other is not None:  # -(c x) as (-c) x: -c is made once for all elements
                 return self.b.fmul(self.b.fneg(factor), other)
         return self.b.fneg(x)
+
+    def do_multiply_add(self, _, a, b, c):
+        if has_fused_vectors(vector_bits()):
+            return self.call_intrinsic("fma", a, b, c)
+        return self.b.fadd(self.b.fmul(a, b), c)
 
     def do_word_mulh16(self, _, a, b):
         halves = self.vector_type(self.i16, 2 * self.lanes)

@@ -84,6 +84,12 @@ def vector_bits() -> int:
     return 512 if has_features("avx512f") else 256
 
 
+def has_fused_vectors(bits: int) -> bool:
+    """Return whether vectors of that width can be multiplied and added with one rounding."""
+    wanted = {256: ("avx2", "fma"), 512: ("avx512f",)}.get(bits)
+    return wanted is not None and has_features(*wanted)
+
+
 def has_half_conversions() -> bool:
     """Return whether instructions convert float16: on x86 since 2012, and on every other processor that LLVM knows.
 

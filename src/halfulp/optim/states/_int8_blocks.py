@@ -22,6 +22,7 @@ from ...kernels._operations import (
     divide,
     load8,
     load16,
+    multiply_add,
     multiply_high16,
     real,
     select,
@@ -134,7 +135,7 @@ def approximate_cube_root(x):
     y = real(sub(FIRST_ROOT, multiply_high16(word(x), THIRD)))
     near = x * (y * y)
     p = near * y
-    return near * (p * (p * ROOT_2 + ROOT_1) + ROOT_0)
+    return near * multiply_add(p, multiply_add(p, ROOT_2, ROOT_1), ROOT_0)
 
 
 def draw_chance(random):
@@ -156,8 +157,8 @@ def encode_signed(value, random):
     chance = draw_chance(random)
     j = nearest_integer(approximate_cube_root(x) - chance)
     square = j * j
-    gap = (square + j) * THREE + UNIT  # to the cube of the next whole number
-    size = j + select(chance * gap < x - square * j, UNIT, ZERO)
+    gap = multiply_add(square + j, THREE, UNIT)  # to the cube of the next whole number
+    size = j + select(chance * gap < multiply_add(square, -j, x), UNIT, ZERO)
     size = size + select(value == value, ZERO, UNIT)  # x of a NaN is the largest, and its size thus 128
     return to_word(real(bit_or(word(size), bit_and(word(value), SIGN_32))))
 
