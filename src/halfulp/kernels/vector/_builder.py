@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._device_function import STREAM_ALIGNMENT
 from .._trace import Trace
 from ._processor import has_features
 
@@ -196,7 +197,9 @@ class VectorBuilder:
     def allocate_stack(self, kind, count: int):
         """Allocate stack memory in the function's entry block for the whole call."""
         with self.b.goto_entry_block():
-            return self.b.alloca(kind, size=self.word(count))
+            memory = self.b.alloca(kind, size=self.word(count))
+        memory.align = STREAM_ALIGNMENT  # no vector lies in two cache lines
+        return memory
 
     def prefetch_line(self, address, locality: int = 3) -> None:
         """Ask for the cache line at an address, which need not be one that can be read."""

@@ -7,10 +7,10 @@ which narrow vectors are widened and packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._device_function import CHUNK_COLUMNS, STREAM_ALIGNMENT, STREAM_INPUTS, Digest, Table
+from .._device_function import CHUNK_COLUMNS, STREAM_INPUTS, Digest, Table
 from .._trace import COUNTER_COPIES, RecordedFunction
 from ._builder import VectorBuilder, lane_type
 from ._instructions import InstructionWriter
@@ -96,14 +96,15 @@ class TableLoop(VectorBuilder):
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
         self.copies = {array: self.allocate_stack(self.ir.IntType(array[1]), room) for array in copied}
-        for copy in self.copies.values() if table.is_streaming else ():
-            copy.align = STREAM_ALIGNMENT
         crossing = self.phases.carried_lines if table.block else []
         self.buffers = [self.allocate_stack(lane_type(self.vector_type_of(line)), room) for line in crossing]
         self.block_results = {
             line: self.allocate_stack(lane_type(self.memory_type_of(line)), self.together)
             for line in self.phases.find_block_results(self.trace)
         }
+        # A row per block, where as many blocks are computed at once as a vector has lanes.
+        in_rows = self.phases.largest_lines if table.block and self.together == self.lanes else []
+        self.rows = {line: self.allocate_stack(self.i32, self.together * self.lanes) for line in in_rows}
 
     def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
         """Write the loop over chunks."""
@@ -359,29 +360,37 @@ class TableLoop(VectorBuilder):
         with self.loop(self.word(0), several, 1, totals) as k:
             largest = self.write_up_to_largest(at(k), first, k, size, totals)
             for line, words in zip(phases.largest_lines, largest):
-                b.store(self.reduce_lanes("umax", words), b.gep(self.block_results[line], [k]), align=4)
+                if self.rows:
+                    row = b.gep(self.rows[line], [b.mul(k, self.word(self.lanes))])
+                    b.store(words, b.bitcast(row, words.type.as_pointer()), align=4)
+                else:
+                    b.store(self.reduce_lanes("umax", words), b.gep(self.block_results[line], [k]), align=4)
         self.reduce_largest()
         late = {*phases.late_lines, *phases.waiting_lines}
         behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.late_lines}
-        with self.loop(self.word(0), several, 1, totals) as k:
-            bases = at(k)
-            of_block = self.load_block_results(k, bases)
+        at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
+        with self.loop(self.word(0), several, at_once, totals) as k:
+            # Of an odd number the last block is written twice.
+            some = [self.select_lesser(b.add(k, self.word(n)), b.sub(several, self.word(1))) for n in range(at_once)]
+            bases = [at(number) for number in some]
+            results = [self.load_block_results(number, base) for number, base in zip(some, bases)]
             with self.loop(self.word(0), self.round_up_to_vectors(size), self.width, totals) as i:
                 if self.together == 1 and not self.copied:  # meanwhile the memory would be idle
-                    self.prefetch_arrays(bases, b.add(i, self.word(self.padded)), 0)
-                held = b.add(b.mul(k, self.word(self.padded)), i)
-                known = [
-                    of_block
-                    | {
-                        line: b.load(self.buffer_pointer(buffer, held, half, self.vector_type_of(line)), align=4)
-                        for line, buffer in zip(phases.carried_lines, self.buffers)
-                    }
-                    for half in range(2)
-                ]
-                place = b.add(self.find_block_start(first, k), i)
-                values = self.compute_vectors({}, place, known, phases.late_and_free_lines)
-                self.store_results(values, behind, bases, i)
-                self.add_to_totals(values, i, totals, size, late)
+                    self.prefetch_arrays(bases[0], b.add(i, self.word(self.padded)), 0)
+                turns = []
+                for number, of_block in zip(some, results):
+                    held = b.add(b.mul(number, self.word(self.padded)), i)
+                    known = [of_block | self.load_carried_values(held, half) for half in range(2)]
+                    turns.append(({}, b.add(self.find_block_start(first, number), i), known))
+                values = self.compute_in_turns(turns, phases.late_and_free_lines)
+                for base, pair in zip(bases, values):
+                    self.store_results(pair, behind, base, i)
+                self.add_to_totals(values[0], i, totals, size, late)
+
+    def load_carried_values(self, i, half: int) -> dict:
+        """Load what the first loop kept of one of two vectors from element i on."""
+        lines = zip(self.phases.carried_lines, self.buffers)
+        return {k: self.b.load(self.buffer_pointer(x, i, half, self.vector_type_of(k)), align=4) for k, x in lines}
 
     def write_up_to_largest(self, bases: dict, first, k, size, totals: list) -> list:
         """Write the loop over a block, number k behind the block `first`, up to its largest words; return those."""
@@ -451,6 +460,8 @@ class TableLoop(VectorBuilder):
     def reduce_largest(self) -> None:
         """Compute what needs largest words and constants alone, for all blocks at once."""
         b, phases, computing = self.b, self.phases, InstructionWriter(self.b, self.trace, self.together)
+        for line in self.rows:
+            b.store(self.find_largest_of_rows(self.rows[line]), self.block_result_pointer(line), align=4)
         known = {line: b.load(self.block_result_pointer(line), align=4) for line in phases.largest_lines}
         given = {name: self.splat(scalar, self.together) for name, scalar in self.scalars.items()}
         computed = computing.run(given, known, phases.uniform_lines)
@@ -461,6 +472,25 @@ class TableLoop(VectorBuilder):
                 self.block_result_pointer(line),
                 align=4,
             )
+
+    def find_largest_of_rows(self, buffer):
+        """Return the largest words of as many rows as a row has words.
+
+        Two rows become one of twice as many parts, each the lane by lane larger of a part's halves.
+        """
+        b, lanes, kind = self.b, self.lanes, self.vector_type(self.i32, self.lanes).as_pointer()
+        rows = [b.load(b.bitcast(b.gep(buffer, [self.word(k * lanes)]), kind), align=4) for k in range(0, lanes)]
+        part = lanes
+        while part > 1:
+            halves = [
+                [n + k for n in range(0, 2 * lanes, part) for k in range(at, at + part // 2)] for at in (0, part // 2)
+            ]
+            joined = [
+                [b.shuffle_vector(*pair, self.lane_numbers(half)) for half in halves]
+                for pair in zip(rows[::2], rows[1::2])
+            ]
+            rows, part = [self.add_value("max", *both) for both in joined], part // 2
+        return rows[0]
 
     def load_block_results(self, k, bases: dict) -> dict:
         """Load what was computed from a block's largest words, spread over all lanes; store its outputs."""
@@ -513,27 +543,30 @@ class TableLoop(VectorBuilder):
     def compute_vectors(
         self, loaded: dict, position, known: list[dict] | None = None, only: Collection[int] | None = None
     ) -> list[list]:
-        """Return the values of two vectors, of which instructions are written in turns.
+        """Return the values of one pair of vectors, as `compute_in_turns`."""
+        return self.compute_in_turns([(loaded, position, known)], only)[0]
 
-        The processor then has two chains of operations to work on, of each of which every step waits for the last.
+    def compute_in_turns(self, turns: Sequence[tuple], only: Collection[int] | None) -> list[list[list]]:
+        """Return the values of pairs of vectors, of which instructions are written in turns.
+
+        The processor then has several chains of operations to work on, of each of which every step waits for the last.
 
         Args:
-            loaded: both vectors of each array.
-            position: the first element's place in the chunk.
-            known: values of each vector that were computed before.
-            only: which instructions to write; all by default.
+            turns: per pair what was loaded, the first element's place in the chunk, and values known of each vector.
+            only: which instructions to write; all for None.
         """
         b, step, running = self.b, self.table.counter_step, []
-        found: list[list] = [[None] * len(self.trace.lines) for _ in range(2)]
-        for half, values in enumerate(found):
-            given = self.inputs | {((array[0], array[1:])): pair[half] for array, pair in loaded.items()}
-            if self.table.stream_start:
-                moved = b.mul(b.trunc(position, self.i32), self.ir.Constant(self.i32, step))
-                first = self.splat(b.add(self.first_counter, moved), self.lanes)
-                steps = [step * place & 0xFFFFFFFF for place in self.lane_places()[half]]
-                given[STREAM_INPUTS[0]] = b.add(first, self.ir.Constant(first.type, steps))
-            writer = InstructionWriter(self.b, self.trace, self.lanes)
-            running.append(writer.write_in_order(values, given, known and known[half], only, self.order))
+        found: list[list[list]] = [[[None] * len(self.trace.lines) for _ in range(2)] for _ in turns]
+        for pair, (loaded, position, known) in zip(found, turns):
+            for half, values in enumerate(pair):
+                given = self.inputs | {((array[0], array[1:])): both[half] for array, both in loaded.items()}
+                if self.table.stream_start:
+                    moved = b.mul(b.trunc(position, self.i32), self.ir.Constant(self.i32, step))
+                    first = self.splat(b.add(self.first_counter, moved), self.lanes)
+                    steps = [step * place & 0xFFFFFFFF for place in self.lane_places()[half]]
+                    given[STREAM_INPUTS[0]] = b.add(first, self.ir.Constant(first.type, steps))
+                writer = InstructionWriter(b, self.trace, self.lanes)
+                running.append(writer.write_in_order(values, given, known and known[half], only, self.order))
         for _ in zip(*running, strict=True):
             pass
         return found
