@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import pickle
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -53,25 +52,18 @@ class CacheEntry:
 
     def read(self, rebuild: Callable[[bytes], Any]) -> Any:
         """Return `rebuild` of the file; None where there is none that can be read."""
-        path = self._find_path()
-        found = None if path is None else self._load_file(path, rebuild)
+        path, found = self._find_path(), None
+        if path is not None and path.is_file():
+            try:
+                blob = path.read_bytes()
+                tag, checksum, payload = blob[:16], blob[16:48], blob[48:]
+                if tag != _ENTRY_TAG or hashlib.sha256(payload).digest() != checksum:
+                    raise ValueError("damaged")
+                found = rebuild(payload)
+            except (OSError, ValueError, RuntimeError) as e:  # the last one is LLVM's
+                note_fallback("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
         statistics["found" if found is not None else "compiled"] += 1
         return found
-
-    def _load_file(self, path: Path, rebuild: Callable[[bytes], Any]) -> Any:
-        if not path.is_file():
-            return None
-        try:
-            blob = path.read_bytes()
-            tag, checksum, payload = blob[:16], blob[16:48], blob[48:]
-            if tag != _ENTRY_TAG or hashlib.sha256(payload).digest() != checksum:
-                raise ValueError("damaged")
-            return rebuild(payload)
-        except (  # LLVM's errors are RuntimeError
-            OSError, ValueError, TypeError, EOFError, AttributeError, ImportError, RuntimeError, pickle.UnpicklingError
-        ) as e:  # fmt: skip
-            note_fallback("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
-            return None
 
     def write(self, payload: bytes) -> None:
         """Write an entry whole or not at all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import hashlib
 import inspect
@@ -158,6 +159,29 @@ def load_module(source: str) -> dict[str, object]:
     namespace: dict[str, object] = {"__name__": name, "__file__": name}
     exec(compile(source, name, "exec"), namespace)
     return namespace
+
+
+class TritonKernel(abc.ABC):
+    """The base of kernels, whose text is compiled at the first launch."""
+
+    @property
+    @abc.abstractmethod
+    def source(self) -> str:
+        """The text of the module, with the kernel's function `run`.
+
+        Raises:
+            NotImplementedError: an operation that has no form on Triton's blocks.
+        """
+
+    @functools.cached_property
+    def run(self) -> Any:
+        """The Triton function.
+
+        Raises:
+            ImportError: triton is not installed.
+            NotImplementedError: as `source`.
+        """
+        return load_module(self.source)["run"]
 
 
 def _find_table_offsets(trace: Trace) -> dict[tuple[float, ...], int]:

@@ -91,7 +91,8 @@ class Phases:
                 crossing.add(k)
         free = everything - waits - reads
         both = {k for k in free & varies if trace.kinds[k] != "mask"} & find_operands(trace, behind)
-        both &= find_operands(trace, [*crossing, *find_early_uses(trace, waits)])
+        wanted = {*trace.stores.values(), *(number for _, number in trace.sums)} - waits
+        both &= find_operands(trace, [*crossing, *wanted, *(trace.lines[k][1][0] for k in largest)])
         # What is computed in both loops, such as a hash of the counter, is kept instead, but for what it is made from.
         crossing |= {k for k in both if k not in {n for other in both for n in trace.lines[other][1]}}
         return cls(
@@ -136,13 +137,6 @@ def split_into_stages(trace: Trace) -> Stages | None:
     if not early & varies:
         return None
     return Stages(early | (everything - varies), late, sorted(early & varies & used))
-
-
-def find_early_uses(trace: Trace, waits: set[int]) -> list[int]:
-    """Return the instructions stored, summed, or searched for the largest word before that word is known."""
-    wanted = [*trace.stores.values(), *(number for _, number in trace.sums)]
-    found = [k for k in wanted if k not in waits]
-    return found + [k for name, operands, _ in trace.lines if name == "block_largest" for k in operands]
 
 
 def schedule_lines(trace: Trace) -> list[int]:

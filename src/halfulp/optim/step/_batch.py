@@ -27,7 +27,7 @@ from ..parameters._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
 
 if TYPE_CHECKING:
-    from ._triton_kernel import DeviceChunks
+    from ...kernels.triton._launch import PlacedChunks
 
 TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
@@ -53,7 +53,7 @@ class BatchTable:
         records: of those parameters whose writes are tracked.
         guards: the checks of the parameters and of their gradients; None where one is no plain tensor or has gaps.
         rows_with_gaps: the rows of the parameters whose memory has some.
-        device_chunks: the copy of the chunks on an accelerator.
+        placed_chunks: the chunks on an accelerator.
     """
 
     plans: list[ParameterPlan]
@@ -76,7 +76,7 @@ class BatchTable:
     is_plain: bool
     parameter_places: list[int] = field(default_factory=list)
     group_runs: list[tuple[int, int, int]] = field(default_factory=list)
-    device_chunks: DeviceChunks | None = None
+    placed_chunks: PlacedChunks | None = None
 
     @classmethod
     def of_plans(cls, plans: list[ParameterPlan]) -> BatchTable:

@@ -68,7 +68,7 @@ def run_step(batch: Batch) -> None:
     if not spec.scaled:
         _write_step(batch)
         return
-    if batch.engine == "triton" and _run_triton_scaled(batch):
+    if batch.engine == "triton" and _run_triton(batch):
         return
     batch.constants = [
         append_present_scales(spec, plan, constants, float(scale))
@@ -159,56 +159,45 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
 
 
 def _run_triton(batch: Batch) -> bool:
-    """Run the step on an accelerator; return False if there is no Triton kernel."""
-    from ._triton_kernel import launch_step, step_kernel
+    """Run the step on an accelerator, which chooses the scales if there are some; return False if it cannot."""
+    from ...kernels.triton._launch import place_chunks
+    from . import _triton_kernel as triton
 
-    spec, device = batch.spec, batch.device
-    kernel = step_kernel(spec, device, _step_fixed_elements)
-    if kernel is None:
-        return False
-    table = batch.table
-    held, meter = launch_step(spec, kernel, device, _collect_numbers(batch), table.device_chunks)
-    table.device_chunks = held
-    if meter is not None:
-        _count_lost_updates(meter, held.chunks, batch.plans)
-    return True
-
-
-def _run_triton_scaled(batch: Batch) -> bool:
-    """Run the step of scaled parameters on an accelerator, which chooses the scales; return False if it cannot."""
-    from ._triton_kernel import launch_scaled_step, scaled_kernels
-
-    spec, device = batch.spec, batch.device
-    kernels = scaled_kernels(spec, amax_spec(spec), device, _step_fixed_elements)
-    weights, gradients = [scale_of(plan.parameter) for plan in batch.plans], _scale_tensors(batch)
-    if kernels is None or any(scale.device != device for scale in (*weights, *gradients)):
-        return False
-    addresses = np.array([[address(scale) for scale in pair] for pair in zip(weights, gradients)], np.int64)
-    table = batch.table
-    numbers = _collect_numbers(batch)
-    held, meter, batch.scales = launch_scaled_step(spec, kernels, device, numbers, addresses, table.device_chunks)
-    table.device_chunks = held
-    if meter is not None:
-        _count_lost_updates(meter, held.chunks, batch.plans)
-    return True
-
-
-def _scale_tensors(batch: Batch) -> list[torch.Tensor]:
-    """Return the scales of the gradients, of those without one as a tensor too."""
-    found = [scale for scale in batch.gradient_scales if isinstance(scale, torch.Tensor)]
-    if len(found) == len(batch.gradient_scales):
-        return found
-    one = torch.ones((), dtype=torch.float32, device=batch.device)
-    return [scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales]
-
-
-def _collect_numbers(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the arrays that a step passes to a device: chunks, pointers, constants and keys."""
+    spec, device, table = batch.spec, batch.device, batch.table
+    kernels = kernel = None
+    if spec.scaled:
+        kernels = triton.find_scaled_kernels(spec, amax_spec(spec), device, _step_fixed_elements)
+        present = _list_present_scales(batch)
+        if kernels is None or any(scale.device != device for scales in present for scale in scales):
+            return False
+    else:
+        kernel = triton.find_step_kernel(spec, device, _step_fixed_elements)
+        if kernel is None:
+            return False
     _point_at_gradients(batch)
     distinct, row_of_each = _find_distinct(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
     constants = constants[row_of_each or [0] * len(batch.constants)]
-    return batch.table.chunks, batch.table.pointers, constants, _make_keys(batch)
+    constants = np.pad(constants, ((0, 0), (0, len(spec.constants) - constants.shape[1])))  # room for the scales
+    placed = table.placed_chunks = place_chunks(table.chunks, table.pointers, device, table.placed_chunks)
+    rows = triton.make_parameter_rows(device, table.pointers, constants, _make_keys(batch))
+    if kernels is not None:
+        totals, batch.scales = triton.launch_scaled_step(spec, kernels, placed, rows, present)
+    elif kernel is not None:
+        totals = kernel.launch(placed, rows)
+    if spec.metered:
+        _count_lost_updates(totals.sum(1).cpu().numpy(), placed.chunks, batch.plans)
+    return True
+
+
+def _list_present_scales(batch: Batch) -> list[list[torch.Tensor]]:
+    """Return the scales of weights, of gradients, of those without one as a tensor too, and of each scaled state."""
+    one = torch.ones((), dtype=torch.float32, device=batch.device)
+    return [
+        [scale_of(plan.parameter) for plan in batch.plans],
+        [scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales],
+        *([plan.states[k][1] for plan in batch.plans] for k in batch.spec.scaled_states),
+    ]
 
 
 def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
