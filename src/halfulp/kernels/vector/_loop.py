@@ -11,7 +11,7 @@ import torch
 
 from .._device_function import STREAM_INPUTS
 from .._trace import Trace
-from ._builder import VectorBuilder, element_size, float_to_half, lane_type
+from ._builder import VectorBuilder, element_size, lane_type
 from ._instructions import InstructionWriter
 from ._machine_function import Kernel, machine_function
 from ._processor import vector_bits
@@ -301,7 +301,7 @@ class _RowLoop(VectorBuilder):
         words, shift = self.type_like(values[0], self.i32), self.constant(self.type_like(values[0], self.i32), 16)
         even, odd = values if values[0].type == single else [b.fptrunc(value, single) for value in values]
         if dtype == torch.float16:
-            even, odd = (b.zext(float_to_half(self, value), words) for value in (even, odd))
+            even, odd = (b.zext(self.convert_to_half(value), words) for value in (even, odd))
             return b.or_(even, b.shl(odd, shift))
         return b.or_(b.lshr(b.bitcast(even, words), shift), b.bitcast(odd, words))
 

@@ -132,28 +132,12 @@ def _compile_object(arguments: int, write: Callable[..., None]) -> bytes:
     write(vectors, *(vectors.load_word(vectors.arguments, k) for k in range(arguments)))
     vectors.b.ret_void()
     parsed = binding.parse_assembly(str(module))
-    _free_pass_managers()
     options = binding.create_pipeline_tuning_options(speed_level=2)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = binding.create_pass_builder(machine, options)
     passes.getModulePassManager().run(parsed, passes)
     code: bytes = machine.emit_object(parsed)
     return _OBJECT_TAG + code
-
-
-def _free_pass_managers() -> None:
-    """Let llvmlite's pass managers free themselves, which would keep .02 to .3 MB each.
-
-    They have a method for it, NewPassManager._dispose; the empty one of ObjectRef, their first base, hides it (0.44 to
-    0.50). Where a version has mended that, or has no such classes, nothing is done.
-    """
-    from llvmlite import binding
-    from llvmlite.binding import ffi
-
-    kind = getattr(getattr(binding, "newpassmanagers", None), "ModulePassManager", None)
-    if kind is not None and kind._dispose is ffi.ObjectRef._dispose:
-        hidden = [base.__dict__["_dispose"] for base in kind.__mro__[1:] if "_dispose" in base.__dict__]
-        kind._dispose = next((method for method in hidden if method is not ffi.ObjectRef._dispose), kind._dispose)
 
 
 def _target_machine() -> Any:

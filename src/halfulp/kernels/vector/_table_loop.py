@@ -183,16 +183,16 @@ class TableLoop(VectorBuilder):
             with self.loop(zero, whole, self.width, totals) as i:
                 self.write_turn(bases, i, i, totals, None)
             with self.loop(zero, rest, self.width, totals) as i:
-                self.copy_rest_in(b.add(begin, whole), rest)
+                self.copy_rest_in(bases, whole, rest)
                 self.write_turn(held, i, whole, totals, rest)
-                self.copy_rest_out(b.add(begin, whole), rest)
+                self.copy_out(bases, whole, rest)
             return
         first = b.select(b.icmp_signed(">", whole, zero), zero, one)
         last = b.select(b.icmp_signed(">", rest, zero), self.word(2), one)
         with self.loop(first, last, 1) as phase:
             is_rest = b.icmp_signed("==", phase, one)
             with b.if_then(is_rest):
-                self.copy_rest_in(b.add(begin, whole), rest)
+                self.copy_rest_in(bases, whole, rest)
             used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
             if self.stages:
@@ -201,7 +201,7 @@ class TableLoop(VectorBuilder):
                 with self.loop(zero, limit, self.width) as i:
                     self.write_turn(used, i, b.add(before, i), [], None)
             with b.if_then(is_rest):
-                self.copy_rest_out(b.add(begin, whole), rest)
+                self.copy_out(bases, whole, rest)
 
     def write_turn(self, bases: dict, i, place, totals: list, limit) -> None:
         """Write what happens to two vectors from i on, whose place in the chunk is another; all lanes are elements.
@@ -258,24 +258,22 @@ class TableLoop(VectorBuilder):
                 # Far ones come into the second level, whose queue of pending lines is longer.
                 self.prefetch_line(self.b.add(first, self.word(line)), 2 if is_far else 3)
 
-    def copy_rest_in(self, start, rest) -> None:
+    def copy_rest_in(self, bases: dict, start, rest) -> None:
         """Copy the last elements, and the last of them again up to a whole vector."""
         b = self.b
         with self.loop(self.word(0), self.word(self.width), 1) as j:
             place = b.add(start, self.select_lesser(j, b.sub(rest, self.word(1))))
             for array in dict.fromkeys(self.loads):
-                kind = self.ir.IntType(array[1])
-                value = b.load(self.pointer(self.address[self.column[array[0]]], place, kind), align=array[1] // 8)
+                value = b.load(self.pointer(bases[array], place, self.ir.IntType(array[1])), align=array[1] // 8)
                 b.store(value, b.gep(self.copies[array], [j]), align=array[1] // 8)
 
-    def copy_rest_out(self, start, rest) -> None:
-        """Write the last elements where they belong."""
+    def copy_out(self, bases: dict, start, count) -> None:
+        """Write what the copies hold where it belongs."""
         b = self.b
-        with self.loop(self.word(0), rest, 1) as j:
+        with self.loop(self.word(0), count, 1) as j:
             for array in self.stores:
-                kind = self.ir.IntType(array[1])
                 value = b.load(b.gep(self.copies[array], [j]), align=array[1] // 8)
-                to = self.pointer(self.address[self.column[array[0]]], b.add(start, j), kind)
+                to = self.pointer(bases[array], b.add(start, j), self.ir.IntType(array[1]))
                 b.store(value, to, align=array[1] // 8)
 
     # blocks ----------------------------------------------------------------------------------------------------
@@ -321,11 +319,8 @@ class TableLoop(VectorBuilder):
         used = {array: b.select(in_copy, held[array], bases[array]) for array in self.arrays}
         first = b.sdiv(start, self.word(self.table.block or 0))
         self.write_some_blocks(lambda _: used, first, self.word(1), size, totals)
-        with b.if_then(in_copy), self.loop(self.word(0), size, 1) as j:
-            for array in self.stores:
-                kind = self.ir.IntType(array[1])
-                value = b.load(b.gep(self.copies[array], [j]), align=array[1] // 8)
-                b.store(value, self.pointer(bases[array], j, kind), align=array[1] // 8)
+        with b.if_then(in_copy):
+            self.copy_out(bases, self.word(0), size)
 
     def copy_block(self, bases: dict, size) -> None:
         """Copy a block's elements, and zeros behind them."""
