@@ -7,7 +7,7 @@ import functools
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import TYPE_CHECKING
 
@@ -34,14 +34,14 @@ from ..parameters._local_tensors import cut_shard, is_dtensor, local, place_like
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, pointer_count
 from ._batch import Batch
-from ._kernel import compile_step, record_step, reference_amax, reference_step
+from ._kernel import GRADIENT_COLUMN, compile_step, record_step, reference_amax, reference_step
 from ._scales import append_present_scales, choose_new_scales, write_kept_scales
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-METER_COLUMNS, GRADIENT = 4, 4
+METER_COLUMNS = 4
 _FEW_KEYS = 8  # keys that take Python less time than NumPy's arrays
 
 
@@ -212,11 +212,11 @@ def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float
 def _point_at_gradients(batch: Batch) -> None:
     pointers, gradients = batch.table.pointers, batch.gradients
     found = [*map(torch.Tensor.data_ptr, gradients)]
-    pointers[:, GRADIENT] = found
+    pointers[:, GRADIENT_COLUMN] = found
     if not all(found):  # empty ones, and those that torch has not written out
-        for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
+        for row in np.flatnonzero(pointers[:, GRADIENT_COLUMN] == 0).tolist():
             gradients[row] = to_plain_memory(gradients[row], f"the gradient of {batch.plans[row].name}")
-            pointers[row, GRADIENT] = address(gradients[row])
+            pointers[row, GRADIENT_COLUMN] = address(gradients[row])
     for row, one in enumerate(batch.prepared_tensors):
         pointers[row, -1] = address(one)
     for row, copies in batch.copies.items():
@@ -249,21 +249,20 @@ def compile_and_check(spec: StepSpec):
     """Return a compiled kernel, compared with its reference before its first use in a process."""
     kernel = compile_step(spec)
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
+
+    def run(chunks, pointers, constants, keys) -> np.ndarray:
+        meter, digests = np.zeros((len(chunks), METER_COLUMNS)), np.zeros(len(chunks), np.uint64)
+        given = chunks, pointers, np.zeros(1, np.int64), constants, keys, meter, digests
+        kernel(0, len(chunks), *map(address_of, given))
+        return meter
+
     check_bits(
         spec.name,
-        lambda: _step_fixed_elements(spec, functools.partial(_run_llvm_trial, kernel)),
+        lambda: _step_fixed_elements(spec, run),
         lambda: _step_fixed_elements(spec),
         spec,
     )
     return kernel
-
-
-def _run_llvm_trial(kernel, table, pointers, constants, keys) -> np.ndarray:
-    meter = np.zeros((len(table), METER_COLUMNS))
-    digests = np.zeros(len(table), np.uint64)
-    given = table, pointers, np.zeros(1, np.int64), constants, keys, meter, digests
-    kernel(0, len(table), *map(address_of, given))
-    return meter
 
 
 def _step_fixed_elements(
@@ -393,7 +392,10 @@ def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
         _reduce_over_ranks(batch, _run_reducing_kernel(batch, "largest"), torch.distributed.ReduceOp.MAX)
         for batch in summed
     ]
-    counts = [_count_elements(batch) for batch in summed]
+    counts = []
+    for batch in summed:
+        elements = [math.prod(plan.index_map.global_shape) for plan in batch.plans]
+        counts.append(np.array([elements] * len(batch.spec.rule.reductions), np.float64).T.copy())
     _reduce_over_parameters(summed, largest, np.max)
     _reduce_over_parameters(summed, counts, np.sum)
     totals = []
@@ -435,11 +437,6 @@ def _run_reducing_kernel(batch: Batch, what: str, scales: np.ndarray | None = No
     return run_reducing_spec(spec, batch, given)
 
 
-def _count_elements(batch: Batch) -> np.ndarray:
-    numbers = [math.prod(plan.index_map.global_shape) for plan in batch.plans]
-    return np.array([numbers] * len(batch.spec.rule.reductions), np.float64).T.copy()
-
-
 def _make_sum_scales(largest: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the constants SUM_SCALES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one."""
     power = np.clip(2 - np.frexp(largest)[1], -126, 126)
@@ -472,22 +469,17 @@ def _reduce_over_parameters(batches: Sequence[Batch], values: Sequence[np.ndarra
 
 def _reduce_over_ranks(batch: Batch, found: np.ndarray, how: torch.distributed.ReduceOp.RedOpType) -> np.ndarray:
     """Reduce what was found over the ranks that share each parameter."""
-    for first, rows in _runs_of_meshes(batch):
+    parameters = [] if batch.table.is_plain else [plan.parameter for plan in batch.plans]
+    sharded = [(row, held) for row, held in enumerate(parameters) if is_dtensor(held)]
+    for _, run in itertools.groupby(sharded, lambda one: _make_mesh_key(one[1])):
+        members = [*run]
+        first, rows = members[0][1], [row for row, _ in members]
         numbers = torch.from_numpy(found[rows]).to(first._local_tensor.device)
         for dimension, placement in enumerate(first.placements):
             if not placement.is_replicate():
                 torch.distributed.all_reduce(numbers, how, group=first.device_mesh.get_group(dimension))
         found[rows] = numbers.cpu().numpy()
     return found
-
-
-def _runs_of_meshes(batch: Batch) -> Iterator[tuple[DTensor, list[int]]]:
-    """Yield the first DTensor and the rows of those that follow each other on one mesh, replicated along the same."""
-    parameters = [] if batch.table.is_plain else [plan.parameter for plan in batch.plans]
-    sharded = [(row, held) for row, held in enumerate(parameters) if is_dtensor(held)]
-    for _, run in itertools.groupby(sharded, lambda one: _make_mesh_key(one[1])):
-        members = [*run]
-        yield members[0][1], [row for row, _ in members]
 
 
 def _make_mesh_key(parameter: DTensor) -> tuple[int, tuple[bool, ...]]:
