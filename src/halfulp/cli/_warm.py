@@ -40,7 +40,7 @@ def warm(
     cache has already is not compiled again. Kernels are for this processor, or that of HALFULP_CPU_NAME and
     HALFULP_CPU_FEATURES: run it where the training will run.
     """
-    from ..kernels._cache import statistics
+    from ..kernels.vector._machine_function import statistics
     from ..kernels.vector._processor import processor
     from ..trials.running._progress import describe_duration
     from ._warm_jobs import list_jobs

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import _trace
-from ._devices import has_float64, to_float64
+from ._canary import has_float64, to_float64
 from ._threads import keeping_subnormals
 from ._trace import Trace
 

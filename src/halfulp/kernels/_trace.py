@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from ._devices import float32_root, to_float64
+from ._canary import float32_root, to_float64
 
 Network = TypeVar("Network", bound=Callable[..., list[Any]])
 
