@@ -12,7 +12,6 @@ from ._canary import (
     check_bits,
     disable_callers_modes,
     float32_root,
-    has_float64,
     require_float64,
     require_same_bits,
     same_bits,
@@ -61,8 +60,7 @@ from ._trace import (
     square_root,
     times_power,
 )
-from .vector._builder import VectorBuilder, count_lanes, lane_type
-from .vector._loop import BROADCAST_LANES, QuickTrace, compile_rows, compile_trace
+from .vector._loop import BROADCAST_LANES, QuickTrace, compile_trace
 from .vector._machine_function import address_of, source_digest
 from .vector._processor import vector_bits
 from .vector._reductions import BLOCK, NARROW_LANES, ReductionSteps, compile_reduction

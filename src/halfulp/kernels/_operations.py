@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ._trace import Trace, Traced, select, square_root
+from ._trace import Trace, Traced, square_root
+from ._trace import select as select
 
 # Traced values; numbers beside one take its kind. NumPy's numbers alone, as constants that a device function is given
 # in the place of values, give a number.

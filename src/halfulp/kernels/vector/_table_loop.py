@@ -372,7 +372,7 @@ class TableLoop(VectorBuilder):
             with self.loop(self.word(0), self.round_up_to_vectors(size), self.width, totals) as i:
                 if self.together == 1 and not self.copied:  # meanwhile the memory would be idle
                     self.prefetch_arrays(bases[0], b.add(i, self.word(self.padded)), 0)
-                turns = []
+                turns: list[tuple] = []
                 for number, of_block in zip(some, results):
                     held = b.add(b.mul(number, self.word(self.padded)), i)
                     known = [of_block | self.load_carried_values(held, half) for half in range(2)]
@@ -422,7 +422,7 @@ class TableLoop(VectorBuilder):
         totals[:] = carried[:kept]
         return carried[kept:]
 
-    def write_rare_apart(self, turn: tuple, rest: Callable) -> list:
+    def write_rare_apart(self, turn: tuple[dict, Any], rest: Callable) -> list:
         """Write the rest of two vectors' instructions twice: as they are, and for vectors where rare masks are false.
 
         `rest` writes them, given what is known of each vector, and returns the values that the loop carries on.
