@@ -40,7 +40,7 @@ LEFT_OUT = re.compile(
     r"__init__|/cli/|/_torch_import|/_torch_floor|/_needs_torch|_triton|mctensor/_repr|_names"
     r"|trials/_(progress|page|curves|headline|line_style|table|defaults)"
 )
-SPEAKING = re.compile(r"__repr__|__str__|extra_repr|message|describe|_text|report|wording|_words|refus|__doc__")
+SPEAKING = re.compile(r"__repr__|__str__|extra_repr|message|describe|_text|report|wording|_words|refus|__doc__|triton")
 CALLS_LEFT_OUT = {"warn", "note", "warning", "TypeVar", "NamedTuple", "namedtuple", "print", "format", "join"}
 SYMMETRIC = {"min", "max", "maximum", "minimum", "isinstance", "issubclass", "getattr", "setattr", "hasattr", "zip"}
 KEYWORDS_LEFT_OUT = {"stacklevel", "help", "maxsize", "frozen", "slots", "repr", "strict", "tags", "schema"}

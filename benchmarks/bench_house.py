@@ -11,20 +11,21 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from types import FrameType
 from typing import Any
 
 from docs.fillers.library import lines_of_code
 
 from ._harness import ROOT
-from ._results import Result, Table, save
+from ._results import Result, Table, save, show
 from ._source_tree import SourceTree
+from ._walks import walk_all
 
 TEXT = """What whoever opens the source meets, at an earlier commit and now: sizes, who imports whom, names, types. A \
 circle is a group of files that reach each other by imports, those inside functions included. An avoided word is one \
-with a standard term for what it says here (benchmarks/_source_tree.py lists them); what is counted are definitions of \
-modules, classes, functions and attributes under such a name. The type checkers run with today's settings. An example \
-of extension is one file: no code of the library names what it registers."""
+with a standard term for what it says here (benchmarks/_source_tree.py lists them); what is counted are definitions \
+of modules, classes, functions and attributes under such a name. The type checkers run with today's settings. A walk \
+is the files that one call enters, the kernels compiled. An example of extension is one file: no code of the library \
+names what it registers."""
 MOST_LINES = 800
 EXAMPLES = ROOT / "examples" / "extending"
 # What each example registers, as the laws' cases are named; the spirals are trained by AdaBelief.
@@ -224,47 +225,6 @@ def counted(tree: Path, command: str | None) -> dict[str, object]:
     return figures(tree) | {"complaints of mypy": mypy(tree)} | (pyright(tree, command) if command else {})
 
 
-def files_of(call: Callable[[], object]) -> dict[str, int]:
-    """The files of the library that a call goes through, each with the calls of its functions."""
-    found: dict[str, int] = {}
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        _, inside, path = frame.f_code.co_filename.rpartition("/src/halfulp/")
-        if event == "call" and inside:
-            found[path] = found.get(path, 0) + 1
-
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
-
-
-def scaler_walk(measured: bool) -> dict[str, int]:
-    """The files of one iteration of the scaler under autocast to float16, ordinary or measured."""
-    import torch
-
-    import halfulp as hu
-
-    model = torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())))
-    scaler, optimizer = hu.AdaptiveGradScaler(model), torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def iterate() -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            out = model(torch.ones(4, 8))
-        scaler.scale(out.float().square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    for _ in range(60):
-        iterate()
-    while scaler._controller.backward.measuring is not measured:
-        iterate()
-    return files_of(iterate)
-
-
 def sample(seed: int) -> list[tuple[str, str, str]]:
     """Draws 60 documented functions and classes and 80 other names: kind, qualified name, first docstring line."""
     documented, names = [], []
@@ -320,7 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", default="ca487c45", help="the earlier commit")
     parser.add_argument("--pyright", help="the command basedpyright, which the library's environment lacks")
-    parser.add_argument("--walks", action="store_true", help="print the files of an iteration of the scaler, no more")
+    parser.add_argument("--walks", action="store_true", help="print the files that five calls go through, no more")
     parser.add_argument("--sample", type=int, metavar="SEED", help="print what a reader is to judge, no more")
     parser.add_argument("--judgements", type=Path, help="save a reader's judgements of the sample")
     given = parser.parse_args()
@@ -331,9 +291,7 @@ def main() -> None:
         print("seed", given.sample, *("\t".join(entry) for entry in sample(given.sample)), sep="\n")
         return
     if given.walks:
-        for measured in (False, True):
-            walk = scaler_walk(measured)
-            print("measured" if measured else "ordinary", len(walk), "files,", sum(walk.values()), "calls:", *walk)
+        show(Result("walks", "Walks", "", "", tables=[walk_all()]))
         return
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "before"
@@ -349,7 +307,9 @@ def main() -> None:
         met = meets(value) if meets else None
         table.add(**{"": name}, before=before.get(name, ""), now=value, bar=bar, met=met)
     command = "python -m benchmarks.bench_house --pyright basedpyright"
-    save(Result("house", "The source as a thing to read", TEXT, command, tables=[table, folders, examples()]))
+    save(
+        Result("house", "The source as a thing to read", TEXT, command, tables=[table, folders, walk_all(), examples()])
+    )
 
 
 if __name__ == "__main__":

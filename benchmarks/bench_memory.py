@@ -8,8 +8,7 @@ TITLE = "Peak memory of a step"
 TEXT = """Linear layers in bfloat16, AdamW; the most bytes of tensors that live at once in the third forward, backward \
 and step, less the activations that forward has left, per parameter. Every result of an operator is followed until its \
 memory is free; what NumPy holds beside is below 0.01 bytes. A gradient is 2 bytes, so that one of the largest tensor \
-is "2 x share". Under offload, what the optimizer holds is not counted: it lies in host memory; what is left is the \
-device's."""
+is "2 x share"."""
 WIDTH, LAYERS = 768, 16
 CASES = {
     "after backward": ({"weight_update": "split8", "state_dtype": "8bit"}, None),
@@ -17,7 +16,6 @@ CASES = {
     "released, clip": ({"weight_update": "split8", "state_dtype": "8bit"}, {"clip": 1.0}),
     "released, 4-bit states": ({"weight_update": "split8", "state_dtype": "4bit"}, {}),
     "released, stochastic, 4-bit states": ({"weight_update": "stochastic", "state_dtype": "4bit"}, {}),
-    "offloaded": ({"weight_update": "split8", "state_dtype": "8bit"}, {"offload": "cpu"}),
 }
 SLACK = 0.05
 
@@ -54,19 +52,6 @@ def meter():
     return Meter
 
 
-def uncounted(host) -> None:
-    """Let gradients that lie in host memory go uncounted, which no device tells from its own here."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    copied = host._copy_to_host
-
-    def copy(gradient):
-        with _disable_current_modes():
-            return copied(gradient)
-
-    host._copy_to_host = copy
-
-
 def peak(options: dict, release: dict | None) -> tuple[float, float]:
     """Bytes per parameter at the peak, and between steps."""
     import torch
@@ -83,9 +68,6 @@ def peak(options: dict, release: dict | None) -> tuple[float, float]:
     released = None if release is None else hu.optim.release_gradients(model, make, **release)
     optimizer = make(model.named_parameters()) if released is None else released.optimizer
 
-    if release is not None and "offload" in release:
-        uncounted(released._host)
-
     def forward():
         return model(torch.ones(1, WIDTH, dtype=torch.bfloat16)).float().square().mean()
 
@@ -101,8 +83,7 @@ def peak(options: dict, release: dict | None) -> tuple[float, float]:
         step(forward())
     gc.collect()
     held = [*model.parameters()]
-    if release is None or "offload" not in release:
-        held += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    held += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     with meter()(held) as live:
         between = live.now()
         loss = forward()

@@ -237,14 +237,13 @@ def test_overlapping_elements_are_seen(x, overlaps):
 
 # Where a pointer is taken without `address`: hot loops that have looked at the tensor, and comparisons of pointers.
 LOOKED_AT = {
-    "optim/parameters/_outside_writes.py": {"payload_version_of"},
+    "optim/parameters/_outside_writes.py": {"renew_payload_version"},
     "subclass/models/_parameter_holders.py": {"refuse_overlapping_memory", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
     "rounding/_quantize.py": {"_quantize_plain_memory"},
     "arithmetic/_pointwise.py": {"evaluate_alike", "run_on_broadcast_operands", "_is_written_before_read"},
     "optim/parameters/_narrowing.py": {"narrow_parameter", "take_float32_values"},
     "optim/parameters/_parameter_plan.py": {"is_valid"},
-    "optim/_gradient_release.py": {"_read_version_and_address"},
     "optim/step/_run.py": {"_point_at_gradients"},
     "optim/step/_batch.py": {"is_valid_for", "_holds_state_tensors", "renew"},
 }

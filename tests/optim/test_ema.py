@@ -80,7 +80,7 @@ def test_long_averages_of_moving_weights(seed):
 @pytest.mark.parametrize("update", ["split8", "kahan", "stochastic", hu.Components(3)], ids=str)
 def test_reference_gives_the_same_bits(update, seed):
     net = model()
-    fast, slow = (hu.optim.EMA(net, 0.9, weight_update=update, warmup=True, buffers="average") for _ in range(2))
+    fast, slow = (hu.optim.EMA(net, 0.9, weight_update=update, warmup=True) for _ in range(2))
     for _ in range(5):
         disturb(net)
         fast.update()
@@ -180,20 +180,17 @@ def test_apply_swaps_and_restores_every_bit(fail, seed):
     assert [p.data_ptr() for p in net.parameters()] == pointers
 
 
-def test_buffers_are_copied_or_averaged(seed):
+def test_buffers_are_copied(seed):
     net = model()
-    copied, averaged = hu.optim.EMA(net, 0.9), hu.optim.EMA(net, 0.9, buffers="average", weight_update="split")
-    expected = net[1].running_mean.double()
+    ema = hu.optim.EMA(net, 0.9)
     for _ in range(20):
         net(torch.randn(5, 6).bfloat16())
-        copied.update(), averaged.update()
-        expected += 0.1 * (net[1].running_mean.double() - expected)
+        ema.update()
     live = net[1].running_mean.clone()
     net(torch.randn(5, 6).bfloat16())
-    assert torch.equal(copied.float32_state_dict()["1.running_mean"], live.float())
-    assert averaged.float32_state_dict()["1.running_mean"].double() == pytest.approx(expected, abs=1e-6)
-    assert copied.float32_state_dict()["1.num_batches_tracked"] == 20
-    assert averaged.float32_state_dict()["1.num_batches_tracked"] == 20
+    found = ema.float32_state_dict()
+    assert torch.equal(found["1.running_mean"], live.float())
+    assert found["1.num_batches_tracked"] == 20
 
 
 def test_decay_schedules_and_warmup(seed):
@@ -239,7 +236,7 @@ def test_tied_parameters_are_averaged_once(seed):
 @pytest.mark.parametrize("update", ["split8", "stochastic", "kahan", "master"])
 def test_resumed_is_uninterrupted(update, kind, seed):
     net = model()
-    ema = hu.optim.EMA(net, 0.99, weight_update=update, warmup=True, buffers="average")
+    ema = hu.optim.EMA(net, 0.99, weight_update=update, warmup=True)
     for _ in range(3):
         disturb(net)
         ema.update()
@@ -251,7 +248,7 @@ def test_resumed_is_uninterrupted(update, kind, seed):
         torch.save(ema.state_dict(), buffer)
         buffer.seek(0)
         twin = copy.deepcopy(net)
-        fresh = hu.optim.EMA(twin, 0.99, weight_update=update, warmup=True, buffers="average")
+        fresh = hu.optim.EMA(twin, 0.99, weight_update=update, warmup=True)
         fresh.load_state_dict(torch.load(buffer, weights_only=True))
     assert fresh.updates == 3
     for _ in range(3):
@@ -378,8 +375,6 @@ def test_bad_input():
     for decay in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="a decay is from 0"):
             hu.optim.EMA(net, decay)
-    with pytest.raises(ValueError, match="buffers"):
-        hu.optim.EMA(net, buffers="keep")
     with pytest.raises(ValueError, match="no parameters"):
         hu.optim.EMA(torch.nn.Tanh())
     with pytest.raises(ValueError, match="feedback"):

@@ -1,7 +1,5 @@
 """Gradients that are freed inside of backward: the bits of a step after it, and the memory."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -62,27 +60,22 @@ def _equal(one, other):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("float32", [False, True])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("clip", [None, 0.5, 1e6])
-def test_the_bits_are_those_of_a_step_after_backward(clip, parts, float32, offload):
+def test_the_bits_are_those_of_a_step_after_backward(clip, parts, float32):
     if float32 and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("this torch has no gradients wider than their parameter")
-    (plain, norms), (released, found) = (
-        _plain(clip, parts, float32),
-        _released(clip, parts, float32, offload=offload),
-    )
+    (plain, norms), (released, found) = _plain(clip, parts, float32), _released(clip, parts, float32)
     assert _equal(plain, released)
     assert not clip or all(same_bits(a, b) for a, b in zip(norms, found, strict=True))
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("clip_by", ["this", "previous"])
-def test_a_backward_past_it_is_refused(clip, clip_by):
+def test_a_backward_past_it_is_refused(clip):
     model = _model()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    released = hu.optim.release_gradients(model, _made, clip=clip, clip_by=clip_by)
+    released = hu.optim.release_gradients(model, _made, clip=clip)
     scaler = torch.amp.GradScaler("cpu")
     for backward in (_loss(model, 0).backward, scaler.scale(_loss(model, 0)).backward):
         with pytest.raises(RuntimeError, match=r"call released\.backward\(loss\)"):
@@ -142,13 +135,6 @@ def test_parameters_that_were_frozen_step_when_they_are_not():
     assert model[0].weight.grad is None
 
 
-def test_clipping_by_the_norm_before_lags_a_step():
-    model, norms = _released(0.5, clip_by="previous")
-    assert not _equal(model, _plain(0.5)[0])
-    assert all(norm > 0.5 for norm in norms)
-    assert _equal(_released(1e6, clip_by="previous")[0], _plain()[0])
-
-
 def test_few_gradients_live_at_a_time():
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
     most, weights = [], [layer.weight for layer in model]
@@ -178,8 +164,6 @@ def test_what_is_wrong_is_said():
     for clip in (0, -1.0, "1", float("nan")):
         with pytest.raises((ValueError, TypeError), match="clip="):
             hu.optim.release_gradients(model, _made, clip=clip)
-    with pytest.raises(ValueError, match="allowed are 'this' and 'previous'"):
-        hu.optim.release_gradients(model, _made, clip=1.0, clip_by="last")
     for make in (lambda p: hu.optim.wrap(torch.optim.AdamW, p), hu.optim.Prodigy, hu.optim.AdamWScheduleFree):
         with pytest.raises(NotImplementedError, match="steps all parameters together"):
             hu.optim.release_gradients(model, make)
@@ -251,48 +235,6 @@ def test_shards_have_the_bits_of_a_step_after_backward(in_two_processes):
     in_two_processes(SHARDED)
 
 
-def _offloaded(steps, file=None, start=None):
-    """A model and what releases its gradients after some steps on the host, from a file if one is given."""
-    model = _model()
-    if start is not None:
-        model.load_state_dict(start)
-    released = hu.optim.release_gradients(model, _made, offload="cpu")
-    if file is not None:
-        released.optimizer.load_state_dict(file)
-    for step in steps:
-        released.backward(_loss(model, step))
-    return model, released
-
-
-def test_states_and_copies_are_the_hosts_and_the_models_memory_is_its_own():
-    """What lies on the model's device, whichever that is: parameters alone, once backward has ended."""
-    model, released = _offloaded(range(2))
-    on_device = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    held = [p for group in released.optimizer.param_groups for p in group["params"]]
-    held += [value for state in released.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    assert len(held) == 5 * 4  # weights, low bits, and two moments, in bfloat16 where there are no whole blocks
-    assert all(tensor.device.type == "cpu" for tensor in held)
-    assert not on_device & {tensor.untyped_storage().data_ptr() for tensor in held}
-    assert all(parameter.grad is None for parameter in (*model.parameters(), *held[:5]))
-    assert all(same_bits(a.detach(), b.detach()) for a, b in zip(model.parameters(), held))
-
-
-def test_files_go_from_a_step_on_the_device_to_one_on_the_host_and_back():
-    whole, _ = _plain()
-    half, released = _offloaded(range(2))
-    model = _model()
-    model.load_state_dict(half.state_dict())
-    optimizer = _made(model.named_parameters())
-    optimizer.load_state_dict(released.optimizer.state_dict())
-    _loss(model, 2).backward()
-    optimizer.step()
-    again, released = _offloaded(range(3, STEPS), optimizer.state_dict(), model.state_dict())
-    assert _equal(whole, again)
-    weights = released.optimizer.float32_state_dict(again)
-    assert all(weights[name].dtype == torch.float32 for name in weights)
-    assert any((weights[name] != value.float()).any() for name, value in again.state_dict().items())
-
-
 def _clamp(weight):
     with torch.no_grad():
         weight.clamp_(-0.2, 0.2)
@@ -306,83 +248,19 @@ def _replace_data(weight):
     weight.data = weight.data.clamp(-0.2, 0.2)
 
 
-@pytest.mark.parametrize("write", [_clamp, _clamp_data, _replace_data])
-def test_weights_written_from_outside_are_stepped_from_on_the_host_too(write):
-    def run(offload):
-        model = _model()
-        released = hu.optim.release_gradients(model, _made, offload=offload)
-        for step in range(STEPS):
-            released.backward(_loss(model, step))
-            write(model[0].weight)
-        return model
-
-    assert _equal(run(None), run("cpu"))
-
-
-def test_float32_weights_are_not_loaded_past_copies_on_the_host():
-    model, released = _offloaded(range(1))
-    weights = released.optimizer.float32_state_dict(model)
-    with pytest.raises(ValueError, match="holds none of the parameters of this Sequential, and nothing of their low"):
-        released.optimizer.load_float32_state_dict(model, weights)
-
-
-@pytest.mark.parametrize("offload", [None, "cpu"])
-def test_parameters_that_were_replaced_are_not_taken_for_trained(offload):
+def test_parameters_that_were_replaced_are_not_taken_for_trained():
     model = _model()
-    released = hu.optim.release_gradients(model, _made, offload=offload)
+    released = hu.optim.release_gradients(model, _made)
     model.load_state_dict(_model().state_dict(), assign=True)
     with pytest.raises(ValueError, match="holds none of the parameters of this Sequential that require a gradient"):
         released.backward(_loss(model, 0))
 
 
-def test_what_cannot_be_offloaded_is_refused():
-    model = _model()
-    for make, error, words in (
-        (_made(model.parameters()), TypeError, "from copies: give a function"),
-        (lambda _: _made(model.parameters()), ValueError, "steps the copies"),
-    ):
-        with pytest.raises(error, match=words):
-            hu.optim.release_gradients(model, make, offload="cpu")
-    narrowing = lambda p: hu.AdamW(p, param_dtype="bf16")  # noqa: E731
-    with pytest.raises(ValueError, match="narrow the model before"):
-        hu.optim.release_gradients(_model(torch.float32), narrowing, offload="cpu")
-    with pytest.raises(ValueError, match="offload='disk': allowed are 'cpu' and None"):
-        hu.optim.release_gradients(model, _made, offload="disk")
-    with pytest.raises(NotImplementedError, match=r"0\.weight is Tensor on meta"):
-        hu.optim.release_gradients(_model().to("meta"), _made, offload="cpu")
-
-
-def test_a_step_that_fails_on_the_host_is_told_and_leaves_no_thread():
-    model, released = _offloaded(range(1))
-    released.optimizer.param_groups[0]["lr"] = -1.0
-    before = threading.active_count()
-    with pytest.raises(ValueError, match=r"lr=-1\.0 is not allowed"):
-        released.backward(_loss(model, 1))
-    assert threading.active_count() == before
-
-
-def _contract(model, optimizer):
-    return hu.contract(model, optimizer).to_dict()["tensors"]
-
-
-def test_the_contract_of_copies_on_the_host_is_that_of_the_models_parameters():
-    model, optimizer = _model(), None
-    optimizer = _made(model.named_parameters())
-    _loss(model, 0).backward()
-    optimizer.step()
-    offloaded, released = _offloaded(range(1))
-    assert _contract(offloaded, released.optimizer) == _contract(model, optimizer)
-    assert hu.contract(offloaded, released.optimizer).tensors["0.weight"].weight_update == "split8"
-
-
 @pytest.mark.parametrize("write", [None, _clamp, _clamp_data, _replace_data])
-@pytest.mark.parametrize("release", [{}, {"offload": "cpu"}])
-def test_averages_have_the_bits_of_those_of_a_step_after_backward(release, write):
-    """The averages are of the weights that copies on the host stand for, and put back what they replace."""
-
+def test_averages_have_the_bits_of_those_of_a_step_after_backward(write):
     def run(releases):
         model = _model()
-        released = hu.optim.release_gradients(model, _made, **release) if releases else None
+        released = hu.optim.release_gradients(model, _made) if releases else None
         optimizer = released.optimizer if released else _made(model.named_parameters())
         ema = hu.optim.EMA(model, 0.9, optimizer=optimizer)
         for step in range(STEPS):

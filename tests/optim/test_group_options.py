@@ -212,15 +212,6 @@ def test_a_number_that_is_none_is_refused(options):
         hu.optim.AdamW([torch.nn.Parameter(torch.ones(2))], **options)
 
 
-def test_a_format_beside_another_emulated_one_is_refused():
-    model = torch.nn.Linear(2, 2)
-    with hu.emulate(model, "e8m3"):
-        with pytest.raises(ValueError, match=r"format='e8m5' beside a model that halfulp\.emulate runs in 'e8m3'"):
-            hu.optim.AdamW(model.parameters(), format="e8m5")
-        hu.optim.AdamW(model.parameters(), format="e8m3")
-    hu.optim.AdamW(model.parameters(), format="e8m5")
-
-
 def test_averages_with_the_optimizer_of_another_model_are_refused():
     model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="steps none of the model's parameters"):

@@ -65,27 +65,12 @@ def _updates_that_are_lost():
         _step(optimizer)
 
 
-def _idle_update():
-    model = torch.nn.Sequential(_model(), _model(torch.float32))
-    model[0].requires_grad_(False)
-    return _optimizer(model, weight_update="master")
-
-
-def _idle_update_at_the_first_step():
-    model = torch.nn.Sequential(_model(), _model(torch.float32))
-    optimizer = _optimizer(model, weight_update="master")
-    model[0].requires_grad_(False)
-    _step(optimizer)
-
-
 CASES = {
     _averages_that_live: "keeps its averages",
     _averages_that_live_beside_a_wrapped_one: "keeps its averages",
     _averages_that_are_made: "keeps its averages",
     _rate_that_jumps: "repaid",
     _updates_that_are_lost: "cancelled",
-    _idle_update: "does nothing",
-    _idle_update_at_the_first_step: "does nothing",
 }
 
 

@@ -15,7 +15,7 @@ from halfulp.kernels.vector._table_loop import compile_table
 from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import get_rounding
 from halfulp.rounding._blocks import choose_block_layout, make_block_target
-from halfulp.rounding._kernels import container_functions, make_triton_plan
+from halfulp.rounding._kernels import choose_container_functions, make_triton_plan
 from halfulp.rounding._quantize import find_target
 from halfulp.rounding._random_bits import mix64
 
@@ -85,7 +85,7 @@ def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
     """The device functions that Triton's kernels store by, compiled for the processor, beside torch's casts."""
     element = Recording(2)
     source, target = element.arrays
-    container_functions(dtype, inexact=True)["store"](target, element.index, load32(source, element.index))
+    choose_container_functions(dtype, inexact=True)["store"](target, element.index, load32(source, element.index))
     kernel = compile_table(f"narrowed_{dtype}".replace(".", "_"), Table(element.trace, 2))
     wide = triton_cases.elements(torch.float32, 2**18, seed)
     halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()

@@ -82,11 +82,11 @@ def test_blocks_scales_and_models_take_them(registered, seed):
 def test_what_is_no_rounding_is_refused(registered):
     with pytest.raises(TypeError, match=r"subclass of hu\.rounding\.Rounding"):
         registered(nearest)
-    with pytest.raises(TypeError, match=r"static method of fraction, half, odd, negative"):
+    with pytest.raises(TypeError, match=r"static method goes_away\(fraction, half, odd, negative\)"):
         registered(rounding("own", lambda fraction: fraction))
     with pytest.raises(TypeError, match="static method"):
         registered(type("Own", (Rounding,), {"name": "own", "goes_away": nearest}))
-    with pytest.raises(TypeError, match="defines no goes_away"):
+    with pytest.raises(TypeError, match="defines no static method"):
         registered(type("Own", (Rounding,), {"name": "own"}))
     with pytest.raises(ValueError, match="lower-case letters"):
         registered(rounding("Own Rounding", nearest))
@@ -117,18 +117,16 @@ def test_a_name_stands_for_one_function_whatever_it_closes_over(registered, firs
         registered(rounding("closing", made(not first)))
 
 
-def test_names_with_one_number_and_classes_that_are_not_registered_are_refused(registered):
-    registered(rounding("plumless", nearest))
-    with pytest.raises(ValueError, match="'buckeroo' has the number of 'plumless'"):
-        registered(rounding("buckeroo", up))
-    for name in ("nearest", "plumless", "unknown"):
+def test_classes_that_are_not_registered_are_refused(registered):
+    registered(rounding("known", nearest))
+    for name in ("nearest", "known", "unknown"):
         with pytest.raises(TypeError, match="Own is no registered rounding"):
             hu.quantize(torch.ones(2), "e4m3fn", rounding(name, up)())
 
 
 def test_the_number_of_a_rounding_that_nobody_registered_says_so(registered):
     registered(rounding("gone", nearest))
-    code = _modes.encode_rounding(_modes.MODES["gone"]())
+    code = _modes.encode_rounding("gone")
     del _modes.MODES["gone"]
     with pytest.raises(ValueError, match=f"rounding number {code} is not known in this process"):
         _modes.decode_rounding(code)

@@ -53,13 +53,6 @@ def compute_pi() -> Any:
     return +make_precise_context().pi
 
 
-@functools.cache
-def compute_right_angle(bits: int) -> int:
-    """Return pi / 2 as an integer with so many bits behind the point."""
-    mp = make_precise_context(bits + 8)
-    return int(mp.ldexp(mp.pi, bits - 1))
-
-
 def _split_into_tables(values: Iterable[Any], count: int = 5) -> list[FloatTable]:
     """Return the first components of all values, their second ones, and so on."""
     return list(zip(*(split_into_floats(value, count) for value in values)))

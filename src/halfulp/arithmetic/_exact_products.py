@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +22,17 @@ import torch
 
 from .._torch_versions import has_whole_products
 from ..kernels import exponent, floor, is_finite, power, select, times_power
-from ._error_free import Terms, distill_terms, sweep_terms, two_product, two_sum
-from ._operators import finish_special_values, round_to_components, to_float64_terms
+from ._operators import (
+    Terms,
+    distill_terms,
+    finish_special_values,
+    round_to_components,
+    sweep_terms,
+    to_float64_terms,
+    two_product,
+    two_sum,
+)
 from ._pointwise import MOST, PRECISION, ElementwiseKernels, Parts, pointwise
-from ._workspace import WorkspaceLayout, borrow_workspace
 
 _PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time
 _TERMS_PER_PASS = 8  # products that one pass sums
@@ -57,17 +65,16 @@ def multiply_entries(
 def sum_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the sum over the first dimension of left times right, which broadcast in the others."""
     shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
-    few = components * PRECISION[dtype] <= 106 and max(len(left), len(right)) <= 2
-    one_piece, add, result = (
-        (_sum_by_cascades, _add_cascades, _close_cascade) if few else (_multiply_expanded, _add_expansions, _keep_sums)
-    )
+    in_cascades = components * PRECISION[dtype] <= 106 and max(len(left), len(right)) <= 2
+    sum_piece, add = (_sum_by_cascades, _add_cascades) if in_cascades else (_multiply_expanded, _add_expansions)
     step = max(_TERMS_PER_PASS, _PRODUCTS_AT_ONCE // max(1, shape.numel()) // _TERMS_PER_PASS * _TERMS_PER_PASS)
     pieces = []
     for first in range(0, left[0].shape[0], step):
         x, y = (_pad_to_whole_passes(parts, slice(first, first + step), shape) for parts in (left, right))
-        pieces.append(one_piece(x, y, components, dtype))
+        pieces.append(sum_piece(x, y, components, dtype))
     stacked = tuple(torch.stack(parts) for parts in zip(*pieces, strict=True))
-    known = result(_sum_by_halves(add, stacked))
+    known = _sum_by_halves(add, stacked)
+    known = _run_kernel(_cascade_close_kernel(), known, 2) if in_cascades else known
     return pointwise("renormalize", tuple(x.reshape(shape) for x in known), components=components, dtype=dtype)
 
 
@@ -87,9 +94,15 @@ def _pad_to_whole_passes(parts: Parts, piece: slice, shape: torch.Size) -> Parts
 def _sum_by_cascades(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
     rows = x[0].shape[0] // _TERMS_PER_PASS
     chunks = [part[k * rows : (k + 1) * rows] for k in range(_TERMS_PER_PASS) for part in (*x, *y)]
-    out = tuple(torch.empty_like(chunks[0], dtype=torch.float64) for _ in range(4))
-    _cascade_kernel(x[0].dtype, len(x), y[0].dtype, len(y))(chunks, out)
-    return _sum_by_halves(_add_cascades, out)
+    sums = _run_kernel(_cascade_kernel(x[0].dtype, len(x), y[0].dtype, len(y)), chunks, 4)
+    return _sum_by_halves(_add_cascades, sums)
+
+
+def _run_kernel(kernel: ElementwiseKernels, inputs: Sequence[torch.Tensor], count: int) -> Parts:
+    """Return so many float64 results of inputs of one shape."""
+    out = tuple(torch.empty_like(inputs[0], dtype=torch.float64) for _ in range(count))
+    kernel(inputs, out)
+    return out
 
 
 def _sum_by_halves(join: Callable[[Parts, Parts], Parts], parts: Parts) -> Parts:
@@ -104,15 +117,7 @@ def _sum_by_halves(join: Callable[[Parts, Parts], Parts], parts: Parts) -> Parts
 
 
 def _add_cascades(x: Parts, y: Parts) -> Parts:
-    out = tuple(torch.empty_like(part) for part in x)
-    _cascade_join_kernel()([*x, *y], out)
-    return out
-
-
-def _close_cascade(sums: Parts) -> Parts:
-    out = tuple(torch.empty_like(sums[0]) for _ in range(2))
-    _cascade_close_kernel()(sums, out)
-    return out
+    return _run_kernel(_cascade_join_kernel(), (*x, *y), 4)
 
 
 @functools.cache
@@ -173,8 +178,46 @@ def _add_expansions(x: Parts, y: Parts) -> Parts:
     return pointwise("add", x, y, components=len(x), dtype=torch.float64)
 
 
-def _keep_sums(sums: Parts) -> Parts:
-    return sums
+# scratch memory ----------------------------------------------------------------------------------------------
+
+_MOST_KEPT_BYTES = 64 << 20
+_ALIGNMENT = 64
+_thread_memory = threading.local()
+_WorkspaceLayout = tuple[tuple[tuple[tuple[int, ...], torch.dtype], ...], ...]
+
+
+@contextlib.contextmanager
+def _borrow_workspace(layout: _WorkspaceLayout, device: torch.device) -> Iterator[list[list[torch.Tensor]]]:
+    """Return uninitialized contiguous tensors from the thread's scratch memory.
+
+    It is kept between calls, so that a product does not fault its pages in again: up to a third of its time.
+
+    Args:
+        layout: groups of (shape, dtype). The first group has memory of its own; all later ones lie over each other.
+        device: of the tensors. On the CPU the ones used last are kept for the next call.
+    """
+    kept = _thread_memory.__dict__.setdefault("kept", {})
+    # Taken out while in use, so that a call inside a call gets memory of its own.
+    made = (kept.pop(layout, None) if device.type == "cpu" else None) or _allocate_workspace(layout, device)
+    try:
+        yield made[0]
+    finally:
+        if device.type == "cpu":
+            kept[layout] = made
+            while sum(size for _, size in kept.values()) > _MOST_KEPT_BYTES:
+                del kept[next(iter(kept))]
+
+
+def _allocate_workspace(layout: _WorkspaceLayout, device: torch.device) -> tuple[list[list[torch.Tensor]], int]:
+    """Return the tensors of one block of memory, and its bytes."""
+    sizes = [[-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in g] for g in layout]
+    size = sum(sizes[0]) + max(map(sum, sizes[1:]), default=0)
+    block, groups = torch.empty(size, dtype=torch.uint8, device=device), []
+    for k, group in enumerate(layout):
+        starts = itertools.accumulate(sizes[k], initial=sum(sizes[0]) if k else 0)
+        places = ((at, at + math.prod(shape) * dtype.itemsize) for at, (shape, dtype) in zip(starts, group))
+        groups.append([block[i:j].view(dtype).view(shape) for (i, j), (shape, dtype) in zip(places, group)])
+    return groups, size
 
 
 _PIECE_LENGTH = 512  # inner length from which on a product is taken in pieces
@@ -203,15 +246,18 @@ def multiply_in_wide_type(a: Parts, b: Parts, components: int, dtype: torch.dtyp
     long = work == torch.float64 and components * PRECISION[dtype] > 40
     pieces = max(1, min(_MOST_PIECES, a[0].shape[-1] // _PIECE_LENGTH)) if long else 1
     layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
-    with borrow_workspace((layout,), a[0].device) as ((*scratch,),):
+    with _borrow_workspace((layout,), a[0].device) as ((*scratch,),):
         rest = iter(scratch)
         x, y = (
             _merge_components(parts, next(rest)) if any(parts is z for z in merged) else parts[0] for parts in (a, b)
         )
-        scratch = list(rest)
-        _multiply_pieces(x, y, written[:1] if direct else scratch)
+        products, inner = written[:1] if direct else list(rest), x.shape[-1]
+        for k, out in enumerate(products):
+            part = slice(inner * k // pieces, inner * (k + 1) // pieces)
+            left, right = (x, y) if pieces == 1 else (x[..., part], y[..., part, :])
+            multiply_plain_matrices(left, right, out)
         if not direct:
-            _split_kernel(work, dtype, components, pieces)(scratch, written)
+            _split_kernel(work, dtype, components, pieces)(products, written)
     return written
 
 
@@ -221,21 +267,12 @@ def _merge_components(parts: Parts, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.Tensor]) -> None:
-    """Multiply equal parts of the inner dimension, each product into a tensor of its own."""
-    inner, count = x.shape[-1], len(products)
-    for k, out in enumerate(products):
-        part = slice(inner * k // count, inner * (k + 1) // count)
-        left, right = (x, y) if count == 1 else (x[..., part], y[..., part, :])
-        multiply_plain_matrices(left, right, out)
-
-
 @contextlib.contextmanager
 def multiply_float16_in_float32(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
     """a @ b of float16 components in float32, whose range holds it; in scratch memory, for the length of a block."""
     shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
     layout = tuple((tuple(shape), torch.float32) for shape in shapes)
-    with borrow_workspace((layout,), a[0].device) as ((left, right, out),):
+    with _borrow_workspace((layout,), a[0].device) as ((left, right, out),):
         multiply_plain_matrices(_merge_components(a, left), _merge_components(b, right), out)
         yield out
 
@@ -249,13 +286,8 @@ def find_largest_magnitude(x: torch.Tensor) -> float:
 def split_into_float16(x: torch.Tensor, factor: float, components: int) -> Parts:
     """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15."""
     written = tuple([torch.empty((*x.shape,), dtype=torch.float16, device=x.device) for _ in range(components)])
-    _half_components_kernel(components)((x, _make_float32_scalar(factor)), written)
+    _half_components_kernel(components)((x, torch.tensor(factor, dtype=torch.float32, device="cpu")), written)
     return written
-
-
-@functools.lru_cache(512)
-def _make_float32_scalar(factor: float) -> torch.Tensor:
-    return torch.tensor(factor, dtype=torch.float32, device="cpu")
 
 
 @functools.cache
@@ -275,10 +307,7 @@ def _half_components_kernel(components: int) -> ElementwiseKernels:
 @functools.cache
 def _merge_kernel(work: torch.dtype, dtype: torch.dtype, count: int) -> ElementwiseKernels:
     def add_up(*parts: Any) -> Terms:
-        total = parts[-1]
-        for part in parts[-2::-1]:
-            total = part + total
-        return [total + 0.0 if len(parts) == 1 else total]
+        return [parts[0] + 0.0 if len(parts) == 1 else _sum_plainly(parts)]
 
     return ElementwiseKernels("matmul_merge", add_up, work, (dtype,) * count, (work,))
 
@@ -343,11 +372,6 @@ def count_covered_bits(slices: int) -> int:
     return SLICE_BITS + (slices - 1) * (SLICE_BITS + 1)
 
 
-def count_slice_products(slices: int) -> int:
-    """Return how many plain matrix products there are: exact ones of slices i + j <= slices + 1, and one a tail."""
-    return slices * (slices + 1) // 2 + slices + 1
-
-
 def find_least_covered_sum(slices: int, inner: int, bits: int) -> float:
     """Return the |A||B| (scaled) from which on the tails' error stays under half of 2^-bits of it.
 
@@ -359,14 +383,6 @@ def find_least_covered_sum(slices: int, inner: int, bits: int) -> float:
     growth = min(length, 4 * math.sqrt(length)) + 4
     # Sums are float32: a smaller limit would be taken for zero, and zero for enough.
     return max(growth * length * 2.0 ** (bits + 1 - count_covered_bits(slices) - 1 - 53), 2.0**-126)
-
-
-def choose_initial_slice_count(inner: int, bits: int) -> int:
-    """Return the slices that suffice where |A||B| is not much below its largest possible."""
-    for slices in range(1, MOST_SLICES):
-        if find_least_covered_sum(slices, inner, bits) <= inner / 64:
-            return slices
-    return MOST_SLICES
 
 
 @functools.cache
@@ -385,10 +401,7 @@ def make_slice_kernel(dtype: torch.dtype, count: int, slices: int) -> Elementwis
             magic = 1.5 * 2.0 ** (52 - count_covered_bits(k + 1))
             out.append((rest[0] + magic) - magic)
             rest = [rest[0] - out[-1], *rest[1:]]
-        tail = rest[-1]
-        for part in rest[-2::-1]:
-            tail = part + tail
-        return [*out, tail, select(size < FLUSHED_BELOW, 0.0, size)]
+        return [*out, _sum_plainly(rest), select(size < FLUSHED_BELOW, 0.0, size)]
 
     inputs = (dtype,) * count + (torch.float64, torch.float64)
     outputs = (torch.float64,) * (slices + 1) + (torch.float32,)
@@ -428,19 +441,15 @@ def _sum_terms(terms: Terms, keep: int) -> Terms:
     return list(two_sum(terms[0], _sum_plainly(terms[1:])))
 
 
-def _sum_plainly(terms: Terms):
-    total = terms[-1]
-    for term in terms[-2::-1]:
-        total = term + total
-    return total
+def _sum_plainly(terms: Sequence[Any]) -> Any:
+    """Return the sum, added up from the last term."""
+    return functools.reduce(operator.add, reversed(terms))
 
 
 def find_row_exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return, per row or column, k with magnitudes at most 2^k (NaN if not finite), and two factors of 2^-k."""
-    largest = head.abs().amax(dim, keepdim=True)
-    out = torch.empty_like(largest), torch.empty_like(largest), torch.empty_like(largest)
-    _row_exponent_kernel()([largest], out)
-    return out
+    exponents, first, second = _run_kernel(_row_exponent_kernel(), [head.abs().amax(dim, keepdim=True)], 3)
+    return exponents, first, second
 
 
 @functools.cache
@@ -493,7 +502,7 @@ def multiply_by_slices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
     holds infinities or NaNs, entries whose plain float64 product is not finite take that.
     """
     tasks = _cut_into_inner_blocks(a, b, components, dtype)
-    if not _are_all_finite(tasks):
+    if not all(math.isfinite(float(task.row_scales[0].sum() + task.column_scales[0].sum())) for task in tasks):
         return _add_special_values(a, b, components, dtype)
     known: Parts = ()
     alone = None
@@ -520,10 +529,6 @@ def _cut_into_inner_blocks(a: Parts, b: Parts, components: int, dtype: torch.dty
     return out
 
 
-def _are_all_finite(tasks: list[_InnerBlock]) -> bool:
-    return all(math.isfinite(float(task.row_scales[0].sum() + task.column_scales[0].sum())) for task in tasks)
-
-
 def _add_special_values(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     plain = torch.matmul(a[0].double(), b[0].double())
     x, y = (tuple(torch.where(parts[0].isfinite(), part, 0.0) for part in parts) for parts in (a, b))
@@ -535,18 +540,21 @@ def _add_special_values(a: Parts, b: Parts, components: int, dtype: torch.dtype)
 
 def _multiply_block(task: _InnerBlock, known: Parts, last: bool) -> tuple[Parts, torch.Tensor | None]:
     """`known` plus a block's product, and the entries that must be computed alone."""
-    slices = choose_initial_slice_count(task.inner, task.bits)
-    with borrow_workspace(_plan_workspace(task, slices), task.a[0].device) as (cut, sizes, results):
+    # They suffice where |A||B| is not much below its largest possible.
+    counts = range(1, MOST_SLICES)
+    enough = (n for n in counts if find_least_covered_sum(n, task.inner, task.bits) <= task.inner / 64)
+    slices = next(enough, MOST_SLICES)
+    with _borrow_workspace(_plan_workspace(task, slices), task.a[0].device) as (cut, sizes, results):
         left, right = _cut_slices(task, slices, cut, sizes)
         wanted, missed = _choose_slices(task, slices, sizes)
         if wanted == slices:
             return _add_products(task, left, right, known, last, results), missed
-    with borrow_workspace(_plan_workspace(task, wanted), task.a[0].device) as (cut, sizes, results):
+    with _borrow_workspace(_plan_workspace(task, wanted), task.a[0].device) as (cut, sizes, results):
         left, right = _cut_slices(task, wanted, cut, sizes)
         return _add_products(task, left, right, known, last, results), missed
 
 
-def _plan_workspace(task: _InnerBlock, slices: int) -> WorkspaceLayout:
+def _plan_workspace(task: _InnerBlock, slices: int) -> _WorkspaceLayout:
     """Return the workspace's layout: slices and tails of both operands, magnitudes with their product, results."""
     left, right = tuple(task.a[0].shape), tuple(task.b[0].shape)
     wide, narrow = torch.float64, torch.float32
@@ -601,8 +609,9 @@ def _choose_cheapest_slice_count(task: _InnerBlock, slices: int, sums: torch.Ten
 
     def cost(count: int) -> float:
         missed = int((sums < find_least_covered_sum(count, task.inner, task.bits)).sum())
-        again = 2 if count > slices else 0
-        return (count_slice_products(count) + again) * outputs + _COST_OF_SINGLE_ENTRY * missed
+        # Plain products: exact ones of slices i + j <= count + 1, one for each tail, and two of the first try.
+        products = count * (count + 1) // 2 + count + 1 + (2 if count > slices else 0)
+        return products * outputs + _COST_OF_SINGLE_ENTRY * missed
 
     return min(range(slices, MOST_SLICES + 1), key=cost)
 
@@ -627,7 +636,7 @@ def _add_products(
     multiply_plain_matrices(left[0], rest, tails)
     for i in range(1, slices + 1):
         rest += right[slices - i]
-        _accumulate_product(left[i], rest, tails)
+        tails.addmm_(left[i], rest) if tails.dim() == 2 else tails.baddbmm_(left[i], rest)
     return _add_scaled_sums(task, [*waiting, tails], known, written)
 
 
@@ -637,7 +646,3 @@ def _add_scaled_sums(task: _InnerBlock, waiting: list[Any], known: Parts, writte
     kernel = make_sum_kernel(len(waiting), len(known), len(written), written[0].dtype)
     kernel([*waiting, task.row_scales[0], _view_as_row(task.column_scales[0]), *known], written)
     return written
-
-
-def _accumulate_product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
-    out.addmm_(x, y) if x.dim() == 2 else out.baddbmm_(x, y)

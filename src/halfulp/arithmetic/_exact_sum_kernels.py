@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,15 +26,7 @@ LIMB_MASK = (1 << LIMB_BITS) - 1
 LOWEST_EXPONENT = -68 * LIMB_BITS  # exponent of limb 0: below 2^-2148, the smallest product of two float64
 LIMB_COUNT = 134  # up to 2^2112: 2^63 products of the two largest float64
 # Behind the limbs: how many terms are plus infinity, minus infinity (a NaN counts as both), -0, and how many there are.
-PLUS, MINUS, NEGATIVE_ZEROS, TERMS, WORD_COUNT = (
-    LIMB_COUNT,
-    LIMB_COUNT + 1,
-    LIMB_COUNT + 2,
-    LIMB_COUNT + 3,
-    LIMB_COUNT + 4,
-)
-
-
+WORD_COUNT = LIMB_COUNT + 4
 # The formats of elements, and the integer types of their widths.
 ELEMENT_FORMATS = {dtype: formats.get(dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 WORD_TYPES = {16: torch.int16, 32: torch.int32, 64: torch.int64}
@@ -92,8 +84,7 @@ class LimbRange:
         return cls(first, min(LIMB_COUNT, top + 1) - first, windows=True)
 
 
-@dataclass(frozen=True)
-class _IntegerTerm:
+class _IntegerTerm(NamedTuple):
     """A term as +-integer * 2^(shift + least exponent), of a 64-bit word and one of 32 bits, or no number."""
 
     negative: Any

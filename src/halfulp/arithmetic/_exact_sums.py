@@ -60,22 +60,12 @@ Operands = Sequence[torch.Tensor]
 Windows = Any  # int64, of NumPy or torch
 
 
-def sum_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
-    return _sum_short_or_any_rows([a] if b is None else [a, b], dtype)
+def sum_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1.
 
-
-def accumulate_rows(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """Return the unrounded accumulators of the sums that `sum_rows` returns: int64 (rows, WORD_COUNT)."""
-    return _sum_short_or_any_rows([a] if b is None else [a, b], None)
-
-
-def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the float nearest to each accumulator, (rows, WORD_COUNT) -> (rows,)."""
-    return _round_windows(_choose_engine(words, torch.float64, False), words, LimbRange(), dtype)
-
-
-def _sum_short_or_any_rows(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+    Without a dtype the sums are unrounded accumulators: int64 (rows, WORD_COUNT).
+    """
+    operands = [a] if b is None else [a, b]
     (rows, columns), own, product = operands[0].shape, operands[0].dtype, len(operands) > 1
     # Products of float64 have three parts.
     in_pairs = dtype and rows and 0 < columns <= BLOCK_LENGTH and not (product and own == torch.float64)
@@ -87,6 +77,11 @@ def _sum_short_or_any_rows(operands: Operands, dtype: torch.dtype | None) -> tor
             found[lost] = _sum_any_rows([x[lost] for x in operands], dtype)
         return found
     return _sum_any_rows(operands, dtype)
+
+
+def round_accumulators(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the float nearest to each accumulator, (rows, WORD_COUNT) -> (rows,)."""
+    return _round_windows(_choose_engine(words, torch.float64, False), words, LimbRange(), dtype)
 
 
 def _sum_any_rows(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
@@ -110,8 +105,9 @@ def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
     if engine == "llvm":
         _check_kernels(dtype, product)
     elif engine == "triton":
-        given = _name_canary(dtype, product), x.device, lambda: engine, *_make_canary(dtype, product)
-        return find_checked_kernel(("exact sums", dtype, product), *given) or "reference"
+        run, reference = _make_canary(dtype, product)
+        kind, name = ("exact sums", dtype, product), _name_canary(dtype, product)
+        return find_checked_kernel(kind, name, x.device, lambda: engine, run, reference) or "reference"
     return engine
 
 
@@ -121,11 +117,8 @@ def _choose_engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
 def _fill_windows(engine: str, operands: Operands, reach: LimbRange) -> Windows:
     """Return the counters of every row, and how many terms it has: (rows, counters + 1)."""
     columns, step = operands[0].shape[1], _ELEMENTS_AT_ONCE[engine]
-    add: Callable[..., Windows] = {
-        "llvm": _fill_windows_by_blocks,
-        "triton": _fill_windows_by_triton,
-        "reference": _fill_windows_by_torch,
-    }[engine]
+    compiled = {"llvm": _fill_windows_by_blocks, "triton": _fill_windows_by_triton}
+    add: Callable[..., Windows] = compiled.get(engine, _fill_windows_by_torch)
     found = add([x[:, :step] for x in operands], reach)
     if columns > step:
         found = _pass_carries(found)
@@ -216,11 +209,8 @@ def _fill_windows_of_pieces(
 ) -> np.ndarray:
     """Return the counters of some pieces of rows, each by itself."""
     first, words = operands[0], reach.counter_count + 1
-    copies = (
-        COUNTER_COPIES
-        if len(row) * words <= _MOST_COPIED_WORDS and length.max(initial=0) > _LONGEST_WITHOUT_COPIES
-        else 1
-    )
+    is_copied = len(row) * words <= _MOST_COPIED_WORDS and length.max(initial=0) > _LONGEST_WITHOUT_COPIES
+    copies = COUNTER_COPIES if is_copied else 1
     counters = np.zeros((len(row), copies, words), np.int64)
     pointers = np.empty((len(row), len(operands) + 1), np.int64)
     for k, x in enumerate(operands):
@@ -229,10 +219,8 @@ def _fill_windows_of_pieces(
     pointers[:, -1] = address_of(counters) + number * (8 * words * copies)
     cut = np.zeros((len(row), 4), np.int64)
     cut[:, 0], cut[:, 2] = number, length
-    kernel = _compile_table_kernel(
-        "llvm", make_term_adding_table(first.dtype, len(operands) > 1, reach, words if copies > 1 else 0)
-    )
-    run_chunks(kernel, length, address_of(cut), address_of(pointers), *[0] * 5)
+    table = make_term_adding_table(first.dtype, len(operands) > 1, reach, words if copies > 1 else 0)
+    run_chunks(_compile_table_kernel("llvm", table), length, address_of(cut), address_of(pointers), *[0] * 5)
     return counters[:, 0] if copies == 1 else counters.sum(1)
 
 
@@ -312,10 +300,8 @@ def _round_windows(engine: str, words: Windows, reach: LimbRange, dtype: torch.d
     """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORD_COUNT)."""
     words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
     rows, table, columns = len(words), make_accumulator_rounding_table(reach, dtype), words.t().contiguous()
-    shape, kind = (
-        ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), WORD_TYPES[ELEMENT_FORMATS[dtype].bits])
-    )
-    out = torch.empty(shape, dtype=kind, device=words.device)
+    kind = torch.int64 if dtype is None else WORD_TYPES[ELEMENT_FORMATS[dtype].bits]
+    out = torch.empty(1 if dtype else reach.limbs, rows, dtype=kind, device=words.device)
     if engine == "reference":
         run_on_tensors(table.trace, [*columns[: reach.counter_count + bool(dtype)], *out])
     elif rows:
@@ -326,11 +312,9 @@ def _round_windows(engine: str, words: Windows, reach: LimbRange, dtype: torch.d
             _compile_table_kernel(engine, table)(cut, pointers[None], words.device)
         else:
             run_chunks(_compile_table_kernel(engine, table), cut[:, 2], address_of(cut), address_of(pointers), *[0] * 5)
-    return _widen_to_accumulator(out.t(), words, reach) if dtype is None else out[0].view(dtype)
-
-
-def _widen_to_accumulator(digits: torch.Tensor, words: torch.Tensor, reach: LimbRange) -> torch.Tensor:
-    """Return an accumulator's words from the limbs within reach."""
+    if dtype is not None:
+        return out[0].view(dtype)
+    digits = out.t()
     found = torch.empty(len(digits), WORD_COUNT, dtype=torch.int64, device=digits.device)
     end, sign = reach.first + reach.limbs, digits[:, -1:] >> 63
     found[:, : reach.first], found[:, reach.first : end] = 0, digits
@@ -442,7 +426,7 @@ def exact_sum(
     (0.0, 1.0, 1.0)
     """
     _check_operand(x, "exact_sum")
-    return _sum_differentiably(x, _normalize_dims(x.dim(), dim), keepdim, _check_result_dtype(dtype, x.dtype))
+    return _sum_differentiably(x, normalize_dims(x.dim(), dim), keepdim, _check_result_dtype(dtype, x.dtype))
 
 
 def exact_dot(
@@ -473,7 +457,7 @@ def exact_dot(
     1e-300
     """
     a, b = _promote_operands(a, b, "exact_dot")
-    return _sum_differentiably(a, b, _normalize_dims(a.dim(), dim), keepdim, _check_result_dtype(dtype, a.dtype))
+    return _sum_differentiably(a, b, normalize_dims(a.dim(), dim), keepdim, _check_result_dtype(dtype, a.dtype))
 
 
 def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
@@ -507,9 +491,7 @@ def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = Non
         _check_operand(a, "exact_partial")
     else:
         a, b = _promote_operands(a, b, "exact_partial")
-    words: torch.Tensor = _partial_operator(
-        a.detach(), None if b is None else b.detach(), _normalize_dims(a.dim(), dim)
-    )
+    words: torch.Tensor = _partial_operator(a.detach(), None if b is None else b.detach(), normalize_dims(a.dim(), dim))
     return words
 
 
@@ -575,14 +557,16 @@ def _promote_operands(a: torch.Tensor, b: torch.Tensor, name: str) -> tuple[torc
     return a, b
 
 
-def _normalize_dims(count: int, dim: Dim) -> list[int]:
+def normalize_dims(count: int, dim: Dim) -> list[int]:
     """Return the dimensions that are summed, from 0 up; none of a tensor without dimensions."""
-    given = [] if dim is None else list(dim) if isinstance(dim, list | tuple) else [dim]
+    if dim is None:
+        return list(range(count))
+    given = list(dim) if isinstance(dim, list | tuple) else [dim]
     if not all(isinstance(d, int) for d in given):
         raise TypeError(f"dim={dim!r}: give a whole number, several in a tuple, or None for all dimensions")
     for d in given:
         if not -max(count, 1) <= d < max(count, 1):
-            raise IndexError(f"dimension {d} of a tensor with {count}: allowed are {-count} to {count - 1}")
+            raise IndexError(f"dimension {d} is out of range of {count}: allowed are {-count} to {count - 1}")
     found = sorted(d % max(count, 1) for d in given)
     if len(set(found)) < len(found):
         raise ValueError(f"dim {tuple(given)} names a dimension twice: give each one once")
@@ -597,17 +581,13 @@ def _view_as_rows(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     return flat.contiguous() if shape[1] > 1 and flat.stride(1) != 1 else flat
 
 
-def _find_result_shape(shape: torch.Size, dims: list[int], keepdim: bool = False) -> list[int]:
+def find_result_shape(shape: torch.Size, dims: Sequence[int], keepdim: bool = False) -> list[int]:
     return [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
 
 
 def _run_partial(a: torch.Tensor, b: torch.Tensor | None, dim: list[int]) -> torch.Tensor:
-    words = accumulate_rows(_view_as_rows(a, dim), None if b is None else _view_as_rows(b, dim))
-    return words.view([*_find_result_shape(a.shape, dim), WORD_COUNT])
-
-
-def _run_round(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return round_accumulators(partial.reshape(-1, WORD_COUNT), dtype).view(partial.shape[:-1])
+    words = sum_rows(_view_as_rows(a, dim), None if b is None else _view_as_rows(b, dim), None)
+    return words.view([*find_result_shape(a.shape, dim), WORD_COUNT])
 
 
 def _run_sum(*given: Any) -> torch.Tensor:
@@ -615,13 +595,13 @@ def _run_sum(*given: Any) -> torch.Tensor:
     *operands, dim, keepdim, dtype = given
     other = _view_as_rows(operands[1], dim) if len(operands) > 1 else None
     return sum_rows(_view_as_rows(operands[0], dim), other, dtype).view(
-        _find_result_shape(operands[0].shape, dim, keepdim)
+        find_result_shape(operands[0].shape, dim, keepdim)
     )
 
 
 def _fake_sum(x: torch.Tensor, *given: Any) -> torch.Tensor:
     dim, keepdim, dtype = given[-3:]
-    return x.new_empty(_find_result_shape(x.shape, dim, keepdim), dtype=dtype)
+    return x.new_empty(find_result_shape(x.shape, dim, keepdim), dtype=dtype)
 
 
 _SUM_OPERATORS: dict[int, Callable[..., torch.Tensor]] = {
@@ -633,11 +613,11 @@ _SUM_OPERATORS: dict[int, Callable[..., torch.Tensor]] = {
 _partial_operator = define_operator(
     "exact_partial(Tensor a, Tensor? b, int[] dim) -> Tensor",
     _run_partial,
-    lambda a, b, dim: a.new_empty([*_find_result_shape(a.shape, dim), WORD_COUNT], dtype=torch.int64),
+    lambda a, b, dim: a.new_empty([*find_result_shape(a.shape, dim), WORD_COUNT], dtype=torch.int64),
 )
 _round_operator = define_operator(
     "exact_round(Tensor words, ScalarType dtype) -> Tensor",
-    _run_round,
+    lambda words, dtype: round_accumulators(words.reshape(-1, WORD_COUNT), dtype).view(words.shape[:-1]),
     lambda words, dtype: words.new_empty(words.shape[:-1], dtype=dtype),
 )
 
@@ -654,7 +634,7 @@ def _save_for_gradient(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) 
 def _compute_gradient(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     gradient = gradient if ctx.is_dot else gradient.to(ctx.dtype)
     if not ctx.keepdim:
-        gradient = gradient.reshape(_find_result_shape(ctx.shape, ctx.dims, True))
+        gradient = gradient.reshape(find_result_shape(ctx.shape, ctx.dims, True))
     gradient = gradient.expand(ctx.shape)
     if not ctx.is_dot:  # nothing was saved, so that a graph may be gone through again, as that of torch.sum
         return gradient, None, None, None
@@ -702,7 +682,5 @@ class _ExactSumFunction(torch.autograd.Function):
 
 
 def _sum_differentiably(*given: Any) -> torch.Tensor:
-    summed: Callable[..., torch.Tensor] = (
-        _ExactSumFunction.apply if is_under_transform() else _SUM_OPERATORS[len(given) - 3]
-    )
-    return summed(*given)
+    summed: torch.Tensor = (_ExactSumFunction.apply if is_under_transform() else _SUM_OPERATORS[len(given) - 3])(*given)
+    return summed

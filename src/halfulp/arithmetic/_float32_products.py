@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +39,6 @@ def read_operator_name(function: Callable[..., Any] | str) -> str:
     return name.split(".")[0].removeprefix("aten::")
 
 
-_CONVOLUTION_NAMES = {
-    *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-}
 # Products that stay torch's: elementwise ones, which add nothing up; sparse ones; those that torch refuses, or takes in
 # part, in 16 bits. Whole attention is a function in Python, whose products come here one by one.
 _UNWIDENED_PRODUCT_NAMES = {
@@ -51,8 +48,9 @@ _UNWIDENED_PRODUCT_NAMES = {
 }
 _IN_PLACE_PRODUCT_NAMES = {"addmm_", "addbmm_", "baddbmm_", "addmv_"}
 # What torch.autocast computes in its dtype on the CPU, of the above; not when it is given out=.
-_AUTOCAST_PRODUCT_NAMES = _CONVOLUTION_NAMES | {
+_AUTOCAST_PRODUCT_NAMES = {
     *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm", "linear"),
+    *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     "scaled_dot_product_attention",
 }
 # Of one operand they are views of it, or the operand itself.
@@ -97,12 +95,11 @@ def multiply_in_float32(function: Callable[..., Any], args: tuple, kwargs: dict[
     if name in _IN_PLACE_PRODUCT_NAMES or kwargs.get("out") is not None:
         return _compute_and_write(function, name, args, kwargs, dtype)
     _count_product(name, dtype)
-    if torch.is_autocast_enabled("cpu"):
-        with torch.autocast("cpu", enabled=False):
-            return _call_in_float32(
-                function, args, kwargs, dtype, _WIDENED_DTYPES if name in _AUTOCAST_PRODUCT_NAMES else (dtype,)
-            )
-    return _call_in_float32(function, args, kwargs, dtype, (dtype,))
+    if not torch.is_autocast_enabled("cpu"):
+        return _call_in_float32(function, args, kwargs, dtype, (dtype,))
+    given = _WIDENED_DTYPES if name in _AUTOCAST_PRODUCT_NAMES else (dtype,)
+    with torch.autocast("cpu", enabled=False):
+        return _call_in_float32(function, args, kwargs, dtype, given)
 
 
 @constant_result
@@ -160,12 +157,13 @@ def _call_in_float32(
 ) -> Any:
     """Call a function on float32 copies of its operands, as numbers of a narrow dtype, and round what it returns.
 
-    Args:
-        function, args, kwargs: the call.
-        dtype: the narrow one.
-        given: the dtypes of operands; what has another, as a mask may, stays.
+    `given` are the operands' dtypes; what has another, as a mask may, stays.
     """
-    if torch.compiler.is_compiling() or not _needs_saved_operands(args, kwargs):
+    # Whether a backward pass will need the operands, and autograd lets hooks say how they are kept.
+    is_saved = not torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.jit.is_tracing()
+    is_saved = is_saved and not torch._C._are_functorch_transforms_active()
+    is_saved = is_saved and _autograd._saved_tensors_hooks_is_enabled()
+    if not is_saved or not any(x.requires_grad for x in iterate_tensors((args, kwargs))):
         wide = _map_tensors((args, kwargs), given, lambda x: x.to(dtype).float())
         out = function(*wide[0], **wide[1])
     else:
@@ -173,17 +171,8 @@ def _call_in_float32(
         wide = _map_tensors((args, kwargs), given, saved.widen_operand)
         with saved_tensors_hooks(saved.pack_tensor, saved.unpack_tensor):
             out = function(*wide[0], **wide[1])
-        saved.forget_operands()
+        saved.sources.clear()  # the backward pass does not need the others
     return _map_tensors(out, (torch.float32,), lambda y: y.to(dtype))
-
-
-def _needs_saved_operands(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Return whether a backward pass will need the operands, and autograd lets hooks say how they are kept."""
-    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
-        return False
-    if not _autograd._saved_tensors_hooks_is_enabled():
-        return False
-    return any(x.requires_grad for x in iterate_tensors((args, kwargs)))
 
 
 class _SavedOperands:
@@ -194,7 +183,7 @@ class _SavedOperands:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._sources: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
+        self.sources: dict[int, tuple[Tensor, tuple[int, ...]]] = {}
         self._outer = saved_tensor_hooks()
 
     def widen_operand(self, x: Tensor) -> Tensor:
@@ -202,16 +191,12 @@ class _SavedOperands:
         narrow = x.to(self._dtype)
         wide = narrow.float()
         # A float32 parameter under autocast is there anyway.
-        self._sources[wide.untyped_storage()._cdata] = x if x.is_leaf else narrow, wide.stride()
+        self.sources[wide.untyped_storage()._cdata] = x if x.is_leaf else narrow, wide.stride()
         return wide
-
-    def forget_operands(self) -> None:
-        """Drop the operands that the backward pass does not need."""
-        self._sources.clear()
 
     def pack_tensor(self, kept: Tensor) -> Any:
         """Return the object that autograd saves for a tensor until the backward pass."""
-        source, stride = self._sources.get(kept.untyped_storage()._cdata, (None, ()))
+        source, stride = self.sources.get(kept.untyped_storage()._cdata, (None, ()))
         # Detached, as what a node keeps of its own output would keep the node; memory and count of writes are shared.
         kept, offset = kept.detach(), kept.storage_offset()
         if source is None and kept.dtype == torch.float32:
@@ -245,13 +230,12 @@ class _SavedOperands:
         return wide.as_strided(*view)
 
 
-class _SavedTensor:
+class _SavedTensor(NamedTuple):
     """A tensor as autograd holds it: itself, or a narrow operand and which view of its float32 copy was meant."""
 
-    __slots__ = ("tensor", "version", "view")
-
-    def __init__(self, tensor: Any, view: tuple | None, version: int | None) -> None:
-        self.tensor, self.view, self.version = tensor, view, version
+    tensor: Any
+    view: tuple | None
+    version: int | None
 
 
 def iterate_tensors(value: Any) -> Iterator[Tensor]:

@@ -30,20 +30,25 @@ from ..kernels import (
     select,
     times_power,
 )
-from . import _constants as known
-from . import _operators as nets
-from ._error_free import Terms, distill_terms, two_product
+from . import _constants as constants
 from ._operators import (
+    Terms,
     add,
+    distill_terms,
     divide,
     divide_in_range,
+    fast_two_sum,
     finish_special_values,
+    finish_zero_signs,
     fit_term_count,
+    gather_terms,
     multiply,
     negate,
     scale_terms,
     take_root,
     take_root_in_range,
+    two_product,
+    two_sum,
 )
 
 _GUARD_BITS = 6  # bits beyond the components that series and constants are cut to
@@ -81,7 +86,7 @@ def evaluate_series(x: Terms, coefficients: list[Fraction], n: int, bits: float)
 
 
 def _make_rational_constant(like, value: Fraction, n: int) -> Terms:
-    return make_constants(like, known.split_into_floats(value, n))
+    return make_constants(like, constants.split_into_floats(value, n))
 
 
 def count_series_terms(n: int, bits: float, growth=lambda k: 1.0) -> int:
@@ -92,13 +97,6 @@ def count_series_terms(n: int, bits: float, growth=lambda k: 1.0) -> int:
     return k + 1
 
 
-def evaluate_small_expm1(r: Terms, n: int) -> Terms:
-    """e^r - 1 for |r| <= log(2) / 256."""
-    count = count_series_terms(n, 8.5, lambda k: math.factorial(k + 1))
-    h = evaluate_series(r, [Fraction(1, math.factorial(k + 1)) for k in range(count)], n, 8.5)
-    return multiply(r, h, n)
-
-
 def split_exp(x: Terms, n: int) -> tuple[Value, Terms]:
     """q and y with e^x = 2^q (1 + y), -0.3 < y < 0.42."""
     large, low = x[0] > 800.0, x[0] < -800.0
@@ -106,12 +104,14 @@ def split_exp(x: Terms, n: int) -> tuple[Value, Terms]:
     # Components behind a head that is cut would shift what is left of it.
     x = [head, *(select(large | low, 0.0, t) for t in x[1:])]
     k = nearest_integer(head * (128.0 / math.log(2.0)))
-    pieces = known.split_into_chunks(known.compute_log(2) / 128, 35, (53 * n + 50) // 35 + 1)
+    pieces = constants.split_into_chunks(constants.compute_log(2) / 128, 35, (53 * n + 50) // 35 + 1)
     steps = [-(k * c) for c in make_constants(k, pieces)]
     r = distill_terms(_interleave_terms([head, *x[1:]], steps), n)
     q = floor(k * (1.0 / 128.0) + 0.5)
-    e = look_up_terms(known.make_fractional_power_tables(), k - q * 128.0 + 64.0, n)
-    p = evaluate_small_expm1(r, n)
+    e = look_up_terms(constants.make_fractional_power_tables(), k - q * 128.0 + 64.0, n)
+    count = count_series_terms(n, 8.5, lambda k: math.factorial(k + 1))
+    h = evaluate_series(r, [Fraction(1, math.factorial(k + 1)) for k in range(count)], n, 8.5)
+    p = multiply(r, h, n)  # e^r - 1 for |r| <= log(2) / 256
     return q, add(e, add(p, multiply(e, p, n), n), n)
 
 
@@ -127,9 +127,9 @@ def evaluate_exp(x: Terms, n: int, less: float = 0.0) -> Terms:
     return [times_power(t, q - less) for t in one]
 
 
-def exp(operands: list[Terms], n: int) -> Terms:
+def exp(x: Terms, n: int) -> Terms:
     """e^x."""
-    made = evaluate_exp(operands[0], n)
+    made = evaluate_exp(x, n)
     return finish_special_values(made[0], made)
 
 
@@ -142,9 +142,9 @@ def evaluate_expm1(x: Terms, n: int) -> Terms:
     return _select_terms(q == 0.0, y, far)
 
 
-def expm1(operands: list[Terms], n: int) -> Terms:
+def expm1(x: Terms, n: int) -> Terms:
     """e^x - 1, with the sign of a zero."""
-    return keep_sign_of_zero(operands[0], evaluate_expm1(operands[0], n))
+    return keep_sign_of_zero(x, evaluate_expm1(x, n))
 
 
 def keep_sign_of_zero(x: Terms, made: Terms) -> Terms:
@@ -163,16 +163,16 @@ def evaluate_log(x: Terms, n: int, more=0.0) -> Terms:
     x = scale_terms(x, select(high, one * 0.5, one))
     e = e + select(high, one, zero)
     index = nearest_integer(x[0] * 64.0) - 45.0
-    c = gather(known.make_reciprocal_tables()[0], index)
+    c = gather(constants.make_reciprocal_tables()[0], index)
     products = [t for part in x for t in two_product(part, c)]
     r = distill_terms([products[0], *make_constants(c, [-1.0]), *products[1:]], n)
-    pieces = known.split_into_chunks(known.compute_log(2), 40, (53 * n + 40) // 40 + 1)
+    pieces = constants.split_into_chunks(constants.compute_log(2), 40, (53 * n + 40) // 40 + 1)
     whole = [(e - shift + more) * piece for piece in make_constants(c, pieces)]
-    near = look_up_terms(known.make_reciprocal_tables()[1], index, n + 1)
-    return distill_terms(_interleave_terms(_interleave_terms(whole, near), evaluate_small_log1p(r, n)), n)
+    near = look_up_terms(constants.make_reciprocal_tables()[1], index, n + 1)
+    return distill_terms(_interleave_terms(_interleave_terms(whole, near), _evaluate_small_log1p(r, n)), n)
 
 
-def evaluate_small_log1p(r: Terms, n: int) -> Terms:
+def _evaluate_small_log1p(r: Terms, n: int) -> Terms:
     """log(1 + r) = 2 atanh(r / (2 + r)) for |r| <= 1/88."""
     s = divide(r, add(make_constants(r[0], [2.0]), r, n), n)
     square = multiply(s, s, n)
@@ -188,22 +188,15 @@ def finish_log(x, made: Terms) -> Terms:
     return finish_special_values(select((x > 0.0) & is_finite(x), made[0], beyond), made)
 
 
-def log(operands: list[Terms], n: int) -> Terms:
+def log(x: Terms, n: int) -> Terms:
     """Return the natural logarithm."""
-    return finish_log(operands[0][0], evaluate_log(operands[0], n))
+    return finish_log(x[0], evaluate_log(x, n))
 
 
-def evaluate_log1p(x: Terms, n: int) -> tuple[Value, Terms]:
-    """1 + x, and its logarithm."""
-    total = distill_terms([*make_constants(x[0], [1.0]), *x], n + 1)
-    return total[0], evaluate_log(total, n)
-
-
-def log1p(operands: list[Terms], n: int) -> Terms:
+def log1p(x: Terms, n: int) -> Terms:
     """log(1 + x), relatively accurate near zero."""
-    x = operands[0]
-    total, made = evaluate_log1p(x, n)
-    return keep_sign_of_zero(x, finish_log(select(is_finite(x[0]), total, x[0]), made))
+    total = distill_terms([*make_constants(x[0], [1.0]), *x], n + 1)
+    return keep_sign_of_zero(x, finish_log(select(is_finite(x[0]), total[0], x[0]), evaluate_log(total, n)))
 
 
 _LEAST_LARGE_ARGUMENT = 2.0**120  # from here on sqrt(x^2 + 1) is |x| to all components
@@ -226,9 +219,8 @@ def _limit_terms(far, limit, x: Terms) -> Terms:
     return [select(far, limit, x[0]), *(select(far, 0.0, t) for t in x[1:])]
 
 
-def tanh(operands: list[Terms], n: int) -> Terms:
+def tanh(x: Terms, n: int) -> Terms:
     """-e / (e + 2) with e = expm1(-2 |x|), and the sign of x."""
-    x = operands[0]
     size, one = _take_absolute(x), make_constant(x[0], 1.0)
     far = size[0] > 400.0
     near = _limit_terms(far, one, size)
@@ -244,9 +236,8 @@ def _halve_exponentials(size: Terms, n: int) -> tuple[Terms, Terms]:
     return grown, divide(make_constants(size[0], [0.25]), grown, n)
 
 
-def sinh(operands: list[Terms], n: int) -> Terms:
+def sinh(x: Terms, n: int) -> Terms:
     """(e^x - e^-x) / 2, for |x| < 1 by expm1."""
-    x = operands[0]
     size = _take_absolute(x)
     up, down = _halve_exponentials(size, n)
     e = evaluate_expm1(size, n)
@@ -255,9 +246,9 @@ def sinh(operands: list[Terms], n: int) -> Terms:
     return keep_sign_of_zero(x, _copy_sign(x[0], _select_terms(size[0] < 1.0, near, far)))
 
 
-def cosh(operands: list[Terms], n: int) -> Terms:
+def cosh(x: Terms, n: int) -> Terms:
     """(e^x + e^-x) / 2."""
-    up, down = _halve_exponentials(_take_absolute(operands[0]), n)
+    up, down = _halve_exponentials(_take_absolute(x), n)
     return finish_special_values(up[0], add(up, [select(is_finite(up[0]), t, 0.0) for t in down], n))
 
 
@@ -270,9 +261,8 @@ def _evaluate_log_of_sum(x: Terms, rest: Terms, n: int) -> Terms:
     return evaluate_log(_select_terms(large, padded, total), n, more=select(large, one, zero))
 
 
-def asinh(operands: list[Terms], n: int) -> Terms:
+def asinh(x: Terms, n: int) -> Terms:
     """log1p(a + a^2 / (1 + sqrt(1 + a^2))) for a = |x|, and the sign of x."""
-    x = operands[0]
     size = _take_absolute(x)
     zero = make_constant(x[0], 0.0)
     near = [select(size[0] > _LEAST_LARGE_ARGUMENT, zero, t) for t in size]
@@ -284,13 +274,9 @@ def asinh(operands: list[Terms], n: int) -> Terms:
     return keep_sign_of_zero(x, _copy_sign(x[0], made))
 
 
-def acosh(operands: list[Terms], n: int) -> Terms:
+def acosh(x: Terms, n: int) -> Terms:
     """log1p(t + sqrt(t (t + 2))) for t = x - 1."""
-    x = operands[0]
-    near = [
-        select(x[0] > _LEAST_LARGE_ARGUMENT, make_constant(x[0], 1.0), x[0]),
-        *(select(x[0] > _LEAST_LARGE_ARGUMENT, 0.0, t) for t in x[1:]),
-    ]
+    near = _limit_terms(x[0] > _LEAST_LARGE_ARGUMENT, make_constant(x[0], 1.0), x)
     t = distill_terms([near[0], *make_constants(x[0], [-1.0]), *near[1:]], n)
     inner = multiply(t, add(t, make_constants(x[0], [2.0]), n), n)
     rest = add(t, take_root_in_range(inner, n), n)
@@ -300,9 +286,8 @@ def acosh(operands: list[Terms], n: int) -> Terms:
     return finish_special_values(select(is_finite(x[0]), beyond, unbounded), made)
 
 
-def sigmoid(operands: list[Terms], n: int) -> Terms:
+def sigmoid(x: Terms, n: int) -> Terms:
     """1 / (1 + e^-x), as e^x / (1 + e^x) below zero."""
-    x = operands[0]
     e = evaluate_exp(negate(_take_absolute(x)), n)
     one, zero = make_constants(x[0], [1.0, 0.0])
     above = _select_terms(x[0] < 0.0, e, [one, *([zero] * (n - 1))])
@@ -326,9 +311,8 @@ def _is_term_integer_and_odd(t):
     return whole, whole & (floor(half) != half) & is_finite(t)
 
 
-def raise_to_power(operands: list[Terms], n: int) -> Terms:
+def raise_to_power(x: Terms, y: Terms, n: int) -> Terms:
     """x^y = e^(y log |x|), with the sign and special values of C's pow."""
-    x, y = operands
     one, zero, nan, inf = make_constants(x[0], [1.0, 0.0, math.nan, math.inf])
     size = _take_absolute(x)
     sound = is_finite(x[0]) & (x[0] != 0.0)
@@ -353,9 +337,9 @@ def raise_to_power(operands: list[Terms], n: int) -> Terms:
     )
 
 
-def hypot(operands: list[Terms], n: int) -> Terms:
+def hypot(x: Terms, y: Terms, n: int) -> Terms:
     """sqrt(a^2 + b^2), both scaled by one power of two; infinite where either is, whatever the other."""
-    a, b = map(_take_absolute, operands)
+    a, b = _take_absolute(x), _take_absolute(y)
     one, zero, inf = make_constants(a[0], [1.0, 0.0, math.inf])
     largest = select(a[0] > b[0], a[0], b[0])
     # Below the normal numbers their own exponent says nothing, and none is needed.
@@ -372,59 +356,47 @@ def hypot(operands: list[Terms], n: int) -> Terms:
 _LAST_ERFC_INDEX = 873  # erfc(873 / 32) is below the smallest float64
 
 
-def _find_erf_edge(n: int) -> int:
-    """Return from how many sixteenths on erf(x) is 1 to n components."""
-    x = 1.0
-    while x * x * math.log2(math.e) + math.log2(x * math.sqrt(math.pi)) < 53 * n + 3:
-        x += 1 / 16
-    return math.ceil(x * 16) + 1
-
-
-def erf(operands: list[Terms], n: int) -> Terms:
+def erf(x: Terms, n: int) -> Terms:
     """erf(c) + 2/sqrt(pi) e^(-c^2) integral of e^(-2 c s - s^2) over [0, r], for the sixteenth c nearest to |x|.
 
     The terms t_k = b_k r^k of the integrand's series obey (k + 1) t_(k+1) = -2 (c r t_k + r^2 t_(k-1)).
     """
-    x = operands[0]
-    last = _find_erf_edge(n)
+    edge = 1.0  # from which on erf(x) is 1 to n components
+    while edge * edge * math.log2(math.e) + math.log2(edge * math.sqrt(math.pi)) < 53 * n + 3:
+        edge += 1 / 16
+    last = math.ceil(edge * 16) + 1
     size = _take_absolute(x)
     far = size[0] > last / 16
     size = _limit_terms(far, make_constant(x[0], last / 16), size)
-    index = nearest_integer(size[0] * 16.0)
-    r = distill_terms([size[0], -(index * (1.0 / 16.0)), *size[1:]], n)
-    slope = multiply(r, [index * (-1.0 / 8.0)], n)
-    square = scale_terms(multiply(r, r, n), -2.0)
-    total = _integrate_bell(slope, square, n, last / 16)
-    value, bell = (look_up_terms(table, index, n) for table in known.make_erf_tables(last + 1))
-    made = add(value, multiply(multiply(bell, r, n), total, n), n)
+    _, value, area = _integrate_bell(size, 16.0, constants.make_erf_tables(last + 1), n, last / 16)
     one = make_constants(x[0], [1.0])
-    made = _select_terms(far, fit_term_count(one, n), made)
+    made = _select_terms(far, fit_term_count(one, n), add(value, area, n))
     made = _copy_sign(x[0], made)
     return keep_sign_of_zero(x, [select(x[0] == x[0], made[0], x[0]), *made[1:]])
 
 
-def erfc(operands: list[Terms], n: int) -> Terms:
+def erfc(x: Terms, n: int) -> Terms:
     """1 - erf(x) by the same integral, from the 32nd c nearest to |x|, where erfc(c) is known without cancellation."""
-    x = operands[0]
     one, zero = make_constants(x[0], [1.0, 0.0])
     size = _take_absolute(x)
     far = size[0] > _LAST_ERFC_INDEX / 32
     size = _limit_terms(far, zero + _LAST_ERFC_INDEX / 32, size)
-    index = nearest_integer(size[0] * 32.0)
-    r = distill_terms([size[0], -(index * (1.0 / 32.0)), *size[1:]], n)
-    slope = multiply(r, [index * (-1.0 / 16.0)], n)
-    total = _integrate_bell(slope, scale_terms(multiply(r, r, n), -2.0), n, _LAST_ERFC_INDEX / 64)
-    value, bell = (look_up_terms(table, index, n) for table in known.make_erfc_tables(_LAST_ERFC_INDEX + 1)[:2])
-    made = add(value, negate(multiply(multiply(bell, r, n), total, n)), n)
-    shift = gather(known.make_erfc_tables(_LAST_ERFC_INDEX + 1)[2], index)
-    made = [select(far, zero, times_power(t, -shift)) for t in made]
+    *tables, shifts = constants.make_erfc_tables(_LAST_ERFC_INDEX + 1)
+    index, value, area = _integrate_bell(size, 32.0, tables, n, _LAST_ERFC_INDEX / 64)
+    shift = gather(shifts, index)
+    made = [select(far, zero, times_power(t, -shift)) for t in add(value, negate(area), n)]
     left = add([one + one], negate(made), n)
     made = _select_terms(x[0] < 0.0, left, made)
     return [select(x[0] == x[0], made[0], x[0]), *made[1:]]
 
 
-def _integrate_bell(slope: Terms, square: Terms, n: int, largest: float) -> Terms:
-    """sum t_k / (k + 1)."""
+def _integrate_bell(
+    size: Terms, steps: float, tables: Sequence[list[tuple[float, ...]]], n: int, largest: float
+) -> tuple[Value, Terms, Terms]:
+    """Return the tables' index next to a size, the first one's entry, and the other's times r sum t_k / (k + 1)."""
+    index = nearest_integer(size[0] * steps)
+    r = distill_terms([size[0], -(index * (1.0 / steps)), *size[1:]], n)
+    slope, square = multiply(r, [index * (-2.0 / steps)], n), scale_terms(multiply(r, r, n), -2.0)
     earlier, term = None, make_constants(slope[0], [1.0])
     total, k = term, 0
     before, bound = 0.0, 1.0
@@ -433,13 +405,14 @@ def _integrate_bell(slope: Terms, square: Terms, n: int, largest: float) -> Term
         following = multiply(slope, term, width)
         if earlier is not None:
             following = add(following, multiply(square, earlier, width), width)
-        share = make_constants(slope[0], known.split_into_floats(Fraction(1, k + 1), width))
+        share = make_constants(slope[0], constants.split_into_floats(Fraction(1, k + 1), width))
         earlier, term = term, multiply(following, share, width)
         before, bound = bound, (largest / 16 * bound + before / 512) / (k + 1)
         k += 1
-        share = make_constants(slope[0], known.split_into_floats(Fraction(1, k + 1), width))
+        share = make_constants(slope[0], constants.split_into_floats(Fraction(1, k + 1), width))
         total = add(total, multiply(term, share, width), n)
-    return total
+    value, bell = (look_up_terms(table, index, n) for table in tables)
+    return index, value, multiply(multiply(bell, r, n), total, n)
 
 
 # A quotient that is rounded three times is less than this much too large.
@@ -465,9 +438,8 @@ def _scale_divisor(r, b: Terms) -> Terms:
     return [select(farther, t * 2.0**498, t) for t in b]
 
 
-def take_remainder_step(operands: list[Terms], n: int) -> Terms:
+def take_remainder_step(r: Terms, b: Terms, n: int) -> Terms:
     """r less an integer multiple of b, of r's sign, to n - 1 components; behind them 1 where |r| >= |b| still."""
-    r, b = operands
     one, zero = make_constants(r[0], [1.0, 0.0])
     near = _scale_divisor(r[0], [select(is_finite(part), part, zero) for part in b])
     whole = floor(abs(r[0] / select(near[0] == 0.0, one, near[0])) * _QUOTIENT_SHRINKAGE)
@@ -495,15 +467,13 @@ def _has_other_sign(r: Terms, b: Terms):
     return (r[0] != 0.0) & _have_different_signs(r, b)
 
 
-def fmod(operands: list[Terms], n: int) -> Terms:
+def fmod(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
     """Return the remainder of a's sign, from (a, r, b)."""
-    a, r, b = operands
     return _finish_irregular(_is_regular(a, b), a[0] * 0.0, distill_terms(r, n + 1), make_constant(a[0], math.nan))
 
 
-def remainder(operands: list[Terms], n: int) -> Terms:
+def remainder(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
     """Return the remainder of b's sign, from (a, r, b); torch leaves a zero a's sign."""
-    a, r, b = operands
     turns = _has_other_sign(r, b)
     sums = distill_terms([*r, *(select(turns & is_finite(b[0]), t, 0.0) for t in b)], n + 1)
     sums = [select(turns & ~is_finite(b[0]), b[0], sums[0]), *sums[1:]]
@@ -518,17 +488,15 @@ def _round_quotient_to_integer(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
     return [select(is_finite(real[0]), whole[0], real[0]), *whole[1:]]
 
 
-def trunc_divide(operands: list[Terms], n: int) -> Terms:
+def trunc_divide(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
     """a / b cut toward zero, from (a, r, b)."""
-    a, r, b = operands
     plain = a[0] / b[0]
     regular = _is_regular(a, b) & is_finite(b[0])
     return _finish_irregular(regular, plain * 0.0, _round_quotient_to_integer(a, r, b, n), plain)
 
 
-def floor_divide(operands: list[Terms], n: int) -> Terms:
+def floor_divide(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
     """a / b cut down, from (a, r, b); NaN for an infinite a, as in torch."""
-    a, r, b = operands
     plain = a[0] / b[0]
     whole = _round_quotient_to_integer(a, r, b, n)
     whole = fit_term_count([select(is_finite(b[0]), t, 0.0) for t in whole], n + 1)
@@ -538,7 +506,7 @@ def floor_divide(operands: list[Terms], n: int) -> Terms:
     return _finish_irregular(_is_regular(a, b), select(is_finite(plain), plain, 0.0) * 0.0, less, head)
 
 
-LARGEST_ANGLE = 2.0**20
+LARGEST_ANGLE = 2.0**20  # of the kernels' reduction
 
 
 def _reduce_angle(x: Terms, n: int) -> tuple[Value, Terms]:
@@ -546,7 +514,7 @@ def _reduce_angle(x: Terms, n: int) -> tuple[Value, Terms]:
     head = select(abs(x[0]) > 2.0 * LARGEST_ANGLE, 0.0, x[0])
     k = nearest_integer(head * (32.0 / math.pi))
     # Cancellation may take 53 bits per component and the size of k; what is left must still be accurate.
-    pieces = known.split_into_chunks(known.compute_pi() / 32, 28, (53 * (2 * n) + 60) // 28 + 1)
+    pieces = constants.split_into_chunks(constants.compute_pi() / 32, 28, (53 * (2 * n) + 60) // 28 + 1)
     steps = [-(k * c) for c in make_constants(x[0], pieces)]
     return k, distill_terms([head, *steps[:2], *x[1:], *steps[2:]], n)
 
@@ -571,30 +539,27 @@ def _rotate_table_entry(tables: tuple, index, along: Terms, across: Terms, n: in
     return add(a, rest, n)
 
 
-def sin(operands: list[Terms], n: int) -> Terms:
+def sin(x: Terms, n: int) -> Terms:
     """Return the sine, for |x| <= 2^20."""
-    x = operands[0]
     index, sine, versine = _find_sine_and_versine(x, n)
-    made = _rotate_table_entry(known.make_sine_cosine_tables(), index, versine, sine, n, 1.0)
+    made = _rotate_table_entry(constants.make_sine_cosine_tables(), index, versine, sine, n, 1.0)
     return keep_sign_of_zero(x, finish_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made))
 
 
-def cos(operands: list[Terms], n: int) -> Terms:
+def cos(x: Terms, n: int) -> Terms:
     """Return the cosine, for |x| <= 2^20."""
-    x = operands[0]
     index, sine, versine = _find_sine_and_versine(x, n)
-    made = _rotate_table_entry(known.make_sine_cosine_tables()[::-1], index, versine, sine, n, -1.0)
+    made = _rotate_table_entry(constants.make_sine_cosine_tables()[::-1], index, versine, sine, n, -1.0)
     return finish_special_values(select(is_finite(x[0]), made[0], x[0] - x[0]), made)
 
 
-def atan(operands: list[Terms], n: int) -> Terms:
+def atan(x: Terms, n: int) -> Terms:
     """atan(j / 32) + atan((t - j/32) / (1 + t j/32)) for t = |x| or 1 / |x|."""
-    x = operands[0]
     one, zero = make_constants(x[0], [1.0, 0.0])
     size = _take_absolute(x)
     steep, far = size[0] > 1.0, size[0] > 2.0**400
     inside = _limit_terms(far, one, size)
-    top = [select(steep, one, inside[0]), *(select(steep, zero, t) for t in inside[1:])]
+    top = _limit_terms(steep, one, inside)
     bottom = [select(steep, inside[0], one), *(select(steep, t, zero) for t in inside[1:])]
     index = nearest_integer(top[0] / bottom[0] * 32.0)
     c = [index * (1.0 / 32.0)]
@@ -604,8 +569,8 @@ def atan(operands: list[Terms], n: int) -> Terms:
     bits = 11.99
     coefficients = [Fraction((-1) ** (k + 1), 2 * k + 3) for k in range(count_series_terms(n, bits))]
     small = add(rest, multiply(multiply(rest, square, n), evaluate_series(square, coefficients, n, bits), n), n)
-    flat = add(look_up_terms(known.make_arctangent_tables(), index, n), small, n)
-    right = make_constants(x[0], known.split_into_floats(known.compute_pi() / 2, n))
+    flat = add(look_up_terms(constants.make_arctangent_tables(), index, n), small, n)
+    right = make_constants(x[0], constants.split_into_floats(constants.compute_pi() / 2, n))
     below = [select(far, zero, t) for t in flat]
     made = _select_terms(steep, add(right, negate(below), n), flat)
     made = _copy_sign(x[0], made)
@@ -617,47 +582,23 @@ def _add_product_exactly(a: Terms, c: Terms, b: Terms, n: int) -> Terms:
     return distill_terms([*a, *multiply(b, c, n + 1)], n)
 
 
-_ANGLE_BITS = 1700  # float64 has 1024 binades above 1; as many digits again must be right behind the point
-_SINE_BITS = 340  # four float64 have 212; mpmath takes twice the time beyond 400
-
-
-def find_far_angles(head: torch.Tensor) -> torch.Tensor | None:
-    """Return which finite angles are beyond the kernels' reduction; None if none is."""
-    far = (head.abs() > LARGEST_ANGLE) & torch.isfinite(head)
-    return far if bool(far.any()) else None
-
-
 def evaluate_far_angles(name: str, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Return the sines or cosines of angles of one dimension as four float64, by mpmath.
 
     One element at a time, which `halfulp.kernels.report()` counts.
     """
     note_fallback("arithmetic", "angles beyond 2^20 are computed one by one, exactly and slowly")
-    mp, right, one = _make_sine_context(), known.compute_right_angle(_ANGLE_BITS), 1 << _ANGLE_BITS
-    functions = (mp.sin, mp.cos, lambda rest: -mp.sin(rest), lambda rest: -mp.cos(rest))
-    first, rows = ("sin", "cos").index(name), []
+    mp, rows = _make_angle_context(), []
     for terms in zip(*(part.tolist() for part in parts)):
-        if not all(map(math.isfinite, terms)):
-            rows.append([math.nan] * 4)
-            continue
-        # Integers hold an angle exactly, and reduce it five times faster than mpmath.
-        quarters, rest = divmod(2 * sum(map(_to_fixed_point, terms)) + right, 2 * right)
-        value = functions[(quarters + first) % 4](mp.ldexp(rest - right, -_ANGLE_BITS - 1))
-        left, row = int(mp.ldexp(value, _ANGLE_BITS)), []
-        for _ in range(4):
-            row.append(left / one)
-            left -= _to_fixed_point(row[-1])
-        rows.append(row)
+        if all(map(math.isfinite, terms)):
+            rows.append(constants.split_into_floats(getattr(mp, name)(mp.fsum(terms), prec=constants.PRECISE_BITS), 4))
+        else:
+            rows.append((math.nan,) * 4)
     return tuple(torch.tensor(column, dtype=torch.float64, device=parts[0].device) for column in zip(*rows))
 
 
-# Its sines and cosines only read its precision: threads may share it.
-_make_sine_context = functools.cache(lambda: known.make_precise_context(_SINE_BITS))
-
-
-def _to_fixed_point(x: float) -> int:
-    top, bottom = x.as_integer_ratio()
-    return (top << _ANGLE_BITS) // bottom
+# It holds any sum of float64, and is only read: threads may share it.
+_make_angle_context = functools.cache(lambda: constants.make_precise_context(2200))
 
 
 @dataclass(frozen=True)
@@ -666,79 +607,66 @@ class ExpansionFunction:
 
     Attributes:
         operands: how many expansions it takes.
-        network: (operands as lists of terms, components) -> terms, complete with special values.
+        network: (terms of each operand, components) -> terms, complete with special values.
         any_precision: whether it also runs in float32 arithmetic.
     """
 
     operands: int
-    network: Callable[[list[Terms], int], Terms]
+    network: Callable[..., Terms]
     any_precision: bool = False
 
 
-def _addcmul(x: list[Terms], n: int) -> Terms:
+def _addcmul(a: Terms, b: Terms, c: Terms, n: int) -> Terms:
     """a + b c, with an error relative to |a| + |b c|, not to the result of a cancellation."""
-    plain = x[0][0] + x[1][0] * x[2][0]
-    if n == 2 and len(x[0]) == 2 and len(x[1]) == 1:
-        return nets.finish_zero_signs(plain, nets.multiply_and_add(x[0], x[1][0], x[2]))
-    product = nets.multiply(x[1], x[2], n if len(x[1]) + len(x[2]) > 2 else 2)
-    return nets.finish_zero_signs(plain, nets.add(x[0], product, n))
+    plain = a[0] + b[0] * c[0]
+    if n == 2 and len(a) == 2 and len(b) == 1:  # at most 4 u^2 off, for half the work of a product and a sum
+        product, error = two_product(c[0], b[0])
+        high, low = two_sum(a[0], product)
+        rest = low + (error + c[1] * b[0] if len(c) > 1 else error)
+        return finish_zero_signs(plain, list(fast_two_sum(high, a[1] + rest)))
+    product = multiply(b, c, n if len(b) + len(c) > 2 else 2)
+    return finish_zero_signs(plain, add(a, product, n))
 
 
-def _renormalize(x: list[Terms], n: int) -> Terms:
+def _take_reciprocal(x: Terms, n: int) -> Terms:
+    return divide_in_range([select(is_finite(x[0]), x[0], 0.0) * 0.0 + 1.0], x, n)
+
+
+def _renormalize(x: Terms, n: int) -> Terms:
     """Return all terms unchanged, so that the stored result is rounded from the whole sum."""
-    many = max(n, len(x[0]))
-    return nets.gather_terms(x[0], many) if len(x[0]) > 1 else nets.fit_term_count(x[0], n)
+    return gather_terms(x, max(n, len(x))) if len(x) > 1 else fit_term_count(x, n)
 
 
-def _find_sign_of_difference(x: list[Terms], n: int) -> Terms:
+def _find_sign_of_difference(x: Terms, y: Terms, n: int) -> Terms:
     """-1, 0 or 1 as x - y is; 2 for NaN."""
-    a, b = x[0][0], x[1][0]
-    difference = distill_terms([*x[0], *nets.negate(x[1])], 1)[0]
+    a, b = x[0], y[0]
+    difference = distill_terms([*x, *negate(y)], 1)[0]
     exact = is_finite(a) & is_finite(b)
     one = a * 0.0 + 1.0
     less = exact & (difference < 0.0) | ~exact & (a < b)
     more = exact & (difference > 0.0) | ~exact & (a > b)
-    known = select(more, 1.0, select(less, -1.0, 0.0 * one))
-    return nets.fit_term_count([select((a != a) | (b != b), 2.0, known)], n)
+    sign = select(more, 1.0, select(less, -1.0, 0.0 * one))
+    return fit_term_count([select((a != a) | (b != b), 2.0, sign)], n)
 
 
 FUNCTIONS: dict[str, ExpansionFunction] = {
-    "add": ExpansionFunction(2, lambda x, n: nets.finish_zero_signs(x[0][0] + x[1][0], add(x[0], x[1], n)), True),
-    "sub": ExpansionFunction(
-        2, lambda x, n: nets.finish_zero_signs(x[0][0] - x[1][0], add(x[0], negate(x[1]), n)), True
-    ),
-    "mul": ExpansionFunction(2, lambda x, n: nets.finish_zero_signs(x[0][0] * x[1][0], multiply(x[0], x[1], n)), True),
-    "div": ExpansionFunction(2, lambda x, n: nets.divide_in_range(x[0], x[1], n), True),
-    "sqrt": ExpansionFunction(1, lambda x, n: nets.take_root_in_range(x[0], n), True),
-    "reciprocal": ExpansionFunction(1, lambda x, n: nets.divide_in_range([nets.make_one_like(x[0][0])], x[0], n), True),
+    "add": ExpansionFunction(2, lambda x, y, n: finish_zero_signs(x[0] + y[0], add(x, y, n)), True),
+    "sub": ExpansionFunction(2, lambda x, y, n: finish_zero_signs(x[0] - y[0], add(x, negate(y), n)), True),
+    "mul": ExpansionFunction(2, lambda x, y, n: finish_zero_signs(x[0] * y[0], multiply(x, y, n)), True),
+    "div": ExpansionFunction(2, divide_in_range, True),
+    "sqrt": ExpansionFunction(1, take_root_in_range, True),
+    "reciprocal": ExpansionFunction(1, _take_reciprocal, True),
     "addcmul": ExpansionFunction(3, _addcmul, True),
     "renormalize": ExpansionFunction(1, _renormalize, True),
     "compare": ExpansionFunction(2, _find_sign_of_difference, True),
-    "exp": ExpansionFunction(1, exp),
-    "expm1": ExpansionFunction(1, expm1),
-    "log": ExpansionFunction(1, log),
-    "log1p": ExpansionFunction(1, log1p),
-    "sinh": ExpansionFunction(1, sinh),
-    "cosh": ExpansionFunction(1, cosh),
-    "tanh": ExpansionFunction(1, tanh),
-    "asinh": ExpansionFunction(1, asinh),
-    "acosh": ExpansionFunction(1, acosh),
-    "sigmoid": ExpansionFunction(1, sigmoid),
     "pow": ExpansionFunction(2, raise_to_power),
-    "sin": ExpansionFunction(1, sin),
-    "cos": ExpansionFunction(1, cos),
-    "atan": ExpansionFunction(1, atan),
-    "erf": ExpansionFunction(1, erf),
-    "erfc": ExpansionFunction(1, erfc),
     "hypot": ExpansionFunction(2, hypot),
 }
+_UNARY = (exp, expm1, log, log1p, sinh, cosh, tanh, asinh, acosh, sigmoid, sin, cos, atan, erf, erfc)
+FUNCTIONS |= {function.__name__: ExpansionFunction(1, function) for function in _UNARY}
 
 # What ends a division whose remainder is known: functions of (a, r, b). `_pointwise` makes r by "remainder step".
 REMAINDER_STEP_NAME = "remainder step"
-DIVISIONS: dict[str, ExpansionFunction] = {
-    "fmod": ExpansionFunction(3, fmod),
-    "remainder": ExpansionFunction(3, remainder),
-    "trunc_divide": ExpansionFunction(3, trunc_divide),
-    "floor_divide": ExpansionFunction(3, floor_divide),
-}
+_DIVISIONS = (fmod, remainder, trunc_divide, floor_divide)
+DIVISIONS = {function.__name__: ExpansionFunction(3, function) for function in _DIVISIONS}
 NETWORKS = {**FUNCTIONS, **DIVISIONS, REMAINDER_STEP_NAME: ExpansionFunction(2, take_remainder_step)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,17 +50,13 @@ def matmul(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     >>> [float(part) for part in matmul(x, y, components=2, dtype=torch.float64)] == [2.0**-60, 0.0]
     True
     """
-    _check_matrices(a, b, components, dtype)
-    if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b)):
-        return tuple(_matmul_operator([*a, *b], len(a), components, dtype))
-    return _multiply_stacks(a, b, components, dtype)
-
-
-def _check_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> None:
     check_components((a[0].dtype, len(a)), (b[0].dtype, len(b)), (dtype, components))
     x, y = a[0].shape, b[0].shape
     if len(x) < 2 or len(y) < 2 or x[-1] != y[-2]:
         raise ValueError(f"matmul takes (..., M, K) and (..., K, N), got {tuple(x)} and {tuple(y)}")
+    if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b)):
+        return tuple(_matmul_operator([*a, *b], len(a), components, dtype))
+    return _multiply_stacks(a, b, components, dtype)
 
 
 def _find_result_shape(a: torch.Tensor, b: torch.Tensor) -> tuple[int, ...]:
@@ -79,13 +74,9 @@ def _multiply_stacks(a: Sequence[Any], b: Sequence[Any], components: int, dtype:
         a = [part.reshape(-1, part.shape[-1]) for part in a]
         made = _multiply_matrices(tuple(a), tuple(b), components, dtype)
     else:
-        a, b = ([_flatten_batch(part, shape[:-2]) for part in parts] for parts in (a, b))
+        a, b = ([part.expand(*shape[:-2], *part.shape[-2:]).flatten(0, -3) for part in parts] for parts in (a, b))
         made = _multiply_in_chunks(tuple(a), tuple(b), components, dtype)
     return tuple(part.reshape(shape) for part in made)
-
-
-def _flatten_batch(part: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
-    return part.expand(*batch, *part.shape[-2:]).reshape(math.prod(batch), *part.shape[-2:])
 
 
 def _multiply_in_chunks(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -122,17 +113,13 @@ def _multiply_matrices(a: Parts, b: Parts, components: int, dtype: torch.dtype) 
         return multiply_in_wide_type(a, b, components, dtype, work)
     if _is_like_a_dot_product(outputs, inner, a[0].numel() + b[0].numel()):
         return multiply_small_matrices(a, b, components, dtype)
-    return multiply_by_slices(_convert_to_float64(a), _convert_to_float64(b), components, dtype)
+    return multiply_by_slices(tuple(x.double() for x in a), tuple(x.double() for x in b), components, dtype)
 
 
 def _is_like_a_dot_product(outputs: int, inner: int, elements: int) -> bool:
     """Return whether slicing takes longer than computing each entry, by measured costs in microseconds."""
     sliced = 200 * -(-inner // SLICED_BLOCK_LENGTH) + 0.03 * elements + 0.0005 * outputs * inner
     return 250 + 0.02 * outputs * inner < sliced
-
-
-def _convert_to_float64(parts: Parts) -> Parts:
-    return parts if parts[0].dtype == torch.float64 else tuple(part.double() for part in parts)
 
 
 def _fake_matmul(parts: list[torch.Tensor], count: int, components: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -145,14 +132,6 @@ _matmul_operator = define_operator(
     lambda parts, count, components, dtype: list(_multiply_stacks(parts[:count], parts[count:], components, dtype)),
     _fake_matmul,
 )
-
-
-_GROUPED_OPERAND_SHAPES = {
-    (2, 3): "(M, K) and (G, K, N) with offsets of the rows",
-    (3, 2): "(G, M, K) and (K, N) with offsets of the columns",
-    (2, 2): "(M, K) and (K, N) with offsets of what is summed over",
-    (3, 3): "(G, M, K) and (G, K, N) without offsets",
-}
 
 
 def grouped_matmul(a: Parts, b: Parts, offsets: torch.Tensor | None, components: int, dtype: torch.dtype) -> Parts:
@@ -179,7 +158,20 @@ def grouped_matmul(a: Parts, b: Parts, offsets: torch.Tensor | None, components:
     >>> grouped_matmul(x, experts, torch.tensor([1, 3]), components=1, dtype=torch.float32)[0].flatten().tolist()
     [10.0, 200.0, 300.0]
     """
-    _check_grouped_operands(a[0].shape, b[0].shape, offsets)
+    x, y = a[0].shape, b[0].shape
+    groups, ranks = [shape[0] for shape in (x, y) if len(shape) == 3], (len(x), len(y))
+    if offsets is None:
+        fits = ranks == (3, 3) and x[0] == y[0]
+    else:
+        is_counted = offsets.dim() == 1 and offsets.dtype in (torch.int32, torch.int64)
+        fits = is_counted and ranks in ((2, 3), (3, 2), (2, 2)) and groups in ([], [len(offsets)])
+    if not fits or x[-1] != y[-2]:
+        given = "none" if offsets is None else f"{offsets.dtype} of shape {tuple(offsets.shape)}"
+        raise ValueError(
+            "grouped_mm takes (G, M, K) and (G, K, N) without offsets, or int32 or int64 offsets, one for each group: "
+            "of the rows of (M, K) beside (G, K, N), of the columns of (K, N) beside (G, M, K), or of K of (M, K) and "
+            f"(K, N); got {tuple(x)} and {tuple(y)}, offsets {given}"
+        )
     if offsets is None:
         return matmul(a, b, components, dtype)
     if torch.compiler.is_compiling() or any(type(part) is not torch.Tensor for part in (*a, *b, offsets)):
@@ -187,63 +179,37 @@ def grouped_matmul(a: Parts, b: Parts, offsets: torch.Tensor | None, components:
     return tuple(_multiply_groups([*a, *b], len(a), offsets, components, dtype))
 
 
-def _check_grouped_operands(a: torch.Size, b: torch.Size, offsets: torch.Tensor | None) -> None:
-    kind = _GROUPED_OPERAND_SHAPES.get((len(a), len(b)))
-    if kind is None or a[-1] != b[-2] or (offsets is None) != (len(a) == len(b) == 3):
-        allowed = "; ".join(_GROUPED_OPERAND_SHAPES.values())
-        given = "none" if offsets is None else tuple(offsets.shape)
-        raise ValueError(f"grouped_mm takes {allowed}; got {tuple(a)} and {tuple(b)}, offsets {given}")
-    groups = next((shape[0] for shape in (a, b) if len(shape) == 3), None)
-    if offsets is None:
-        if a[0] != b[0]:
-            raise ValueError(f"grouped_mm of {a[0]} and {b[0]} groups: allowed are as many on both sides")
-    elif offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64) or groups not in (None, len(offsets)):
-        raise ValueError(
-            f"grouped_mm takes one integer offset for each of {groups or 'the'} groups (int32 or int64), got "
-            f"{offsets.dtype} of shape {tuple(offsets.shape)}"
-        )
-
-
-def _find_grouped_shape(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> tuple[Any, ...]:
-    shape = (a.shape[-2], b.shape[-1])
-    return (offsets.shape[0], *shape) if a.dim() == b.dim() else shape
+def _make_grouped_results(
+    parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    a, b = parts[0], parts[count]
+    batch = (offsets.shape[0],) if a.dim() == b.dim() else ()
+    return [a.new_zeros((*batch, a.shape[-2], b.shape[-1]), dtype=dtype) for _ in range(components)]
 
 
 def _multiply_groups(
     parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     a, b = (tuple(part.detach() for part in some) for some in (parts[:count], parts[count:]))
-    ends = offsets.tolist()
-    limit = a[0].shape[0] if b[0].dim() == 3 else b[0].shape[-1] if a[0].dim() == 3 else a[0].shape[-1]
+    cuts_rows, cuts_columns, ends = b[0].dim() == 3, a[0].dim() == 3, offsets.tolist()
+    limit = a[0].shape[0] if cuts_rows else b[0].shape[-1]
+    limit = limit if cuts_rows or cuts_columns else a[0].shape[-1]
     if [0, *ends] != sorted([0, *ends]) or (ends and ends[-1] > limit):
         raise ValueError(f"grouped_mm takes offsets that never decrease, from 0 to {limit}; got {ends}")
-    made = [a[0].new_zeros(_find_grouped_shape(a[0], b[0], offsets), dtype=dtype) for _ in range(components)]
+    made = _make_grouped_results(parts, count, offsets, components, dtype)
     for group, (start, end) in enumerate(zip([0, *ends], ends)):
-        where = slice(start, end)
-        left = tuple(_take_group(part, group, where, rows=b[0].dim() == 3) for part in a)
-        right = tuple(_take_group(part, group, where, rows=a[0].dim() == 2) for part in b)
-        product = matmul(left, right, components, dtype)
+        rows, columns = (slice(start, end),), (slice(None), slice(start, end))
+        left: Any = (group,) if cuts_columns else rows if cuts_rows else columns
+        right: Any = (group,) if cuts_rows else columns if cuts_columns else rows
+        at: Any = rows if cuts_rows else columns if cuts_columns else (group,)
+        product = matmul(tuple(x[left] for x in a), tuple(y[right] for y in b), components, dtype)
         for into, part in zip(made, product, strict=True):
-            at = group if a[0].dim() == b[0].dim() else (where if b[0].dim() == 3 else (slice(None), where))
             into[at] = part
     return made
-
-
-def _take_group(part: torch.Tensor, group: int, where: slice, rows: bool) -> torch.Tensor:
-    if part.dim() == 3:
-        return part[group]
-    return part[where] if rows else part[:, where]
-
-
-def _fake_grouped_matmul(
-    parts: list[torch.Tensor], count: int, offsets: torch.Tensor, components: int, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    shape = _find_grouped_shape(parts[0], parts[count], offsets)
-    return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
 
 
 _grouped_operator = define_operator(
     "grouped_matmul(Tensor[] parts, int count, Tensor offsets, int components, ScalarType dtype) -> Tensor[]",
     _multiply_groups,
-    _fake_grouped_matmul,
+    _make_grouped_results,
 )

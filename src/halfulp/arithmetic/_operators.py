@@ -1,4 +1,4 @@
-"""Arithmetic on expansions without branches: + - * / and roots of sums of components.
+"""Arithmetic on expansions without branches: error-free transforms, + - * / and roots of sums of components.
 
 An expansion is a list of values, the largest first, each at most half an ulp of the one before. Two components follow
 the algorithms and bounds of Joldes, Muller and Popescu (ACM TOMS 44, 2017) and Lefevre, Louvet, Muller, Picot and
@@ -8,6 +8,8 @@ more components are distilled from all exact partial results: at most 2^-(n p - 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ..kernels import (
@@ -16,13 +18,57 @@ from ..kernels import (
     is_float64,
     power,
     power_below,
+    product_error,
     round_to_float32,
     select,
     shared_network,
     square_root,
     times_power,
 )
-from ._error_free import Terms, distill_terms, fast_two_sum, sweep_terms, two_product, two_sum
+
+Terms = list[Any]  # of values: tensors, or traced ones
+
+
+def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+    """a + b = s + e exactly, s = fl(a + b) (Knuth 1969, Moller 1965); 6 operations."""
+    s = a + b
+    other = s - a
+    return s, (a - (s - other)) + (b - other)
+
+
+def fast_two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+    """a + b = s + e exactly for |a| >= |b| or a = 0 (Dekker 1971); 3 operations."""
+    s = a + b
+    return s, b - (s - a)
+
+
+def two_product(a: Any, b: Any) -> tuple[Any, Any]:
+    """a b = p + e exactly where e is representable, p = fl(a b)."""
+    p = a * b
+    return p, product_error(a, b, p)
+
+
+def sweep_terms(terms: Terms, first: int = 0) -> Terms:
+    """Add error-free from the last term up to `first`: the sum stays, its head gathers there (VecSum)."""
+    out = list(terms)
+    for i in range(len(out) - 2, first - 1, -1):
+        out[i], out[i + 1] = two_sum(out[i], out[i + 1])
+    return out
+
+
+@shared_network
+def distill_terms(terms: Terms, keep: int) -> Terms:
+    """Return the `keep` leading components of a sum of any terms: pass after pass, each fixing one more of them.
+
+    The order of the terms does not matter, nor how much of them cancels (Priest 1992; Ogita, Rump, Oishi 2005: each
+    pass divides the condition of what is left by an ulp).
+    """
+    out = list(terms)
+    for _ in range(2):
+        out = sweep_terms(out)
+    for first in range(1, min(keep, len(out) - 1) + 1):
+        out = sweep_terms(sweep_terms(out, first), first - 1)
+    return out[:keep] + [out[0] * 0.0] * (keep - len(out))
 
 
 def finish_special_values(plain, terms: Terms) -> Terms:
@@ -53,11 +99,6 @@ def negate(x: Terms) -> Terms:
     return [-t for t in x]
 
 
-def make_one_like(x):
-    """1, of a value's kind."""
-    return select(is_finite(x), x, 0.0) * 0.0 + 1.0
-
-
 def scale_terms(x: Terms, factor) -> Terms:
     """x times a power of two."""
     return [t * factor for t in x]
@@ -73,21 +114,14 @@ def add(x: Terms, y: Terms, n: int) -> Terms:
     if len(x) == 1:
         return fit_term_count(list(two_sum(x[0], y[0])), n)
     if n <= 2 and len(x) == 2:
-        return (_add_plain(x, y[0]) if len(y) == 1 else _add_two(x, y))[:n]
+        high, low = two_sum(x[0], y[0])
+        if len(y) == 1:
+            return list(fast_two_sum(high, x[1] + low))[:n]
+        t, t1 = two_sum(x[1], y[1])
+        v, w = fast_two_sum(high, low + t)
+        return list(fast_two_sum(v, t1 + w))[:n]
     merged = [t for pair in zip(x, y) for t in pair] + list(x[len(y) :])
     return distill_terms(merged, n)
-
-
-def _add_plain(x: Terms, y) -> Terms:
-    high, low = two_sum(x[0], y)
-    return list(fast_two_sum(high, x[1] + low))
-
-
-def _add_two(x: Terms, y: Terms) -> Terms:
-    s, s1 = two_sum(x[0], y[0])
-    t, t1 = two_sum(x[1], y[1])
-    v, w = fast_two_sum(s, s1 + t)
-    return list(fast_two_sum(v, t1 + w))
 
 
 @shared_network
@@ -100,19 +134,12 @@ def multiply(x: Terms, y: Terms, n: int) -> Terms:
     if len(x) == 1:
         return fit_term_count(list(two_product(x[0], y[0])), n)
     if n == 2:
-        return _multiply_plain(x, y[0]) if len(y) == 1 else _multiply_two(x, y)
+        high, low = two_product(x[0], y[0])
+        if len(y) > 1:
+            return list(fast_two_sum(high, low + (x[0] * y[1] + x[1] * y[0])))
+        t, t1 = fast_two_sum(high, x[1] * y[0])
+        return list(fast_two_sum(t, t1 + low))
     return _distill_product(x, y, n)
-
-
-def _multiply_plain(x: Terms, y) -> Terms:
-    c, c1 = two_product(x[0], y)
-    t, t1 = fast_two_sum(c, x[1] * y)
-    return list(fast_two_sum(t, t1 + c1))
-
-
-def _multiply_two(x: Terms, y: Terms) -> Terms:
-    c, c1 = two_product(x[0], y[0])
-    return list(fast_two_sum(c, c1 + (x[0] * y[1] + x[1] * y[0])))
 
 
 def _distill_product(x: Terms, y: Terms, n: int) -> Terms:
@@ -131,14 +158,6 @@ def _distill_product(x: Terms, y: Terms, n: int) -> Terms:
     for _ in range(n):
         terms = sweep_terms(terms)
     return distill_terms(terms[: 2 * n], n)
-
-
-def multiply_and_add(x: Terms, y, factor: Terms) -> Terms:
-    """x + y factor to two components: at most 4 u^2 (|x| + |y factor|) off, half the work of a product and a sum."""
-    p, e = two_product(factor[0], y)
-    high, low = two_sum(x[0], p)
-    rest = low + (e + factor[1] * y if len(factor) > 1 else e)
-    return list(fast_two_sum(high, x[1] + rest))
 
 
 @shared_network

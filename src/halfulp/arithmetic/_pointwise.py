@@ -39,9 +39,16 @@ from ..kernels import (
 from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
 from ..kernels.triton._expansions import MOST_INSTRUCTIONS, VECTOR_ELEMENTS, PointwiseKernel
 from ..kernels.triton._launch import find_checked_kernel
-from ._error_free import Terms, fast_two_sum, two_sum
-from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, REMAINDER_STEP_NAME, evaluate_far_angles, find_far_angles
-from ._operators import SIXTEEN_BIT_LIMITS, float16_to_float64, round_to_components, to_float64_terms
+from ._functions import DIVISIONS, FUNCTIONS, LARGEST_ANGLE, NETWORKS, REMAINDER_STEP_NAME, evaluate_far_angles
+from ._operators import (
+    SIXTEEN_BIT_LIMITS,
+    Terms,
+    fast_two_sum,
+    float16_to_float64,
+    round_to_components,
+    to_float64_terms,
+    two_sum,
+)
 
 # Outside of these magnitudes float32 overflows, or loses bits below its normal numbers.
 _LEAST_SAFE_WORD, _GREATEST_SAFE_WORD = (127 - 100) << 24, (127 + 126) << 24
@@ -54,11 +61,7 @@ def make_quick_function(
 ) -> tuple[Callable[..., Terms], torch.dtype] | None:
     """Return a function of the operands' components to the result's, and whether they are in doubt; and its arithmetic.
 
-    Args:
-        name: of the function of expansions.
-        counts: components of the operands.
-        components: of the result.
-        dtype: of all components.
+    `counts` are the operands' numbers of components, `components` the result's, all of one dtype.
     """
     if name not in _ARITHMETIC_OPERATORS or dtype not in SIXTEEN_BIT_LIMITS:
         return None
@@ -160,6 +163,7 @@ _ROW_LENGTH = 8192
 _ARRAY_TYPE_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which cost less to make than tensors
 
 
+@dataclass(eq=False)
 class ElementwiseKernels:
     """A function of a few values per element, as kernels that fill tensors with its results.
 
@@ -174,44 +178,27 @@ class ElementwiseKernels:
         exact: whether the terms are numbers of `written`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Callable[..., Terms],
-        arithmetic: torch.dtype,
-        stored: Dtypes,
-        written: Dtypes,
-        quick_function: tuple[Callable[..., Terms], torch.dtype] | None = None,
-        exact: bool = False,
-    ) -> None:
-        self.name, self.function, self.arithmetic, self.exact = name, function, arithmetic, exact
-        self.quick_function = quick_function
-        self.stored, self.written = stored, written
-        self.label = f"{name} of {', '.join(map(str, stored))}"
+    name: str
+    function: Callable[..., Terms]
+    arithmetic: torch.dtype
+    stored: Dtypes
+    written: Dtypes
+    quick_function: tuple[Callable[..., Terms], torch.dtype] | None = None
+    exact: bool = False
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape; they may be inputs too) from inputs that broadcast to them."""
-        written = tuple(outputs)
-        if written[0].numel() and not self.fill_outputs(inputs, written):
+        written, count, device = tuple(outputs), outputs[0].numel(), outputs[0].device
+        engine = select_engine(device.type)
+        if not count:
+            return
+        if engine == "llvm":
+            run_on_broadcast_operands(self.kernel, inputs, written)
+        elif engine == "triton" and (kernel := self._find_triton_kernel(device, count % VECTOR_ELEMENTS == 0)):
+            kernel(inputs, written)
+        else:
             for target, term in zip(written, self.evaluate(inputs), strict=True):
                 target.copy_(term)
-
-    def fill_outputs(self, inputs: Sequence[torch.Tensor], outputs: Parts) -> bool:
-        """Fill contiguous tensors of one shape from inputs that broadcast to them; False if no kernel can."""
-        engine = select_engine(outputs[0].device.type)
-        if engine == "llvm":
-            if outputs[0].numel():
-                run_on_broadcast_operands(self.kernel, inputs, outputs)
-            return True
-        kernel = (
-            self._find_triton_kernel(outputs[0].device, outputs[0].numel() % VECTOR_ELEMENTS == 0)
-            if engine == "triton"
-            else None
-        )
-        if kernel is None:
-            return False
-        kernel(inputs, outputs)
-        return True
 
     def evaluate(self, inputs: Sequence[torch.Tensor]) -> Terms:
         """Return the terms, by plain torch."""
@@ -226,16 +213,12 @@ class ElementwiseKernels:
     @functools.cached_property
     def kernel(self) -> Callable[..., Any]:
         """The kernel of the processor."""
-        return compile_trace(
-            self.name, *self.recorded_trace, self.stored, self.written, self._record_quick_trace(), self.exact
-        )
-
-    def _record_quick_trace(self) -> QuickTrace | None:
-        if self.quick_function is None:
-            return None
-        trace, found = record_function(*self.quick_function, len(self.stored))
-        *results, doubt = (value.number for value in found)
-        return QuickTrace(trace, tuple(results), doubt)
+        quick = None
+        if self.quick_function is not None:
+            trace, found = record_function(*self.quick_function, len(self.stored))
+            *results, doubt = (value.number for value in found)
+            quick = QuickTrace(trace, tuple(results), doubt)
+        return compile_trace(self.name, *self.recorded_trace, self.stored, self.written, quick, self.exact)
 
     @functools.cached_property
     def triton_kernel(self) -> PointwiseKernel:
@@ -244,30 +227,22 @@ class ElementwiseKernels:
 
     def _find_triton_kernel(self, device: torch.device, whole: bool) -> Any:
         """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
-        if self.triton_kernel.size > MOST_INSTRUCTIONS:
-            note_fallback(
-                "engine",
-                f"{self.label} is too long for Triton, {self.triton_kernel.size} instructions: plain torch instead",
-            )
+        label, size = f"{self.name} of {', '.join(map(str, self.stored))}", self.triton_kernel.size
+        if size > MOST_INSTRUCTIONS:
+            note_fallback("engine", f"{label} is too long for Triton, {size} instructions: plain torch instead")
             return None
         count = 512 if whole else 515
-        return find_checked_kernel(
-            (self, whole),
-            self.label,
-            device,
-            lambda: self.triton_kernel,
-            lambda kernel, device: self._run_trial_on_device(kernel, device, count),
-            lambda: [part[:count] for part in self._compute_trial_by_torch()],
-        )
+        trial = [part[:count] for part in _make_trial_inputs(self.stored)]
 
-    def _run_trial_on_device(self, kernel: PointwiseKernel, device: torch.device, count: int) -> list[torch.Tensor]:
-        inputs = [part[:count].to(device) for part in _make_trial_inputs(self.stored)]
-        made = [torch.empty(count, dtype=dtype, device=device) for dtype in self.written]
-        kernel(inputs, made)
-        return [part.cpu() for part in made]
+        def run(kernel: PointwiseKernel, device: torch.device) -> list[torch.Tensor]:
+            made = [torch.empty(count, dtype=dtype, device=device) for dtype in self.written]
+            kernel([part.to(device) for part in trial], made)
+            return [part.cpu() for part in made]
 
-    def _compute_trial_by_torch(self) -> list[torch.Tensor]:
-        return [term.to(dtype) for term, dtype in zip(self.evaluate(_make_trial_inputs(self.stored)), self.written)]
+        def reference() -> list[torch.Tensor]:
+            return [term.to(dtype) for term, dtype in zip(self.evaluate(trial), self.written)]
+
+        return find_checked_kernel((self, whole), label, device, lambda: self.triton_kernel, run, reference)
 
 
 @functools.cache
@@ -298,13 +273,6 @@ class PointwiseCall:
         few = max(self.components, *(count for _, count in self.operands)) <= 2
         return torch.float32 if narrow and few and NETWORKS[self.name].any_precision else torch.float64
 
-    @property
-    def working_components(self) -> int:
-        """The number of components, in that arithmetic, that carry the result and a few bits more."""
-        if self.arithmetic == self.dtype:
-            return self.components
-        return -(-(self.components * PRECISION[self.dtype] + 4) // PRECISION[self.arithmetic])
-
     def evaluate(self, *values: Any) -> Terms:
         """Return the function of all operands' components, in the arithmetic's type."""
         operands, rest = [], list(values)
@@ -315,10 +283,12 @@ class PointwiseCall:
             elif dtype != self.arithmetic:
                 parts = to_float64_terms(parts)
             operands.append(parts)
-        terms = NETWORKS[self.name].network(operands, self.working_components)
+        network = NETWORKS[self.name].network
         if self.dtype == self.arithmetic:
-            return terms[: self.components]
-        return round_to_components(terms, self.dtype, self.components)
+            return network(*operands, self.components)[: self.components]
+        # So many components carry the result and a few bits more.
+        working = -(-(self.components * PRECISION[self.dtype] + 4) // PRECISION[self.arithmetic])
+        return round_to_components(network(*operands, working), self.dtype, self.components)
 
     @functools.cached_property
     def kernels(self) -> ElementwiseKernels:
@@ -423,8 +393,8 @@ def check_components(*kinds: tuple[torch.dtype, int]) -> None:
 
 def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
     if call.name in ANGLE_FUNCTION_NAMES:
-        far = find_far_angles(flat[0])
-        if far is not None:
+        far = (flat[0].abs() > LARGEST_ANGLE) & torch.isfinite(flat[0])
+        if bool(far.any()):
             return _run_far_angles(call, flat, far, out)
     if call.name in DIVISIONS and len(call.operands) == 2:
         return _run_division(call, flat, out)
@@ -432,7 +402,8 @@ def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | No
     shape = first.shape
     for part in flat:
         if part.shape != shape:
-            shape = _broadcast_shapes({part.shape for part in flat if part.dim()})
+            shapes = {part.shape for part in flat if part.dim()}  # mostly one
+            shape = shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
             break
     if out is not None and all(part.is_contiguous() and part.shape == shape for part in out):
         written = out
@@ -449,16 +420,12 @@ def _run_call(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | No
 
 def _run_far_angles(call: PointwiseCall, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
     """Run a function of angles of which some are beyond the kernels' reduction."""
-    made = _run_call(call, [part.masked_fill(far, 0.0) for part in flat], None)
     exact = evaluate_far_angles(call.name, [part[far] for part in flat])
     rest = pointwise("renormalize", exact, components=call.components, dtype=call.dtype)
+    made = _run_call(call, [part.masked_fill(far, 0.0) for part in flat], out)
     for part, some in zip(made, rest, strict=True):
         part[far] = some
-    if out is None:
-        return made
-    for target, part in zip(out, made, strict=True):
-        target.copy_(part)
-    return out
+    return made
 
 
 def _run_division(call: PointwiseCall, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
@@ -497,11 +464,6 @@ def _is_written_before_read(part: torch.Tensor, out: Parts) -> bool:
     return not any(part.data_ptr() == other.data_ptr() and part.shape == other.shape for other in out) or (
         not part.is_contiguous()
     )
-
-
-def _broadcast_shapes(shapes: set[torch.Size]) -> torch.Size:
-    """Return the shape that all shapes with dimensions broadcast to; mostly there is one."""
-    return next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
 
 
 def _make_outputs_like(first: torch.Tensor, shape: torch.Size, dtype: torch.dtype, components: int) -> Parts:
@@ -589,17 +551,13 @@ def _run_operator(
     return list(_run_call(_make_call(name, tuple(kinds), components, dtype), parts, None))
 
 
-def _fake_pointwise(
-    name: str, parts: list[torch.Tensor], counts: list[int], components: int, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    shape = torch.broadcast_shapes(*(part.shape for part in parts))
-    return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
-
-
 _pointwise_operator = define_operator(
     "pointwise(str name, Tensor[] parts, int[] counts, int components, ScalarType dtype) -> Tensor[]",
     _run_operator,
-    _fake_pointwise,
+    lambda name, parts, counts, components, dtype: [
+        parts[0].new_empty(torch.broadcast_shapes(*(part.shape for part in parts)), dtype=dtype)
+        for _ in range(components)
+    ],
 )
 
 
@@ -625,13 +583,10 @@ def merge(parts: Parts, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     >>> merge((torch.tensor(1.0), torch.tensor(2.0**-30)), torch.float64).item() - 1 == 2.0**-30
     True
     """
-    if len(parts) > 2 and dtype == torch.float64:
-        return _break_tie(*pointwise("renormalize", parts, components=3, dtype=dtype))
-    return pointwise("renormalize", parts, components=1, dtype=dtype)[0]
-
-
-def _break_tie(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
-    """Round canonical components to one: the first, or its neighbour if a third component decides a tie."""
+    if len(parts) <= 2 or dtype != torch.float64:
+        return pointwise("renormalize", parts, components=1, dtype=dtype)[0]
+    first, second, third = pointwise("renormalize", parts, components=3, dtype=dtype)
+    # Where the second is half a spacing, the third decides the tie.
     other = first + 2 * second
     tie = (other - first == 2 * second) & (torch.nextafter(first, other) == other) & (second != 0)
     return torch.where(tie & (third.sign() == second.sign()), other, first)
@@ -654,7 +609,7 @@ def compare(a: Parts, b: Parts) -> torch.Tensor:
 
 
 ScaledOperand = tuple[Parts, torch.Tensor | None]
-_OperandKind = tuple[torch.dtype, int, bool]
+_OperandKinds = tuple[tuple[torch.dtype, int, bool], ...]
 
 
 def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> bool:
@@ -667,10 +622,7 @@ def can_run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand]) -> 
 def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], components: int) -> tuple[Parts, torch.Tensor]:
     """Return a function as float64 components, and the magnitude of each element, 0 where it is not finite.
 
-    Args:
-        name: see `pointwise`.
-        operands: components, and their 0-d scale, or None.
-        components: of the result.
+    Each operand is its components, and their 0-d scale or None.
     """
     kinds = tuple((parts[0].dtype, len(parts), scale is not None) for parts, scale in operands)
     first = operands[0][0][0]
@@ -687,14 +639,9 @@ def run_on_scaled_operands(name: str, operands: Sequence[ScaledOperand], compone
 def round_under_scale(
     wide: Parts, scale: torch.Tensor, components: int, dtype: torch.dtype, keeps: bool = False
 ) -> Parts:
-    """Return the components whose sum times a scale is the value of float64 components.
+    """Return the components whose sum times a scale, 0-d and a power of two, is the value of float64 components.
 
-    Args:
-        wide: of the value.
-        scale: 0-d, a power of two.
-        components: of the result.
-        dtype: of the result's components.
-        keeps: whether no element becomes 0 that is none.
+    With `keeps` no element becomes 0 that is none.
     """
     made = _make_outputs_like(wide[0], wide[0].shape, dtype, components)
     # A product with the reciprocal has the quotient's bits, as scales are powers of two.
@@ -707,7 +654,7 @@ def _list_scale(scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 
 
 @functools.cache
-def _make_scaled_kernels(name: str, kinds: tuple[_OperandKind, ...], components: int) -> ElementwiseKernels:
+def _make_scaled_kernels(name: str, kinds: _OperandKinds, components: int) -> ElementwiseKernels:
     def function(*values: Any) -> Terms:
         rest, operands = list(values), []
         for dtype, count, scaled in kinds:
@@ -718,7 +665,7 @@ def _make_scaled_kernels(name: str, kinds: tuple[_OperandKind, ...], components:
             else:
                 terms = parts if dtype == torch.float64 else to_float64_terms(parts)
             operands.append(terms)
-        made = NETWORKS[name].network(operands, components)[:components]
+        made = NETWORKS[name].network(*operands, components)[:components]
         return [*made, select(is_finite(made[0]), abs(made[0]), 0.0)]
 
     stored = tuple(one for dtype, count, scaled in kinds for one in [*[dtype] * count, *[torch.float32] * scaled])

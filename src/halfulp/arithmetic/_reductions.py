@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ..kernels import (
     BLOCK,
@@ -24,8 +25,8 @@ from ..kernels import (
 )
 from ..kernels.triton._expansions import ReductionKernel
 from ..kernels.triton._launch import find_checked_kernel
-from ._error_free import Terms, two_sum
-from ._operators import add, divide_in_range, gather_terms, multiply, round_to_components
+from ._exact_sums import find_result_shape, normalize_dims
+from ._operators import Terms, add, divide_in_range, gather_terms, multiply, round_to_components, two_sum
 from ._pointwise import PRECISION, Parts, pointwise
 
 # Of a matrix from which on its rows are reduced in segments, each by one thread.
@@ -91,32 +92,18 @@ def running(parts: Parts, dim: int, components: int) -> Parts:
 
 
 def _run_reduction(kind: str, parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool) -> Parts:
-    dims = _normalize_dims(parts[0].dim(), dim)
-    if torch.compiler.is_compiling() or not all(map(_is_readable, parts)):
+    dims = normalize_dims(parts[0].dim(), dim)
+    # A kernel reads memory, without lazy signs and zeros.
+    if torch.compiler.is_compiling() or any(
+        type(part) is not torch.Tensor or part.is_neg() or part._is_zerotensor() for part in parts
+    ):
         return tuple(_reduction_operator(kind, list(parts), dims, components, keepdim))
     return _reduce_dims(kind, parts, dims, components, keepdim)
 
 
-def _is_readable(part: torch.Tensor) -> bool:
-    """Return whether a kernel may read a component's memory directly, without lazy signs and zeros."""
-    return type(part) is torch.Tensor and not part.is_neg() and not part._is_zerotensor()
-
-
-def _normalize_dims(rank: int, dim: int | Sequence[int] | None) -> list[int]:
-    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
-        return list(range(rank))
-    dims = [dim] if isinstance(dim, int) else list(dim)
-    if rank == 0:
-        return []
-    for d in dims:
-        if not -rank <= d < rank:
-            raise IndexError(f"dimension {d} is out of range for {rank} dimensions")
-    return sorted({d % rank for d in dims})
-
-
 def _reduce_dims(kind: str, parts: Parts, dims: Sequence[int], components: int, keepdim: bool) -> Parts:
     shape, dtype = parts[0].shape, parts[0].dtype
-    after = [1 if d in dims else shape[d] for d in range(len(shape)) if keepdim or d not in dims]
+    after = find_result_shape(shape, dims, keepdim)
     matrices, sizes = _view_as_matrices(parts, dims)
     made = _reduce_columns(kind, matrices, sizes, components, dtype, after)
     if made[0].device.type == "cpu" and _is_finite(made[0]):  # nobody waits for a CPU
@@ -253,8 +240,11 @@ class _Reduction(NamedTuple):
     def add_row(self, *values: Any) -> Terms:
         """Add the next row to a block's state."""
         width, state, row = self.width, list(values[: self.width]), list(values[self.width :])
-        if self.stored != torch.float64:
-            row = _combine_in_float64(row)
+        if self.stored != torch.float64 and len(row) == 2:  # which one float64 holds
+            row = [row[0] + row[1]]
+        elif self.stored != torch.float64 and len(row) > 2:
+            high, low = two_sum(row[0], row[1])
+            row = list(two_sum(high, low + sum(row[3:], row[2])))
         if self.kind == "prod":
             return multiply(state, row, width)
         if not self._adds_errors_plainly:
@@ -302,14 +292,6 @@ class _Reduction(NamedTuple):
     def neutral_element(self) -> float:
         """The neutral element."""
         return 1.0 if self.kind == "prod" else 0.0
-
-
-def _combine_in_float64(row: Terms) -> Terms:
-    """Combine float32 components in float64: up to two in one, more in two."""
-    if len(row) <= 2:
-        return [row[0] + row[1]] if len(row) == 2 else row
-    high, low = two_sum(row[0], row[1])
-    return list(two_sum(high, low + sum(row[3:], row[2])))
 
 
 def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _ReadingOrder, shape: Sequence[int]) -> Parts:
@@ -395,7 +377,8 @@ def _reduce_segment_by_torch(reduction: _Reduction, parts: list[torch.Tensor], c
     """Reduce one segment in torch, in the order of the kernel: rows side by side, then lanes by halves."""
     (many, rows, columns), several = parts[0].shape, cut.several
     turns = -(-rows // several)
-    lanes = [_pad_rows(part, turns * several, 0.0 if k else reduction.neutral_element) for k, part in enumerate(parts)]
+    frame = (0, 0, 0, turns * several - rows)
+    lanes = [pad(part, frame, value=0.0 if k else reduction.neutral_element) for k, part in enumerate(parts)]
     held = _reduce_in_blocks(reduction, [part.reshape(many, turns, several * columns) for part in lanes])
     while several > 1:
         half = (several + 1) // 2
@@ -419,27 +402,14 @@ def _reduce_in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms
     return held
 
 
-def _pad_rows(part: torch.Tensor, rows: int, value: float) -> torch.Tensor:
-    """Append rows of the neutral element."""
-    return torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[1]), value=value)
-
-
-def _run_operator(
-    kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool
-) -> list[torch.Tensor]:
-    return list(_reduce_dims(kind, tuple(parts), dims, components, keepdim))
-
-
 def _fake_reduction(
     kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool
 ) -> list[torch.Tensor]:
-    shape = parts[0].shape
-    after = [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
-    return [parts[0].new_empty(after) for _ in range(components)]
+    return [parts[0].new_empty(find_result_shape(parts[0].shape, dims, keepdim)) for _ in range(components)]
 
 
 _reduction_operator = define_operator(
     "reduce(str kind, Tensor[] parts, int[] dims, int components, bool keepdim) -> Tensor[]",
-    _run_operator,
+    lambda kind, parts, *given: list(_reduce_dims(kind, tuple(parts), *given)),
     _fake_reduction,
 )

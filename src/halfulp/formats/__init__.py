@@ -2,6 +2,7 @@
 
 from ._block import BlockFormat as BlockFormat
 from ._block import block_names as block_names
+from ._block import block_rows as block_rows
 from ._block import get_block as get_block
 from ._block import mxfp4 as mxfp4
 from ._block import mxfp6_e2m3 as mxfp6_e2m3
@@ -9,6 +10,8 @@ from ._block import mxfp6_e3m2 as mxfp6_e3m2
 from ._block import mxfp8_e4m3 as mxfp8_e4m3
 from ._block import mxfp8_e5m2 as mxfp8_e5m2
 from ._block import nvfp4 as nvfp4
+from ._block import register as register
+from ._block import rows as rows
 from ._catalog import bf16 as bf16
 from ._catalog import e2m1fn as e2m1fn
 from ._catalog import e2m3fn as e2m3fn
@@ -35,6 +38,3 @@ from ._reference import all_values as all_values
 from ._reference import decode as decode
 from ._reference import encode as encode
 from ._reference import round_exact as round_exact
-from ._register import block_rows as block_rows
-from ._register import register as register
-from ._register import rows as rows

@@ -1,10 +1,16 @@
-"""Block formats as data: elements that share a scale."""
+"""Block formats as data, formats of one's own under a name, and all that have a name as rows of plain data."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from ._catalog import e2m1fn, e2m3fn, e3m2fn, e4m3fn, e5m2, e8m0
+from .._names import enter
+from ._catalog import CATALOG, e2m1fn, e2m3fn, e3m2fn, e4m3fn, e5m2, e8m0, find_format, get
 from ._format import Format
+
+if TYPE_CHECKING:
+    import torch
 
 ScaleRounding = Literal["up", "floor", "nearest"]
 
@@ -128,3 +134,86 @@ def get_block(format: BlockFormat | str) -> BlockFormat:
             ' hu.BlockFormat("mine", element=hu.formats.e2m1fn, scale=hu.formats.e8m0, block=32)'
         )
     return BLOCK_FORMATS[key]
+
+
+def get_any(format: Format | BlockFormat | str | torch.dtype) -> Format | BlockFormat:
+    """Return the format, or block format, that an argument stands for or looks like; raises as `get` and `get_block`.
+
+    >>> get_any("bf16").name, get_any("MXFP4").name
+    ('bf16', 'mxfp4')
+    """
+    if isinstance(format, BlockFormat):
+        return format
+    if isinstance(format, str):
+        name = format.strip().lower()
+        if name.startswith(("mx", "nvfp")) or name in BLOCK_FORMATS:
+            return get_block(format)
+    return get(format)
+
+
+AnyFormat = TypeVar("AnyFormat", Format, BlockFormat)
+
+
+def register(format: AnyFormat) -> AnyFormat:
+    """Make a format known by its name wherever a format's name is taken.
+
+    Optimizers, recipes, `quantize`, `emulate`, the command line and files know it then as they know a catalogued one. A
+    format need not be registered to be used: the object serves as well.
+
+    Args:
+        format: the format; its name is in lower case.
+
+    Returns:
+        The format.
+
+    Raises:
+        TypeError: it is no format.
+        ValueError: the name stands for another format already, or is not in lower case.
+
+    >>> register(Format("bfloat16", exponent_bits=4, mantissa_bits=5))
+    Traceback (most recent call last):
+    ...
+    ValueError: the name 'bfloat16' stands for bf16 already: choose another name
+    """
+    if not isinstance(format, Format | BlockFormat):
+        raise TypeError(f"a format is a hu.Format or a hu.BlockFormat; got {type(format).__name__}")
+    registry: dict[str, Any] = CATALOG if isinstance(format, Format) else BLOCK_FORMATS
+    if format.name != format.name.lower().replace("-", "_"):
+        raise ValueError(f"a format is looked up in lower case and with _ for -: name it so, not {format.name!r}")
+    known = find_format(format.name) or BLOCK_FORMATS.get(format.name)
+    if known is not None and known != format and registry.get(format.name) != format:
+        raise ValueError(f"the name {format.name!r} stands for {known.name} already: choose another name")
+    enter("format", registry, format.name, format, str(format))
+    return format
+
+
+def rows() -> list[dict[str, Any]]:
+    """Return one dict of plain values per format: its fields, its derived properties, and its dtype's names.
+
+    >>> row = rows()[3]
+    >>> row["name"], row["bits"], row["max"], row["binades"], row["torch_dtype"]
+    ('fp16', 16, 65504.0, 40, 'float16')
+    """
+    fields: tuple[str, ...] = ("name", "bits", "exponent_bits", "mantissa_bits", "bias", "max", "min")
+    fields += ("smallest_normal", "smallest_subnormal", "eps", "emax", "emin", "binades")
+    fields += ("infinities", "nan", "subnormals", "signed", "signed_zero", "zero", "overflow")
+    return [
+        {field: getattr(format, field) for field in fields}
+        | {"torch_dtype": format.torch_dtype_name, "ml_dtypes_name": format.ml_dtypes_name}
+        for format in CATALOG.values()
+    ]
+
+
+def block_rows() -> list[dict[str, Any]]:
+    """Return one dict of plain values per block format.
+
+    >>> block_rows()[-1]
+    {'name': 'nvfp4', 'element': 'e2m1fn', 'scale': 'e4m3fn', 'block': 16, 'tensor_scale': True,
+     'scale_rounding': 'nearest', 'bits_per_value': 4.5}
+    """
+    fields = ("block", "tensor_scale", "scale_rounding", "bits_per_value")
+    return [
+        {"name": format.name, "element": format.element.name, "scale": format.scale.name}
+        | {field: getattr(format, field) for field in fields}
+        for format in BLOCK_FORMATS.values()
+    ]

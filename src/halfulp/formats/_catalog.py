@@ -36,8 +36,8 @@ e8m0: Format = Format(
     "e8m0", 8, 0, infinities=False, nan="all_ones", subnormals=False, signed=False, zero=False, overflow="nan"
 )
 
-_WIDEST_FORMATS = (fp64, fp32, tf32, fp16, bf16, e8m5, e8m3, e8m1, e5m2, e5m2fnuz, e4m3, e4m3fn, e4m3fnuz, e3m4)
-CATALOG = {format.name: format for format in (*_WIDEST_FORMATS, e3m2fn, e2m3fn, e2m1fn, e8m0)}
+_WIDEST_FIRST = (fp64, fp32, tf32, fp16, bf16, e8m5, e8m3, e8m1, e5m2, e5m2fnuz, e4m3, e4m3fn, e4m3fnuz, e3m4)
+CATALOG = {format.name: format for format in (*_WIDEST_FIRST, e3m2fn, e2m3fn, e2m1fn, e8m0)}
 
 _FORMATS_BY_ALIAS = {
     "double": fp64,
@@ -90,14 +90,27 @@ def get(format: Format | str | torch.dtype) -> Format:
     if not isinstance(format, str):
         import torch
 
-        if isinstance(format, torch.dtype):
-            return _find_format_of_dtype(str(format).removeprefix("torch."))
-        raise TypeError(f"a format is a hu.Format, a name such as 'bf16' or a torch.dtype; got {type(format).__name__}")
+        if not isinstance(format, torch.dtype):
+            kind = type(format).__name__
+            raise TypeError(f"a format is a hu.Format, a name such as 'bf16' or a torch.dtype; got {kind}")
+        name = str(format).removeprefix("torch.")
+        if name == "float4_e2m1fn_x2":  # packed, it stands for its element
+            return e2m1fn
+        if name not in _FORMATS_BY_DTYPE_NAME:
+            known = ", ".join(_FORMATS_BY_DTYPE_NAME)
+            raise ValueError(f"torch.{name} is no floating-point format; torch's dtypes that are: {known}")
+        return _FORMATS_BY_DTYPE_NAME[name]
     key = format.strip().lower().removeprefix("torch.").replace("-", "_")
-    found = find_format(key)
-    if found is None:
-        raise ValueError(_describe_unknown_name(format, key))
-    return found
+    if found := find_format(key):
+        return found
+    if key.startswith(("mx", "nvfp")):
+        raise ValueError(f"{format!r} is no format of single numbers; block formats come from hu.formats.get_block")
+    near = difflib.get_close_matches(key, [*CATALOG, *_FORMATS_BY_ALIAS], n=4, cutoff=0.5)
+    meant = f"did you mean {', '.join(near)}? " if near else ""
+    raise ValueError(
+        f"unknown format {format!r}: {meant}Known are {', '.join(CATALOG)}, torch's dtype names, and eXmY for any IEEE"
+        f' layout; your own is hu.formats.register(hu.Format("mine", exponent_bits=4, mantissa_bits=4))'
+    )
 
 
 def get_signed(format: Format | str | torch.dtype) -> Format:
@@ -144,26 +157,3 @@ def parse(name: str) -> Format | None:
     layout = Format if bias is None else partial(Format, bias=int(bias))
     made = layout(name, int(exponent), int(mantissa), infinities=not fnuz, nan="negative_zero" if fnuz else "ieee")
     return next((known for known in CATALOG.values() if known.layout == made.layout), made)
-
-
-def _find_format_of_dtype(name: str) -> Format:
-    """Return the format of a torch dtype's name; the packed float4 stands for its element."""
-    if name == "float4_e2m1fn_x2":
-        return e2m1fn
-    if name not in _FORMATS_BY_DTYPE_NAME:
-        raise ValueError(
-            f"torch.{name} is no floating-point format; torch's dtypes that are: {', '.join(_FORMATS_BY_DTYPE_NAME)}"
-        )
-    return _FORMATS_BY_DTYPE_NAME[name]
-
-
-def _describe_unknown_name(given: str, key: str) -> str:
-    """Return the error for a name that stands for no format."""
-    if key.startswith(("mx", "nvfp")):
-        return f"{given!r} is no format of single numbers; block formats come from hu.formats.get_block"
-    near = difflib.get_close_matches(key, [*CATALOG, *_FORMATS_BY_ALIAS], n=4, cutoff=0.5)
-    meant = f"did you mean {', '.join(near)}? " if near else ""
-    return (
-        f"unknown format {given!r}: {meant}Known are {', '.join(CATALOG)}, torch's dtype names, and eXmY for any IEEE"
-        f' layout; your own is hu.formats.register(hu.Format("mine", exponent_bits=4, mantissa_bits=4))'
-    )

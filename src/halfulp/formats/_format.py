@@ -28,22 +28,16 @@ TORCH_NAMES_BY_LAYOUT: dict[tuple[Any, ...], str] = {
     (8, 0, 127, *SCALE_SPECIALS): "float8_e8m0fnu",
 }
 
-# Format.layout -> name in ml_dtypes (numpy's own types are not repeated there).
-ML_DTYPES_NAMES_BY_LAYOUT: dict[tuple[Any, ...], str] = {
-    (8, 7, 127, *IEEE_SPECIALS): "bfloat16",
-    (5, 2, 15, *IEEE_SPECIALS): "float8_e5m2",
-    (5, 2, 16, *FNUZ_SPECIALS): "float8_e5m2fnuz",
+# Those that ml_dtypes has besides, which repeats no types of numpy.
+_NAMES_BEYOND_TORCH: dict[tuple[Any, ...], str] = {
     (4, 3, 7, *IEEE_SPECIALS): "float8_e4m3",
-    (4, 3, 7, *FN_SPECIALS): "float8_e4m3fn",
-    (4, 3, 8, *FNUZ_SPECIALS): "float8_e4m3fnuz",
     (4, 3, 11, *FNUZ_SPECIALS): "float8_e4m3b11fnuz",
     (3, 4, 3, *IEEE_SPECIALS): "float8_e3m4",
     (3, 2, 3, *FINITE_SPECIALS): "float6_e3m2fn",
     (2, 3, 1, *FINITE_SPECIALS): "float6_e2m3fn",
     (2, 1, 1, *FINITE_SPECIALS): "float4_e2m1fn",
-    (8, 0, 127, *SCALE_SPECIALS): "float8_e8m0fnu",
 }
-
+_NUMPY_NAMES = ("float64", "float32", "float16")
 
 NaN = Literal["ieee", "all_ones", "negative_zero"]
 Overflow = Literal["inf", "nan", "saturate"]
@@ -205,7 +199,8 @@ class Format:
     @property
     def ml_dtypes_name(self) -> str | None:
         """Name of this layout in ml_dtypes, or None."""
-        return ML_DTYPES_NAMES_BY_LAYOUT.get(self.layout)
+        name = _NAMES_BEYOND_TORCH.get(self.layout, self.torch_dtype_name)
+        return None if name in _NUMPY_NAMES else name
 
     def holds(self, other: Format) -> bool:
         """Return whether every finite number of ``other`` is one of this format's (-0 and NaN left aside).

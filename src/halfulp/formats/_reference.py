@@ -3,7 +3,7 @@
 import math
 import numbers
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from ._format import Format, Overflow
 
@@ -57,8 +57,13 @@ def round_exact(
     >>> round_exact(1.125, e2m1fn, "stochastic", u=Fraction(1, 5))
     1.5
     """
-    policy = _check_overflow_policy(format, overflow)
-    _check_mode(mode, u)
+    policy = check_overflow_policy(format, overflow)
+    if mode not in get_args(RoundingName):
+        raise ValueError(f"mode is one of {', '.join(get_args(RoundingName))}; got {mode!r}")
+    if (mode == "stochastic") != (u is not None):
+        raise ValueError(f"u is given with mode 'stochastic' and only there; got mode {mode!r} and u {u!r}")
+    if u is not None and not 0 <= u < 1:
+        raise ValueError(f"u lies in [0, 1), got {u!r}")
     sign, magnitude = _split_sign(x)
     if magnitude is None:
         return math.nan
@@ -114,10 +119,14 @@ def encode(value: float | Fraction, format: Format) -> int:
     sign, magnitude = _split_sign(value)
     if magnitude is None:
         return _find_nan_code(format)
-    _check_member(value, sign, magnitude, format)
     if isinstance(magnitude, float):  # an infinity
-        code = format.max_code + 1
-    elif magnitude < Fraction(format.smallest_normal):
+        if not format.infinities or (sign < 0 and not format.signed):
+            raise ValueError(f"{format.name} has no {value}; its largest number is {format.max}")
+        return format.max_code + 1 | (sign < 0) << (format.exponent_bits + format.mantissa_bits)
+    rounded = round_exact(value, format, overflow="saturate")
+    if rounded != value or math.copysign(1, rounded) != sign:
+        raise ValueError(f"{value} is no number of {format.name}; round it first: round_exact gives {rounded}")
+    if magnitude < Fraction(format.smallest_normal):
         code = int(magnitude / Fraction(format.smallest_subnormal))
     else:
         exponent = _floor_log2(magnitude)
@@ -143,7 +152,7 @@ def all_values(format: Format) -> list[float]:
     return sorted(values)
 
 
-def _check_overflow_policy(format: Format, overflow: Overflow | None) -> Overflow:
+def check_overflow_policy(format: Format, overflow: str | None) -> Overflow:
     """Return the overflow policy that applies, checked."""
     policy = format.overflow if overflow is None else overflow
     if policy not in get_args(Overflow):
@@ -151,17 +160,7 @@ def _check_overflow_policy(format: Format, overflow: Overflow | None) -> Overflo
         raise ValueError(f"overflow is one of {allowed}, or None for the format's own; got {overflow!r}")
     if policy == "inf" and not format.infinities:
         raise ValueError(f"{format.name} has no infinities: overflow='inf' is not possible, take 'saturate' or 'nan'")
-    return policy
-
-
-def _check_mode(mode: RoundingName, u: Fraction | None) -> None:
-    """Raise for an unknown mode, and for a draw that is missing, out of range or not wanted."""
-    if mode not in get_args(RoundingName):
-        raise ValueError(f"mode is one of {', '.join(get_args(RoundingName))}; got {mode!r}")
-    if (mode == "stochastic") != (u is not None):
-        raise ValueError(f"u is given with mode 'stochastic' and only there; got mode {mode!r} and u {u!r}")
-    if u is not None and not 0 <= u < 1:
-        raise ValueError(f"u lies in [0, 1), got {u!r}")
+    return cast("Overflow", policy)
 
 
 def _split_sign(x: float | Fraction) -> tuple[int, Fraction | float | None]:
@@ -187,7 +186,9 @@ def _round_magnitude(
     """Round a magnitude to the format's grid, extended beyond its largest number."""
     if not format.zero and magnitude < Fraction(format.smallest_normal):
         return Fraction(format.smallest_normal)
-    spacing = _find_spacing(magnitude, format)
+    spacing = Fraction(format.smallest_subnormal)
+    if magnitude >= Fraction(format.smallest_normal):
+        spacing = Fraction(2) ** (_floor_log2(magnitude) - format.mantissa_bits)
     steps = magnitude // spacing
     fraction = magnitude / spacing - steps
     away = {
@@ -198,13 +199,6 @@ def _round_magnitude(
         "stochastic": u is not None and u < fraction,
     }[mode]
     return (steps + away) * spacing
-
-
-def _find_spacing(magnitude: Fraction, format: Format) -> Fraction:
-    """Return the distance between the neighbours of a magnitude."""
-    if magnitude < Fraction(format.smallest_normal):
-        return Fraction(format.smallest_subnormal)
-    return Fraction(2) ** (_floor_log2(magnitude) - format.mantissa_bits)
 
 
 def _floor_log2(magnitude: Fraction) -> int:
@@ -234,14 +228,3 @@ def _find_nan_code(format: Format) -> int:
     if format.nan == "all_ones":
         return (1 << width) - 1
     return (format.max_code + 1) | 1 << (format.mantissa_bits - 1)
-
-
-def _check_member(value: float | Fraction, sign: int, magnitude: Fraction | float, format: Format) -> None:
-    """Raise unless the format has this number."""
-    if magnitude == math.inf:
-        if format.infinities and (sign > 0 or format.signed):
-            return
-        raise ValueError(f"{format.name} has no {value}; its largest number is {format.max}")
-    rounded = round_exact(value, format, overflow="saturate")
-    if rounded != value or math.copysign(1, rounded) != sign:
-        raise ValueError(f"{value} is no number of {format.name}; round it first: round_exact gives {rounded}")

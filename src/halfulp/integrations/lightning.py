@@ -20,7 +20,7 @@ import torch
 
 from .. import optim
 from ..gradients import AdaptiveGradScaler
-from ..optim._inner_optimizer import inner_optimizer
+from ..optim._optimizer import find_inner_optimizer
 from ..recipes import Recipe as _Recipe
 from ..recipes import contract, convert, get
 from ..recipes._contract import Contract
@@ -134,7 +134,7 @@ class Precision(_lightning_package.Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Create the averages of the module as it is trained."""
         if self.ema_decay is not None:
-            own = [inner_optimizer(one) for one in trainer.optimizers]
+            own = [find_inner_optimizer(one) for one in trainer.optimizers]
             keeps = next((one for one in own if isinstance(one, optim.Optimizer)), None)
             self.ema = optim.EMA(pl_module, self.ema_decay, optimizer=keeps)
 
@@ -203,4 +203,4 @@ class Precision(_lightning_package.Callback):
                 getattr(one, mode)()
 
     def _list_optimizers(self, trainer: Any) -> list[torch.optim.Optimizer]:
-        return [inner_optimizer(one) for one in trainer.optimizers]
+        return [find_inner_optimizer(one) for one in trainer.optimizers]

@@ -27,7 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .. import optim
 from .._names import unknown
 from ..optim._group_options import read_defaults
-from ..optim._inner_optimizer import inner_optimizer
+from ..optim._optimizer import find_inner_optimizer
 from ..optim.parameters._random_identity import plain_names
 from ..pages import write_whole
 from ..recipes import contract
@@ -160,14 +160,14 @@ class PrecisionCallback(TrainerCallback):
         saved = os.path.join(_checkpoint_folder(args, state), CONTRACT_FILE)
         if self.contract and state.global_step and os.path.exists(saved):
             with open(saved, encoding="utf-8") as file:
-                Contract.from_dict(json.load(file)).check(more["model"], inner_optimizer(more["optimizer"]))
+                Contract.from_dict(json.load(file)).check(more["model"], find_inner_optimizer(more["optimizer"]))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Write both files into the checkpoint's folder."""
         folder = _checkpoint_folder(args, state)
         if not (args.should_save and os.path.isdir(folder)):
             return
-        model, stepped = more["model"], inner_optimizer(more["optimizer"])
+        model, stepped = more["model"], find_inner_optimizer(more["optimizer"])
         held = contract(model, stepped)
         if self.contract:
             write_whole(os.path.join(folder, CONTRACT_FILE), json.dumps(held.to_dict(), indent=1))
@@ -183,7 +183,7 @@ class PrecisionCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **more: Any
     ) -> None:
         """Add the share of lost updates to the logs and to the history."""
-        stepped = inner_optimizer(more.get("optimizer"))
+        stepped = find_inner_optimizer(more.get("optimizer"))
         if not (self.lost_updates and isinstance(stepped, optim.Optimizer) and logs is not None):
             return
         seen = stepped.report()

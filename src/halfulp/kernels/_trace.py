@@ -334,7 +334,7 @@ def power_below(x):
     return (x.contiguous().view(word) & mask).view(x.dtype)
 
 
-def exponent(x):
+def exponent(x: Any) -> Any:
     """floor(log2 |x|) for a normal x, as a real number."""
     if isinstance(x, Traced):
         return x.trace.emit("exponent", (x,))
@@ -343,7 +343,7 @@ def exponent(x):
     return (biased - _EXPONENT_BIAS[x.dtype]).to(x.dtype)
 
 
-def power(k):
+def power(k: Any) -> Any:
     """2^k for an integer k in the range of normal numbers."""
     if isinstance(k, Traced):
         return k.trace.emit("power", (k,))

@@ -15,11 +15,11 @@ from ._float32 import float32_gradients as float32_gradients
 from ._gradient_release import GradientRelease as GradientRelease
 from ._gradient_release import release_gradients as release_gradients
 from ._halp import HALP as HALP
-from ._inner_optimizer import report as report
 from ._lost_updates import LostUpdateReport as LostUpdateReport
 from ._optimizer import OPTIMIZERS as OPTIMIZERS
 from ._optimizer import Optimizer as Optimizer
 from ._optimizer import register_optimizer as register_optimizer
+from ._optimizer import report as report
 from ._published_algorithms import LAMB as LAMB
 from ._published_algorithms import AdamWScheduleFree as AdamWScheduleFree
 from ._published_algorithms import Adan as Adan

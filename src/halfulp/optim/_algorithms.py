@@ -6,7 +6,7 @@ import fnmatch
 import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Unpack
 
 import torch
@@ -42,12 +42,8 @@ _EMBEDDING_OR_HEAD_NAME = re.compile(
 )
 
 
-# Which parameters are Muon's: by globs over names, or by name and parameter; None to tell them by shape and name.
-MuonChoice = str | Sequence[str] | Callable[[str, torch.Tensor], bool] | None
-
-
-def _is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
-    return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD_NAME.search(name)
+# Which parameters are Muon's: by a glob over names, or by name and parameter; None to tell them by shape and name.
+MuonChoice = str | Callable[[str, torch.Tensor], bool] | None
 
 
 @register_optimizer
@@ -382,17 +378,6 @@ class Adafactor(Optimizer):
                 raise ValueError(f"{name}={group[name]!r} is not allowed: give a number that is {said}")
 
 
-def _warn_of_shared_rate(lr: float) -> None:
-    """Warn of a learning rate that suits orthogonal steps but is large for the AdamW groups that share it."""
-    if lr >= 0.01:
-        warnings.warn(
-            f"Muon's lr={lr:g} is that of its AdamW groups too, for which it is large: give adamw_lr=3e-4 or so, "
-            'a "lr" in these groups, or adjust_lr_fn="match_rms_adamw", under which both take one rate',
-            UserWarning,
-            stacklevel=find_users_level(),
-        )
-
-
 @register_optimizer
 class Muon(Optimizer):
     """Muon: matrices step by their momentum made orthogonal (kellerjordan.github.io/posts/muon), as torch.optim.Muon.
@@ -456,27 +441,28 @@ class Muon(Optimizer):
 
         Args:
             params: parameters, pairs of name and parameter, or groups of either.
-            use_muon: which parameters are Muon's instead: a glob over names or several, or a function of name and
-                parameter.
+            use_muon: which parameters are Muon's instead: a glob over names, or a function of name and parameter.
 
         Raises:
             ValueError: a glob that matches no name.
+            TypeError: neither a glob nor a function.
 
         >>> import torch, halfulp as hu
         >>> groups = hu.optim.Muon.split_groups(torch.nn.Linear(3, 2).named_parameters())
         >>> [([name for name, _ in group["params"]], group["use_muon"]) for group in groups]
         [(['weight'], True), (['bias'], False)]
         """
+        if use_muon is not None and not isinstance(use_muon, str) and not callable(use_muon):
+            raise TypeError(f"use_muon={use_muon!r}: give one glob over names, or a function of name and parameter")
+
+        def chooses(name: str, parameter: torch.Tensor) -> bool:
+            if isinstance(use_muon, str):
+                return fnmatch.fnmatchcase(name, use_muon)
+            if use_muon is not None:
+                return use_muon(name, parameter)
+            return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD_NAME.search(name)
+
         given: list[Any] = [*params]
-        globs = () if use_muon is None or callable(use_muon) else (use_muon,) if isinstance(use_muon, str) else use_muon
-        matched: set[str] = set()
-
-        def is_matched(name: str, _: torch.Tensor) -> bool:
-            own = [glob for glob in globs if fnmatch.fnmatchcase(name, glob)]
-            matched.update(own)
-            return bool(own)
-
-        chooses = use_muon if callable(use_muon) else _is_hidden_matrix if use_muon is None else is_matched
         found: list[dict[str, Any]] = []
         for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
             members = [group["params"]] if isinstance(group["params"], torch.Tensor) else [*group["params"]]
@@ -488,11 +474,8 @@ class Muon(Optimizer):
                 found.append({**group, "params": members})
             else:
                 found += [{**group, "params": some, "use_muon": is_muons} for is_muons, some in parts.items() if some]
-        for glob in globs:
-            if glob not in matched:
-                raise ValueError(
-                    f"use_muon={use_muon!r}: {glob!r} matches no name; give globs over the names of matrices"
-                )
+        if isinstance(use_muon, str) and not any(group.get("use_muon") for group in found):
+            raise ValueError(f"use_muon={use_muon!r} matches no name; give a glob over the names of matrices")
         return found
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
@@ -521,8 +504,14 @@ class Muon(Optimizer):
                 param_group.setdefault(name, value)
         super().add_param_group(param_group)
         adjusted = {group.get("adjust_lr_fn") for group in (self.defaults, *self.param_groups)}
-        if has_muons_rate and "match_rms_adamw" not in adjusted:
-            _warn_of_shared_rate(float(self.defaults["lr"]))
+        if has_muons_rate and "match_rms_adamw" not in adjusted and float(self.defaults["lr"]) >= 0.01:
+            warnings.warn(
+                f"Muon's lr={float(self.defaults['lr']):g} is that of its AdamW groups too, for which it is large: "
+                'give adamw_lr=3e-4 or so, a "lr" in these groups, or adjust_lr_fn="match_rms_adamw", under which both '
+                "take one rate",
+                UserWarning,
+                stacklevel=find_users_level(),
+            )
         for name in self._adamw_options:
             self.param_groups[-1].pop(name, None)
 

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import copy
-import warnings
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_SUFFIX
 
-from .._messages import find_users_level, listed, name_differences
-from ..formats import Format
+from .._messages import listed, name_differences
 from ..kernels import keeping_subnormals
 from ..mctensor import MCTensor
+from ..rounding._random_bits import STREAM_VERSION
 from ..scaled import ScaledTensor
-from ._group_options import read_own_version
-from ._state_dict_validation import (
-    SWITCHABLE_STATES,
-    VERSION_KEY,
-    check_saved_groups,
-    check_saved_shape,
-    find_saved_state,
-    fit_saved_state,
-    has_other_identities,
-    is_halfulp_file,
-    read_saved_step,
-    read_states_begun,
-    refuse_confusing_keys,
-    refuse_newer_keys,
-    refuse_other_random_stream,
-)
-from ._storage import Store
+from ._group_options import check_group_options, read_own_version
 from .parameters._local_tensors import is_dtensor, local, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import (
@@ -46,23 +30,40 @@ from .parameters._outside_writes import (
     set_weight,
 )
 from .parameters._parameter_plan import ParameterPlan
-from .parameters._random_identity import plain_names
+from .parameters._random_identity import list_identities, plain_names
 from .parameters._state_tensors import (
     BEGUN,
     STORAGE_SUFFIXES,
+    check_codec_version,
+    decode_saved_state,
     find_block_length,
     find_packed_block_length,
     is_auxiliary_name,
-    list_codec_versions,
     set_initial_values,
 )
-from .parameters._step_spec import StepSpec
+from .rules._update_rule import StateSlot
 from .states._codec import finite_amax
-from .states._int8_blocks import scale_shape
-from .states._state import StateChoice, make_state
+from .states._int8_blocks import CODEC_VERSION, scale_shape
+from .states._state import Codec
 from .step._batch import PlanCache
 from .step._scales import choose_weight_scale
-from .weight_updates._weight_update import WeightUpdate
+from .weight_updates._weight_update import WeightUpdate, find_weight_update
+
+# Options that torch.optim's groups got later than others, and what older files that lack them mean.
+_LATER_OPTIONS = {
+    **dict.fromkeys(("maximize", "nesterov", "amsgrad", "decoupled_weight_decay"), False),
+    **dict.fromkeys(("capturable", "differentiable"), False),
+    **dict.fromkeys(("foreach", "fused")),
+}
+# Options by which the file of another rule is known.
+_RULE_OPTIONS = {
+    *("lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lr_decay"),
+    *("momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size", "lambd"),
+}
+_HALFULP_OPTIONS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
+# In a saved group: the version of this library that saved it.
+VERSION_KEY = "halfulp"
+_NOT_LOADED = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream", VERSION_KEY)
 
 
 class CheckpointMixin(torch.optim.Optimizer):
@@ -77,9 +78,6 @@ class CheckpointMixin(torch.optim.Optimizer):
         def _clear_plans(self) -> None: ...
         def _create_caches(self) -> None: ...
         def _check_hyperparameters(self, group: dict[str, Any]) -> None: ...
-        def _choose_step_spec(
-            self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
-        ) -> StepSpec: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data as torch.optim does: loads with weights_only, every state in its own dtype.
@@ -95,10 +93,9 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the state_dict before the post hooks have run."""
         self._follow_group_edits()
-        places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
+        places = list(walk_model_parameters(self))
         refuse_confusing_keys(self.state)
-        held = [self.state.get(group["params"][position]) for group, position in places]
-        beside = [self._auxiliary_tensors_to_save(*place) if state else {} for place, state in zip(places, held)]
+        beside = [self._auxiliary_tensors_to_save(group, k) if self.state.get(p) else {} for group, k, p in places]
         hooks, self._optimizer_state_dict_post_hooks = self._optimizer_state_dict_post_hooks, OrderedDict()
         try:
             saved = super().state_dict()
@@ -107,15 +104,16 @@ class CheckpointMixin(torch.optim.Optimizer):
         for number, state in saved["state"].items():
             if not isinstance(number, int) or not 0 <= number < len(places):  # the user's, or a hook's
                 continue
-            group, position = places[number]
-            parameter, state = group["params"][position], {**state, **beside[number]}
+            parameter, state = places[number][2], {**state, **beside[number]}
             plan = self._plans.get(parameter)
             whole = () if plan is None else plan.spec.factor_names  # the same on every rank
             placed = {
                 name: value if name in whole else _place_like_parameter(name, value, state, parameter)
                 for name, value in state.items()
             }
-            saved["state"][number] = list_codec_versions(state) | placed
+            # A reader that knows no codes finds a number where it wants a tensor, and stops.
+            versions = {name.removesuffix("_codes"): CODEC_VERSION for name in state if name.endswith("_codes")}
+            saved["state"][number] = versions | placed
         saved["param_groups"] = [_make_group_plain(group) for group in saved["param_groups"]]
         return saved
 
@@ -149,32 +147,20 @@ class CheckpointMixin(torch.optim.Optimizer):
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
-    def _check_random_bits(self, saved_groups: list[Mapping]) -> None:
-        """Refuse a file of another stream version for groups that draw bits; warn where the keys of bits differ."""
-        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
-            plans = (self._plans.get(parameter) for parameter in group["params"])
-            if not any(plan is not None and plan.spec.draws for plan in plans):
-                continue
-            refuse_other_random_stream(f"param group {number}", "the groups of the state_dict", saved)
-            if has_other_identities(group, saved):
-                warnings.warn(
-                    f"param group {number} was saved without names, which key random bits: stochastic rounding goes "
-                    "on, but with other bits than the saved run's; to go on with the same, save and load with "
-                    "optimizers made from model.named_parameters()",
-                    UserWarning,
-                    stacklevel=find_users_level(),
-                )
-
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
         self._follow_group_edits()
-        options = check_saved_groups(self.param_groups, state_dict, self._check_hyperparameters, self.defaults)
+        options = _check_saved_groups(self.param_groups, state_dict, self._check_hyperparameters, self.defaults)
         given = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for position, number in enumerate(saved["params"]):
-                given.append(
-                    (group, position, find_saved_state(state_dict, number, read_parameter_name(group, position)))
-                )
+                state = state_dict["state"].get(number, {})
+                if not isinstance(state, Mapping):
+                    raise ValueError(
+                        f"the state of parameter {read_parameter_name(group, position)} is {type(state).__name__}, not "
+                        "a dict: the file is damaged"
+                    )
+                given.append((group, position, state))
         known = {parameter for parameter, state in self.state.items() if state}
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
@@ -182,9 +168,11 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._clear_plans()
         is_own = is_halfulp_file(before, state_dict["param_groups"])
         try:
-            saved_groups = state_dict["param_groups"]
-            trial = [(*one, self._fit_saved_tensors(*one, is_own, saved_groups)) for one in given]
-            self._check_random_bits(saved_groups)
+            trial = [(*one, self._fit_saved_tensors(*one, is_own)) for one in given]
+            for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
+                plans = (self._plans.get(parameter) for parameter in group["params"])
+                if any(plan is not None and plan.spec.draws for plan in plans):
+                    refuse_other_random_stream(f"param group {number}", "the groups of the state_dict", saved)
         except Exception:
             for group, old in zip(self.param_groups, before):
                 group.clear()
@@ -209,42 +197,39 @@ class CheckpointMixin(torch.optim.Optimizer):
                     local(held[name]).copy_(local(value))
                 else:
                     held[name] = copy.deepcopy(value)
-            held["step"] = read_saved_step(state, "")
+            held["step"] = _read_saved_step(state, "")
             held.pop(BEGUN, None)
-            held.update(read_states_begun(state, held["step"]))
+            if isinstance(begun := state.get(BEGUN), int) and 0 < begun <= held["step"]:
+                held[BEGUN] = begun
             record_loaded_payload(self._plans[parameter], state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
         self.state.update({key: value for key, value in state_dict["state"].items() if key not in numbers})
 
-    def _fit_saved_tensors(
-        self, group: dict, position: int, state: Mapping, is_own: bool, saved_groups: list[Mapping]
-    ) -> dict[str, Any]:
+    def _fit_saved_tensors(self, group: dict, position: int, state: Mapping, is_own: bool) -> dict[str, Any]:
         """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries."""
         if not state:
             return {}
         plan = self._find_valid_plan(group, position)
-        read_saved_step(state, plan.name)
+        _read_saved_step(state, plan.name)
         fitted: dict[str, Any] = {}
         used = {"step", BEGUN, *plan.spec.rule.follows_from_step, *PAYLOAD_KEYS}
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
-            fitted |= fit_saved_state(plan, group, codec, rule_state, names, state)
+            fitted |= _fit_saved_state(plan, group, codec, rule_state, names, state)
         for name in plan.spec.factor_names:
             used.add(name)
-            fitted[name] = check_saved_shape(plan, name, state.get(name), plan.tensors[name], exact=False).float()
+            fitted[name] = _check_saved_shape(plan, name, state.get(name), plan.tensors[name], exact=False).float()
         for name in plan.spec.auxiliary_names:
             used.add(name)
             if name in state:
-                fitted[name] = check_saved_shape(plan, name, state[name], plan.tensors[name], exact=True)
+                fitted[name] = _check_saved_shape(plan, name, state[name], plan.tensors[name], exact=True)
             elif is_own and isinstance(state["step"], int):  # others' states under these groups count in tensors
                 raise ValueError(
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
         foreign = [key for key in state if key not in used and state[key] is not None]
-        unknown = [key for key in foreign if not str(key).startswith(SWITCHABLE_STATES)]
-        refuse_newer_keys("the state of parameter", plan.name, unknown, saved_groups)
         others = [key for key in foreign if is_auxiliary_name(key) or key.startswith("base.")]
         if others:
             raise ValueError(
@@ -280,19 +265,19 @@ class CheckpointMixin(torch.optim.Optimizer):
         for name, tensor in held.items():
             value = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
             place = places.get(id(tensor))
-            mine: Any = None if place is None else place[0]["params"][place[1]]
-            if place is not None and (isinstance(mine, MCTensor) or self.state.get(mine)):
+            if place is not None and (isinstance(tensor, MCTensor) or self.state.get(tensor)):
                 plan = self._find_valid_plan(*place)
                 parts = [*(part.contiguous() for part in plan.payloads), *read_auxiliary_tensors(plan)]
                 decoded = plan.spec.update.read(plan.spec.store, parts)
                 decoded = decoded * tensor.scale if plan.spec.scaled else decoded.clone()
-                found[name] = place_like(decoded.to(local(value).device), value)
+                found[name] = place_like(decoded, value)
             elif isinstance(value, (ScaledTensor, MCTensor)):
                 found[name] = value.decode(torch.float32)
-            elif isinstance(value, torch.Tensor) and value.is_floating_point() and not is_extra_state(name):
-                found[name] = value.to(torch.float32, copy=True)
+            elif isinstance(value, torch.Tensor):
+                is_weight = value.is_floating_point() and not name.endswith(EXTRA_STATE_SUFFIX)
+                found[name] = value.to(torch.float32 if is_weight else value.dtype, copy=True)
             else:
-                found[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                found[name] = value
         return found
 
     @keeping_subnormals()
@@ -311,16 +296,15 @@ class CheckpointMixin(torch.optim.Optimizer):
         missing, foreign = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
         if missing or foreign:
             raise ValueError(f"the state_dict {name_differences(missing, foreign)}: give one with the model's names")
-        extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if is_extra_state(name)}
+        extra = {names[name]: state_dict.pop(name) for name in tuple(state_dict) if name.endswith(EXTRA_STATE_SUFFIX)}
         wrong = [name for name, value in state_dict.items() if own[name].shape != getattr(value, "shape", None)]
         if wrong:
             raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
-        places = {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
+        places = {id(parameter): (group, k) for group, k, parameter in walk_model_parameters(self)}
         if not any(id(tensor) in places for tensor in own.values()):
             raise ValueError(
                 f"the optimizer holds none of the parameters of this {type(model).__name__}, and nothing of their low "
-                "bits: give the model that it steps; under release_gradients(offload='cpu'), which steps copies, load "
-                "before that"
+                "bits: give the model that it steps"
             )
         with torch.no_grad():
             for name, value in state_dict.items():
@@ -336,7 +320,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                 set_weight(plan, value)
             # Not by model.load_state_dict, whose hooks may ask for all that a model saves.
             for path, module in model.named_modules() if extra else ():
-                name = f"{path}.{_EXTRA_STATE_KEY_SUFFIX}".lstrip(".")
+                name = f"{path}.{EXTRA_STATE_SUFFIX}".lstrip(".")
                 if name in extra:
                     module.set_extra_state(extra[name])
 
@@ -345,11 +329,10 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._follow_group_edits()
         state: dict[str, Any] = super().__getstate__()
         held = state["state"] = state["state"].copy()
-        for group in self.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
-                if CHECKSUMS_KEY in saved:
-                    held[parameter] = {**held[parameter], **saved}
+        for group, position, parameter in walk_model_parameters(self):
+            saved = self._auxiliary_tensors_to_save(group, position) if held.get(parameter) else {}
+            if CHECKSUMS_KEY in saved:
+                held[parameter] = {**held[parameter], **saved}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -395,25 +378,209 @@ def _place_like_parameter(name: str, value: object, state: Mapping, parameter: t
 
 
 def _make_group_plain(group: dict) -> dict:
+    update = group["weight_update"]
     plain = {**group, VERSION_KEY: read_own_version()}
-    update, states, fmt = group["weight_update"], group["state_dtype"], group["format"]
     plain["weight_update"] = update.to_dict() if isinstance(update, WeightUpdate) else update
-    plain["state_dtype"] = _make_state_choice_plain(states)
-    plain["format"] = fmt.name if isinstance(fmt, Format) else fmt
-    plain["param_dtype"] = None if group["param_dtype"] is None else str(group["param_dtype"]).removeprefix("torch.")
+    # In words, as they are not loaded; torch.distributed.checkpoint wants in a file whatever a group has.
+    for name in ("state_dtype", "param_dtype", "format"):
+        plain[name] = None if group[name] is None else str(getattr(group[name], "name", group[name]))
     return plain
 
 
-def _make_state_choice_plain(given: StateChoice) -> object:
-    if isinstance(given, Mapping):
-        return {name: _make_state_choice_plain(value) for name, value in given.items()}
-    if given is None:
-        return None
-    state = make_state(given, torch.float32)
-    dtype = state.dtype if isinstance(state.dtype, str) else str(state.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "rounding": state.rounding, "block": state.block}
+def _check_saved_groups(
+    groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None], defaults: Mapping
+) -> list[dict]:
+    """Return the options that each group takes from a state_dict; raise ValueError if it does not fit these groups.
+
+    `check_numbers` is the optimizer's own check of a group's hyper-parameters.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
+    saved = state_dict["param_groups"]
+    grouped = isinstance(saved, list) and all(isinstance(group, Mapping) for group in saved)
+    if not grouped or not all(isinstance(group.get("params"), list) for group in saved):
+        raise ValueError("this is no optimizer state_dict: 'param_groups' must be a list of groups with 'params'")
+    sizes, own = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if sizes != own:
+        raise ValueError(f"the state_dict has groups of {sizes} parameters, this optimizer groups of {own}")
+    numbers = [number for group in saved for number in group["params"]]
+    states = state_dict["state"]
+    if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
+        raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
+    _refuse_newer_version(saved)
+    for mine, theirs in zip(groups, saved):
+        _check_group(mine, theirs, defaults)
+    return [_read_loaded_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
 
 
-def is_extra_state(name: str) -> bool:
-    """Return whether a name in a model's state_dict is that of a module's extra state."""
-    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+def refuse_confusing_keys(state: Mapping) -> None:
+    """Raise ValueError for entries of the user's own whose keys a file could not tell from parameters' numbers."""
+    for key in state:
+        if isinstance(key, int):
+            raise ValueError(
+                f"optimizer.state[{key!r}] is an entry of your own, but a state_dict numbers the states of its "
+                f"parameters: a file could not tell them apart; use another key, such as 'my_{key}'"
+            )
+
+
+def is_halfulp_file(groups: list[dict], saved: list[Mapping]) -> bool:
+    """Return whether an optimizer of this library saved some groups, for an optimizer with groups of its own.
+
+    Without names the file holds identities. A trainer that saves by name leaves the names themselves out of groups.
+    """
+    named = any("param_names" in group for group in groups)
+    return all(
+        "identities" in group or ("weight_update" in group and (named or "param_names" in group)) for group in saved
+    )
+
+
+def _is_keyed_by_name(saved: Mapping) -> bool:
+    """Return whether a saved group's parameters are names, which torch.distributed.checkpoint puts into our order.
+
+    What else the group says of its parameters, one by one, may be that of other parameters.
+    """
+    return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
+
+
+def _refuse_newer_version(saved: list[Mapping]) -> None:
+    """Raise ValueError for a file of a later minor version, which may hold what this one does not know."""
+    own = read_own_version()
+    for version in (str(group[VERSION_KEY]) for group in saved if VERSION_KEY in group):
+        ours, theirs = ([int(number) for number in re.findall(r"\d+", one)[:2]] for one in (own, version))
+        if ours < theirs:
+            raise ValueError(
+                f"halfulp {version} saved the state_dict, and this is {own}: load it with that (pip install "
+                f"'halfulp>={version}'), or take the weights alone over, by float32_state_dict there and "
+                "load_float32_state_dict here"
+            )
+
+
+def refuse_other_random_stream(what: str, place: str, saved: Mapping) -> None:
+    """Raise ValueError for what was saved with random bits of another version of the stream."""
+    version = saved.get("random_stream", 1)
+    if "weight_update" in saved and version != STREAM_VERSION:
+        raise ValueError(
+            f"{what} was saved under version {version!r} of the stream of random bits, known is "
+            f"{STREAM_VERSION}: its stochastic rounding would go on with other bits than the saved run's. To accept "
+            f"that, put 'random_stream': {STREAM_VERSION} into {place}; to go on with the same bits, "
+            "use the halfulp that saved it"
+        )
+
+
+def _read_saved_step(state: Mapping, name: str) -> int:
+    """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
+    given = state.get("step", int(isinstance(state.get("momentum_buffer"), torch.Tensor)))
+    if given == {}:  # what torch makes of an entry that a flat state lacks
+        raise ValueError(
+            f"the state holds nothing of parameter {name}: it is of another model, or of other parts of it"
+        )
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not 0 <= value < 2**53 or value != int(value):
+        raise ValueError(f"state of parameter {name}: step={given!r} is not a whole number")
+    return int(value)
+
+
+def _check_group(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
+    """Raise ValueError for a saved group of another rule, of other names, or under another weight update."""
+    unknown = sorted(_RULE_OPTIONS & theirs.keys() - mine.keys())
+    rules = (defaults.keys() | _RULE_OPTIONS) & mine.keys()
+    lacking = sorted(rules - theirs.keys() - _HALFULP_OPTIONS - _LATER_OPTIONS.keys())
+    if unknown or lacking:
+        raise ValueError(f"the state_dict is another optimizer's: a group of it {name_differences(lacking, unknown)}")
+    by_name = _is_keyed_by_name(theirs)
+    names, other = mine.get("param_names"), theirs.get("params" if by_name else "param_names")
+    if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
+        raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
+    both = list(zip(plain_names(names), plain_names(other), strict=True)) if names and other else []
+    if by_name:  # one may be the other behind the path of a part of the model
+        both = [(a, b) for a, b in both if not a.endswith(f".{b}") and not b.endswith(f".{a}")]
+    differing = [f"{b} for {a}" for a, b in both if a != b]
+    if differing:
+        raise ValueError(
+            f"the state_dict names other parameters, or these in another order, such as {', '.join(differing[:3])}: "
+            "give the parameters in the order of the optimizer that saved it"
+        )
+    if "weight_update" not in theirs:
+        return
+    saved, own = (one and find_weight_update(one) for one in (theirs["weight_update"], mine["weight_update"]))
+    if saved != own:
+        raise ValueError(
+            f"the state_dict was saved with weight_update={saved!r}, this optimizer has {own!r}: make it with the "
+            "same, or carry the weights over with float32_state_dict and load_float32_state_dict"
+        )
+
+
+def _read_loaded_options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
+    """Return a group's options after loading, checked as those of a new group are."""
+    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _NOT_LOADED}
+    taken = {**{key: value for key, value in _LATER_OPTIONS.items() if key in mine}, **taken}
+    if "param_names" in taken:
+        taken["param_names"] = mine.get("param_names") or list(
+            theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
+        )
+    names = mine.get("param_names") or taken.get("param_names")
+    if names and ("identities" not in taken or _is_keyed_by_name(theirs)):
+        taken["identities"] = list_identities({"param_names": names})
+    trial = {**mine, **taken}
+    try:
+        check_group_options(trial)
+        check_numbers(trial)
+        identities = trial["identities"]
+        if len(identities) != len(mine["params"]) or not all(isinstance(i, int) and 0 <= i < 2**63 for i in identities):
+            raise ValueError(
+                "identities, which key random bits, must be one whole number per parameter: a file that is split or "
+                "regrouped needs names, optimizers made from model.named_parameters()"
+            )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"param group {number} of the state_dict: {error}") from error
+    return {key: trial[key] for key in taken}
+
+
+def _fit_saved_state(
+    plan: ParameterPlan, group: Mapping, codec: Codec, rule_state: StateSlot, names: tuple[str, ...], state: Mapping
+) -> dict[str, torch.Tensor]:
+    """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
+    held = [key for form in ("_codes", "_packed", "") if (key := f"{rule_state.name}{form}") in state]
+    given = state[held[0]] if held else None
+    if not held:
+        raise ValueError(
+            f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
+        )
+    if isinstance(given, int):
+        raise ValueError(
+            f"state {rule_state.name!r} of parameter {plan.name} was saved in 8-bit codes of version {given}, but "
+            f"without the codes {rule_state.name + '_codes'!r}: torch.distributed.checkpoint leaves out what this "
+            "optimizer does not keep; load the file into one with state_dtype='8bit', and the state_dict of that here"
+        )
+    if isinstance(given, (ScaledTensor, MCTensor)):
+        state = {**state, rule_state.name: (given := given.decode(torch.float32))}
+    if given is None and rule_state.name == "momentum_buffer":
+        new = {name: torch.zeros_like(plan.tensors[name]) for name in names}
+        set_initial_values(plan.spec, group, new)
+        return new
+    own, saved = [plan.tensors[name] for name in names], [local(state.get(name)) for name in names]
+    layouts = [(one.dtype, one.shape) if isinstance(one, torch.Tensor) else None for one in saved]
+    if layouts == [(mine.dtype, mine.shape) for mine in own]:
+        check_codec_version(rule_state.name, state)
+        return {name: state[name] for name in names}
+    is_packed = f"{rule_state.name}_packed" in state
+    shape = scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
+    like = torch.empty(shape, dtype=torch.float32, device="meta")
+    given = _check_saved_shape(plan, rule_state.name, given, like, exact=False)
+    value = decode_saved_state(local(given), state, rule_state)
+    fresh = [torch.zeros_like(mine) for mine in own]
+    codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
+    return dict(zip(names, fresh))
+
+
+def _check_saved_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
+    """Return a given state tensor; raise ValueError for another shape, or dtype where that counts."""
+    if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
+        shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        raise ValueError(f"state {name!r} of parameter {plan.name} has shape {shape}, {tuple(own.shape)} is needed")
+    if exact and local(given).dtype != own.dtype:
+        raise ValueError(f"state {name!r} of parameter {plan.name} is {local(given).dtype}, {own.dtype} is needed")
+    return given

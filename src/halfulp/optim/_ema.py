@@ -14,12 +14,11 @@ from ..formats import Format
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._conversion import check_module
+from ._checkpoint import refuse_other_random_stream
 from ._float32 import MOST_DEVICE_ELEMENTS, MOST_RUN_ELEMENTS, read_weights, split_into_runs
 from ._group_options import check_number
-from ._inner_optimizer import find_own_optimizer
 from ._lost_updates import LostUpdateReport
-from ._optimizer import Optimizer
-from ._state_dict_validation import refuse_other_random_stream
+from ._optimizer import Optimizer, find_own_optimizer
 from ._wrap import ExplicitGradientOptimizer
 from .parameters._local_tensors import local, memory, place_like
 from .parameters._narrow_groups import walk_model_parameters
@@ -28,8 +27,6 @@ from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import plain_names
 from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
-
-DecayChoice = float | Callable[[int], float]
 
 
 def move_average(w: Any, g: Any, take: Any) -> tuple[Any]:
@@ -76,7 +73,8 @@ class EMA:
     update, with auxiliary tensors, so that the average follows float32's at 3 bytes per parameter.
 
     Args:
-        model: whose parameters are averaged; tied ones once. Averages start as the weights are now.
+        model: whose parameters are averaged; tied ones once. Averages start as the weights are now. Its buffers are
+            copied as they are at each update.
         decay: in [0, 1], or a function from the update's number, from 1 on, to it.
         optimizer: the hu.optim optimizer of the model, or a trainer's wrapper round it, if it keeps auxiliary tensors:
             then the float32 weights are averaged, not the parameters that show them rounded.
@@ -84,12 +82,11 @@ class EMA:
         dtype: of the averages of floating parameters; by default the parameter's own.
         format: values of a format in float32 averages; see Optimizer.
         warmup: decay at most (1 + n) / (10 + n) at update n, so that the start is forgotten early.
-        buffers: "copy" takes the model's buffers as they are at each update; "average" averages the floating ones.
         seed, report_interval: see Optimizer.
 
     Raises:
         TypeError: no module, or an optimizer that is not of hu.optim.
-        ValueError: a decay outside [0, 1], unknown `buffers`, or a dtype or weight update that does not go together.
+        ValueError: a decay outside [0, 1], or a dtype or weight update that does not go together.
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(1, 1, bias=False).bfloat16()
@@ -110,27 +107,23 @@ class EMA:
     def __init__(
         self,
         model: torch.nn.Module,
-        decay: DecayChoice = 0.999,
+        decay: float | Callable[[int], float] = 0.999,
         *,
         optimizer: torch.optim.Optimizer | None = None,
         weight_update: WeightUpdate | str | None = None,
         dtype: torch.dtype | None = None,
         format: Format | str | None = None,
         warmup: bool = False,
-        buffers: str = "copy",
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
         check_module(model, "EMA")
         stepping = None if optimizer is None else find_own_optimizer(optimizer, "optimizer=", "leave it out")
-        if buffers not in ("copy", "average"):
-            raise ValueError(f"buffers={buffers!r}: allowed are 'copy' and 'average'")
         read_decay({"decay": decay, "warmup": False}, 1)
         self.model: torch.nn.Module = model
         self.optimizer: Optimizer | None = stepping
         self.updates: int = 0
-        self._buffers = buffers
-        live, copied = self._split_tensors()
+        live = dict(model.named_parameters())
         if not live:
             raise ValueError("the model has no parameters to average")
         if stepping is not None:
@@ -139,7 +132,7 @@ class EMA:
                 raise ValueError(
                     "optimizer= steps none of the model's parameters: give the optimizer of this model, or leave it out"
                 )
-        self._copied = {name: value.detach().clone() for name, value in copied.items()}
+        self._copied = {name: value.detach().clone() for name, value in model.named_buffers()}
         self._averages = {name: torch.empty_like(w.detach(), dtype=dtype or w.dtype) for name, w in live.items()}
         named = [(f"average of {name}", average) for name, average in self._averages.items()]
         self._average_optimizer = AverageOptimizer(
@@ -167,23 +160,16 @@ class EMA:
         Raises:
             ValueError: a parameter whose shape, dtype or device no longer fits its average.
         """
-        live, copied = self._split_tensors()
-        self._check_same_tensors(live)
+        live = self._read_live_tensors()
         for weights in self._read_live_weights(live):
             self._average_optimizer._step_by({self._averages[name]: weight for name, weight in weights.items()})
-        for name, value in copied.items():
+        for name, value in self.model.named_buffers():
             self._copied[name] = value.detach().clone()
         self.updates += 1
 
-    def _split_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the averaged and the copied tensors of the model, by name, each once."""
-        averaged: dict[str, torch.Tensor] = dict(self.model.named_parameters())
-        copied: dict[str, torch.Tensor] = {}
-        for name, tensor in self.model.named_buffers():
-            (averaged if self._buffers == "average" and tensor.is_floating_point() else copied)[name] = tensor
-        return averaged, copied
-
-    def _check_same_tensors(self, live: Mapping[str, torch.Tensor]) -> None:
+    def _read_live_tensors(self) -> dict[str, torch.Tensor]:
+        """Return the model's parameters by name, each once; raises ValueError for others than those averaged."""
+        live: dict[str, torch.Tensor] = dict(self.model.named_parameters())
         changed = sorted(live.keys() ^ self._averages.keys())
         for name, mine in self._averages.items():
             if not changed and (live[name].shape != mine.shape or live[name].device != mine.device):
@@ -192,6 +178,7 @@ class EMA:
             raise ValueError(
                 f"{listed(changed)} are other tensors than those averaged: make a new EMA after changing the model"
             )
+        return live
 
     def _read_live_weights(self, live: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the weights, in float32 if the optimizer has auxiliary tensors for them."""
@@ -203,8 +190,7 @@ class EMA:
         on_cpu = all(memory(plan.parameter).is_cpu for plan in held.values())
         for plans in split_into_runs(held.values(), MOST_RUN_ELEMENTS if on_cpu else MOST_DEVICE_ELEMENTS):
             values = read_weights(plans)
-            found = {names[id(plan)]: place_like(value, plan.parameter) for plan, value in zip(plans, values)}
-            yield {name: value.to(live[name].device) for name, value in found.items()}
+            yield {names[id(plan)]: place_like(value, plan.parameter) for plan, value in zip(plans, values)}
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[torch.nn.Module]:
@@ -213,7 +199,11 @@ class EMA:
         The weights wait in a copy, so the block needs their memory once more. Do not step an optimizer inside. An
         optimizer's float32_state_dict is there that of the averages as the model shows them.
         """
-        shown = self._pair_with_replacements()
+        plans, buffers = self._average_optimizer.plans(), self.model.named_buffers()
+        shown = [(buffer, self._copied[name]) for name, buffer in buffers if name in self._copied]
+        for name, tensor in self._read_live_tensors().items():
+            mine = self._averages[name]
+            shown.append((tensor, mine if mine.dtype == tensor.dtype else _read_float32_weight(plans[mine])))
         kept = []
         try:
             with torch.no_grad():
@@ -227,19 +217,9 @@ class EMA:
                     tensor.copy_(value)
                     note_restored_version(tensor, version, tensor._version)
 
-    def _pair_with_replacements(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return every averaged or copied tensor of the model with its replacement."""
-        live, copied = self._split_tensors()
-        self._check_same_tensors(live)
-        plans, pairs = self._average_optimizer.plans(), []
-        for name, tensor in live.items():
-            mine = self._averages[name]
-            pairs.append((tensor, mine if mine.dtype == tensor.dtype else _read_float32_weight(plans[mine])))
-        return pairs + [(tensor, self._copied[name]) for name, tensor in copied.items() if name in self._copied]
-
     def float32_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the model's state_dict in float32, with the averages in place of the weights."""
-        mine = {id(tensor): self._averages[name] for name, tensor in self._split_tensors()[0].items()}
+        mine = {id(tensor): self._averages[name] for name, tensor in self.model.named_parameters()}
         plans, found = self._average_optimizer.plans(), {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
             if id(tensor) in mine:
@@ -338,8 +318,7 @@ def _find_auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.
     found = {}
     names = {tensor: name for name, tensor in live.items()}
     for group, position, parameter in walk_model_parameters(optimizer):
-        held = group["params"][position]
-        if parameter in names and (optimizer.state.get(held) or isinstance(held, MCTensor)):
+        if parameter in names and (optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
             plan = optimizer._find_valid_plan(group, position)
             if plan.spec.update.auxiliary_tensors(plan.spec.store):
                 found[names[parameter]] = plan

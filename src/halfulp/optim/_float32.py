@@ -123,7 +123,18 @@ def read_weights(plans: Sequence[ParameterPlan], buffer: Float32Buffer | None = 
     for update, store in {(plan.spec.update, plan.spec.store) for plan in plans}:
         mine = [k for k, plan in enumerate(plans) if (plan.spec.update, plan.spec.store) == (update, store)]
         parts = [[*(part.contiguous() for part in payloads[k]), *read_auxiliary_tensors(plans[k])] for k in mine]
-        _read_weights(update, store, parts, [out[k] for k in mine])
+        own = [out[k] for k in mine]
+        is_on_one_device = len({part.device for held in parts for part in held}) == 1
+        engine, kernel = select_engine(own[0].device.type), None
+        if engine == "triton" and is_on_one_device:
+            kernel = _make_device_read_kernel(update, store, own[0].device)
+        if engine == "llvm":
+            _run_kernel(make_read_kernel(update, store), parts, own)
+        elif kernel is not None:
+            kernel(*_make_tables(parts, own), own[0].device)
+        else:
+            for held, new in zip(parts, own):
+                new.copy_(update.read(store, held))
     return out
 
 
@@ -140,26 +151,6 @@ def split_into_runs(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[
         held += count
     if run:
         yield run
-
-
-def make_buffer(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
-    """Return a buffer for the weights and the gradients of the largest of some runs."""
-    sizes = ([math.prod(plan.shape) for plan in plans] for plans in runs)
-    return Float32Buffer(max((2 * sum(size + ALIGNMENT_ELEMENTS for size in run) for run in sizes), default=0))
-
-
-def _read_weights(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
-    if select_engine(parts[0][0].device.type) == "llvm":
-        _run_kernel(make_read_kernel(update, store), parts, out)
-        return
-    is_on_one_device = len({part.device for own in parts for part in own}) == 1
-    if select_engine(out[0].device.type) == "triton" and is_on_one_device:
-        kernel = _make_device_read_kernel(update, store, out[0].device)
-        if kernel is not None:
-            kernel(*_make_tables(parts, out), out[0].device)
-            return
-    for own, new in zip(parts, out):
-        new.copy_(update.read(store, own))
 
 
 def _run_kernel(

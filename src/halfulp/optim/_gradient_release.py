@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..kernels import same_bits
 from ..subclass.models._conversion import check_module
 from ..subclass.models._parameter_holders import list_data_parallel_modules
 from ._group_options import check_number
-from ._inner_optimizer import find_own_optimizer
-from ._optimizer import Optimizer
+from ._optimizer import Optimizer, find_own_optimizer
+from .parameters._narrow_groups import walk_model_parameters
 from .parameters._tensor_map import TensorMap
-
-ClipNormStep = Literal["this", "previous"]
 
 
 class StepWatcher:
@@ -49,21 +45,12 @@ class GradientRelease:
         norm: of all gradients of the last step, before they were clipped; None without clipping, or before a step.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: Optimizer,
-        clip: float | None,
-        clip_by: ClipNormStep,
-        host: HostParameters | None = None,
-    ) -> None:
-        self.optimizer, self._host = optimizer, host
+    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, clip: float | None) -> None:
+        self.optimizer = optimizer
         self.norm: torch.Tensor | None = None
-        self._model, self._clip, self._clip_by = model, clip, clip_by
+        self._model, self._clip = model, clip
         self._hook: Callable[[torch.Tensor, dict[str, Any], int], None] = self._refuse_plain_backward
         self._handles: TensorMap[RemovableHandle] = TensorMap()
-        self._norms: dict[torch.Tensor, torch.Tensor] = {}
-        self._clip_coefficient: torch.Tensor | None = None
         self._is_accumulating = self._has_begun = False
         self._watchers: list[StepWatcher] = []
         self._attach_hooks()
@@ -71,8 +58,8 @@ class GradientRelease:
     def backward(self, loss: torch.Tensor) -> None:
         """Backpropagate and step.
 
-        With `clip` and `clip_by="this"` there are two passes: one measures the norms, the other steps. Inside of
-        `accumulate` there is one, which does not step.
+        With `clip` there are two passes: one measures the norms, the other steps. Inside of `accumulate` there is one,
+        which does not step.
 
         Raises:
             NotImplementedError: a gradient scaler of halfulp, or DistributedDataParallel, that came since, or hooks of
@@ -88,27 +75,41 @@ class GradientRelease:
         for watcher in _find_watchers(self.optimizer):
             watcher.begin_step(self.optimizer)
             self._watchers.append(watcher)
-        with contextlib.nullcontext() if self._host is None else self._host.run_steps_in_thread():
-            self._backward_and_step(loss)
-        for watcher in self._watchers:
-            watcher.end_step(self.optimizer)
-
-    def _backward_and_step(self, loss: torch.Tensor) -> None:
-        if self._clip is None or self._clip_by == "previous":
+        if self._clip is None:
             with self._context_with_hook(self._step):
                 loss.backward()
             self._step_remaining()  # of micro-batches before, which this one has not reached
-            self._set_clip_coefficient()
-        elif any(parameter.grad is not None for _, _, parameter in self._list_places()):
-            self._step_after_backward(loss)
-        else:
-            with contextlib.ExitStack() as paused, self._context_with_hook(self._measure_norm):
-                for watcher in self._watchers:
-                    paused.enter_context(watcher.pause())
-                loss.backward(retain_graph=True)
-            self._set_clip_coefficient()
-            with self._context_with_hook(self._step):
+        elif any(parameter.grad is not None for parameter in self._list_parameters()):
+            # The gradients of several passes are summed up already: step after backward.
+            with self.accumulate():
                 loss.backward()
+            self.norm = torch.nn.utils.clip_grad_norm_(self._list_parameters(), self._clip)
+            self._step_remaining()
+        else:
+            coefficient = self._measure_clip_coefficient(loss, self._clip)
+            with self._context_with_hook(functools.partial(self._step, coefficient=coefficient)):
+                loss.backward()
+        for watcher in self._watchers:
+            watcher.end_step(self.optimizer)
+
+    def _measure_clip_coefficient(self, loss: torch.Tensor, clip: float) -> torch.Tensor | None:
+        """Return the factor of `torch.nn.utils.clip_grad_norm_`, by a backward pass that keeps norms alone."""
+        norms: dict[torch.Tensor, torch.Tensor] = {}
+
+        def measure_norm(parameter: torch.Tensor, *_: Any) -> None:
+            assert parameter.grad is not None
+            # As clip_grad_norm_ computes it, to the bit.
+            norms[parameter], parameter.grad = torch._foreach_norm([parameter.grad.detach()], 2.0)[0], None
+
+        with contextlib.ExitStack() as paused, self._context_with_hook(measure_norm):
+            for watcher in self._watchers:
+                paused.enter_context(watcher.pause())
+            loss.backward(retain_graph=True)
+        found = [norms[parameter] for parameter in self._list_parameters() if parameter in norms]
+        if not found:
+            return None
+        self.norm = torch.linalg.vector_norm(torch.stack([norm.to(found[0].device) for norm in found]))
+        return torch.clamp(clip / (self.norm + 1e-6), max=1.0)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -130,20 +131,18 @@ class GradientRelease:
             handle.remove()
         self._handles = TensorMap()
 
-    def _list_places(self) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
-        for group in self.optimizer.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                yield group, position, parameter if self._host is None else self._host.originals[parameter]
+    def _list_parameters(self) -> list[torch.Tensor]:
+        return [parameter for _, _, parameter in walk_model_parameters(self.optimizer)]
 
     def _attach_hooks(self) -> None:
         """Hook the parameters that require a gradient, also those that were frozen or in no group before."""
-        for group, position, parameter in self._list_places():
+        for group, position, parameter in walk_model_parameters(self.optimizer):
             if parameter.requires_grad and parameter not in self._handles:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(
                     lambda parameter, group=group, position=position: self._hook(parameter, group, position)
                 )
         # During a pass fully_shard shows other parameters than its shards.
-        is_sharded = any(hasattr(parameter, "_local_tensor") for _, _, parameter in self._list_places())
+        is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in self._list_parameters())
         if not is_sharded and not any(parameter in self._handles for parameter in self._model.parameters()):
             raise ValueError(
                 f"the optimizer holds none of the parameters of this {type(self._model).__name__} that require a "
@@ -158,176 +157,28 @@ class GradientRelease:
         finally:
             self._hook = before
 
-    def _step(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if self._clip is not None and self._clip_by == "previous":
-            self._norms[parameter] = _compute_norm(gradient)
-        if self._clip_coefficient is not None:
-            gradient.mul_(self._clip_coefficient.to(gradient.device))
-        if self._host is None:
-            self._step_one_parameter(parameter, group, position)
-        else:
-            step = functools.partial(self._step_one_parameter, group=group, position=position)
-            self._host.step(parameter, gradient, step, waits=bool(self._watchers))
-        parameter.grad = None
-
-    def _step_one_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+    def _step(
+        self, parameter: torch.Tensor, group: dict[str, Any], position: int, coefficient: torch.Tensor | None = None
+    ) -> None:
+        assert parameter.grad is not None
+        if coefficient is not None:
+            parameter.grad.mul_(coefficient.to(parameter.grad.device))
         with contextlib.ExitStack() as watched:
             for watcher in self._watchers:
                 watched.enter_context(watcher.watch_parameter(self.optimizer, parameter))
             self.optimizer._step_one_parameter(parameter, group, position)
+        parameter.grad = None
 
     def _step_remaining(self) -> None:
-        for group, position, parameter in self._list_places():
+        for group, position, parameter in walk_model_parameters(self.optimizer):
             if parameter.grad is not None:
                 self._step(parameter, group, position)
-
-    def _measure_norm(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        assert parameter.grad is not None
-        self._norms[parameter], parameter.grad = _compute_norm(parameter.grad), None
 
     def _refuse_plain_backward(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         raise RuntimeError(
             "the gradients of this model are released as they come: call released.backward(loss) in place of "
             "loss.backward(), a scaled loss's too, or released.remove() before"
         )
-
-    def _set_clip_coefficient(self) -> None:
-        """Turn the measured norms into the factor of `torch.nn.utils.clip_grad_norm_`."""
-        norms, self._norms = [self._norms[p] for _, _, p in self._list_places() if p in self._norms], {}
-        if norms:
-            assert self._clip is not None
-            norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-            self.norm, self._clip_coefficient = norm, torch.clamp(self._clip / (norm + 1e-6), max=1.0)
-
-    def _step_after_backward(self, loss: torch.Tensor) -> None:
-        """Step after backward, as the gradients of several passes are summed up already."""
-        with self.accumulate():
-            loss.backward()
-        assert self._clip is not None
-        self.norm = torch.nn.utils.clip_grad_norm_((parameter for _, _, parameter in self._list_places()), self._clip)
-        self._clip_coefficient = None
-        self._step_remaining()
-
-
-class HostParameters:
-    """Copies of a model's parameters in host memory, which step there while backward goes on.
-
-    A gradient is copied to the host as it comes and stepped by in a thread of its own, whose kernels run beside
-    Python; the new weight is copied back. The device holds parameters, and gradients until they are copied; auxiliary
-    tensors and states lie beside the copies. On CUDA the copies are pinned and travel on a stream of their own.
-
-    Attributes:
-        originals: the model's parameters, by their copies.
-        named: the copies under the model's names, from which the optimizer is made.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.originals: TensorMap[torch.Tensor] = TensorMap()
-        self.named: list[tuple[str, torch.nn.Parameter]] = []
-        self._copies: TensorMap[torch.Tensor] = TensorMap()
-        self._written: TensorMap[tuple[tuple[int, int], int]] = TensorMap()
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._thread: ThreadPoolExecutor | None = None
-        self._steps: list[Future[None]] = []
-        for name, parameter in model.named_parameters():
-            if type(parameter.detach()) is not torch.Tensor or parameter.is_meta:
-                raise NotImplementedError(
-                    f"offload='cpu' copies plain parameters, and {name} is {type(parameter.detach()).__name__} on "
-                    f"{parameter.device}: shard by fully_shard(offload_policy=CPUOffloadPolicy()) instead, convert the "
-                    "model after that, or put it on a device"
-                )
-            held = torch.empty(
-                parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=parameter.device.type == "cuda"
-            )
-            copy = torch.nn.Parameter(held.copy_(parameter.detach()), requires_grad=parameter.requires_grad)
-            self.named.append((name, copy))
-            self.originals[copy], self._copies[parameter] = parameter, copy
-            self._written[parameter] = _read_version_and_address(parameter), int(_sum_of_bits(copy))
-
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise ValueError for an optimizer that was not made from the copies, or has given them another dtype."""
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            original = self.originals.get(parameter)
-            if original is None or original.dtype != parameter.dtype:
-                raise ValueError(
-                    "under offload='cpu' an optimizer steps the copies that it is made from, in the model's dtype: "
-                    "narrow the model before (model.to(torch.bfloat16)), and give a function of the parameters"
-                )
-
-    @contextlib.contextmanager
-    def run_steps_in_thread(self) -> Iterator[None]:
-        """Return a context in which `step` may be called; at its end every step has been made and copied back."""
-        with ThreadPoolExecutor(1, "halfulp-offload") as self._thread:
-            self._steps = []
-            yield
-            steps, self._steps = self._steps, []
-            for made in steps:
-                made.result()
-        for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
-
-    def step(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, step: Callable[[torch.Tensor], None], waits: bool = False
-    ) -> None:
-        """Step a parameter by a gradient, which may be freed afterwards."""
-        assert self._thread is not None, "steps are made inside of `run_steps_in_thread`"
-        copy = self._copies[parameter]
-        found, _ = self._copy_to_host(_sum_of_bits(parameter))
-        staged, wait = self._copy_to_host(gradient.detach())
-        self._steps.append(self._thread.submit(self._step, parameter, copy, found, staged, wait, step))
-        if waits:
-            self._steps[-1].result()
-
-    def update_copies(self) -> None:
-        """Bring every copy in line with its parameter, which others may have written."""
-        for copy in self._copies.values():
-            self._update_copy(self.originals[copy], copy, _sum_of_bits(self.originals[copy]))
-
-    def _update_copy(self, parameter: torch.Tensor, copy: torch.Tensor, found: torch.Tensor) -> None:
-        version, bits = self._written[parameter]
-        now = _read_version_and_address(parameter), int(found)
-        if now == (version, bits):
-            return
-        held = parameter.detach().to(copy.device)
-        if not same_bits(held, copy.detach()):  # else put back, as an average's `apply` does
-            # What was written through .data no counter shows, nor does that of the copy.
-            (copy.data if version == now[0] else copy.detach()).copy_(held)
-        self._written[parameter] = now
-
-    def _step(
-        self,
-        parameter: torch.Tensor,
-        copy: torch.Tensor,
-        found: torch.Tensor,
-        gradient: torch.Tensor,
-        wait: Callable[[], None],
-        step: Callable[[torch.Tensor], None],
-    ) -> None:
-        wait()
-        self._update_copy(parameter, copy, found)
-        if gradient.dtype != copy.dtype:  # `float32_gradients`
-            copy.grad_dtype = gradient.dtype
-        copy.grad = gradient
-        step(copy)
-        copy.grad = None
-        stream = self._streams.get(parameter.device)
-        with torch.no_grad(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            parameter.copy_(copy, non_blocking=True)
-        self._written[parameter] = _read_version_and_address(parameter), int(_sum_of_bits(copy))
-
-    def _copy_to_host(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Return a copy of a gradient in host memory, and what waits until it is there."""
-        if not gradient.is_cuda:
-            return gradient.to("cpu", copy=True), lambda: None
-        stream = self._streams.setdefault(gradient.device, torch.cuda.Stream(gradient.device))
-        stream.wait_stream(torch.cuda.current_stream(gradient.device))
-        with torch.cuda.stream(stream):
-            held = torch.empty(gradient.shape, dtype=gradient.dtype, device="cpu", pin_memory=True)
-            held.copy_(gradient, non_blocking=True)
-            gradient.record_stream(stream)
-            return held, stream.record_event().synchronize
 
 
 def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
@@ -345,28 +196,11 @@ def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
                 yield watcher
 
 
-def _read_version_and_address(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor._version, tensor.data_ptr()
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's elements as integers, which changes with what is written through `.data`."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().view(words).sum(dtype=torch.int64)
-
-
-def _compute_norm(gradient: torch.Tensor) -> torch.Tensor:
-    # As clip_grad_norm_ computes it, to the bit.
-    return torch._foreach_norm([gradient.detach()], 2.0)[0]
-
-
 def release_gradients(
     model: torch.nn.Module,
     optimizer: Optimizer | Callable[..., Optimizer],
     *,
     clip: float | None = None,
-    clip_by: ClipNormStep = "this",
-    offload: Literal["cpu"] | None = None,
 ) -> GradientRelease:
     """Step each parameter as soon as backward has its gradient, and free the gradient: no two layers' live at a time.
 
@@ -377,15 +211,9 @@ def release_gradients(
     Args:
         model: that is trained; FSDP2's `fully_shard` may have sharded it.
         optimizer: of hu.optim, over the model's parameters, or what makes one of `model.named_parameters()`.
-        clip: the largest norm of all gradients together, as `clip_grad_norm_`; None to leave them as they are.
-        clip_by: "this" clips by the norm of this step's gradients, which takes a second backward pass and
-            `released.backward(loss)`; the bits are those of `clip_grad_norm_` where all gradients are on one device and
-            of one dtype. "previous" clips by the norm of the step before, and not in the first one: one pass, other
-            bits.
-
-        offload: "cpu" keeps auxiliary tensors and states in host memory, beside copies of the parameters that step
-            there, on the CPU, while backward goes on; the model's parameters get the result. The bits and the files
-            are the same. `optimizer` is then a function, of those copies under the model's names.
+        clip: the largest norm of all gradients together, as `clip_grad_norm_`; None to leave them as they are. It takes
+            a second backward pass; the bits are those of `clip_grad_norm_` where all gradients are on one device and of
+            one dtype.
 
     Returns:
         Its `backward(loss)` stands for `loss.backward()`, which is refused; `accumulate()` is a context for all
@@ -393,7 +221,7 @@ def release_gradients(
 
     Raises:
         TypeError: no module, or no optimizer of hu.optim.
-        ValueError: `clip` that is no positive number, or an unknown `clip_by` or `offload`.
+        ValueError: `clip` that is no positive number.
         NotImplementedError: DistributedDataParallel, which reduces gradients after that, a gradient scaler of halfulp,
             which unscales them after that, or an optimizer that steps all parameters together (`wrap`, Prodigy,
             schedule-free ones). A scaled loss of torch's scaler is not known as one.
@@ -410,23 +238,12 @@ def release_gradients(
         check_number("clip", clip)
         if not clip > 0:
             raise ValueError(f"clip={clip} is not allowed: give the largest norm, above 0, or None")
-    if clip_by not in ("this", "previous"):
-        raise ValueError(f"clip_by={clip_by!r}: allowed are 'this' and 'previous'")
-    if offload not in (None, "cpu"):
-        raise ValueError(f"offload={offload!r}: allowed are 'cpu' and None")
     _refuse_wrappers_and_scalers(model, True)
-    is_maker = callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
-    if offload and not is_maker:
-        raise TypeError("offload='cpu' makes the optimizer from copies: give a function, such as lambda p: hu.AdamW(p)")
-    host = HostParameters(model) if offload else None
-    if callable(optimizer) and is_maker:
-        optimizer = optimizer(model.named_parameters() if host is None else iter(host.named))
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model.named_parameters())
     own = find_own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
     own._check_can_step_one()
-    if host is not None:
-        host.check(own)
-        own._host = host
-    return GradientRelease(model, own, clip, clip_by, host)
+    return GradientRelease(model, own, clip)
 
 
 def _refuse_wrappers_and_scalers(model: torch.nn.Module, with_wrappers: bool) -> None:

@@ -18,19 +18,8 @@ import torch
 from .._messages import a_kind, find_users_level
 from .._names import unknown
 from ..formats import Format
-from ..subclass.models._parameter_holders import EMULATED
 from .states._state import State, StateChoice, make_state
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
-
-DTYPES_BY_WORD = {
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
-    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
-}
-# Words for values that Python writes in another way.
-_VALUES_BY_WORD = {"true": True, "false": False, "inf": math.inf, "-inf": -math.inf}
-# Options whose words are names, and stay.
-_NAME_OPTIONS = frozenset(("weight_update", "format", "name"))
 
 
 def read_dtype(given: Any) -> Any:
@@ -39,7 +28,11 @@ def read_dtype(given: Any) -> Any:
     >>> read_dtype("torch.bfloat16"), read_dtype("fp16"), read_dtype("8bit")
     (torch.bfloat16, torch.float16, '8bit')
     """
-    return DTYPES_BY_WORD.get(given.strip().lower().removeprefix("torch."), given) if isinstance(given, str) else given
+    if not isinstance(given, str):
+        return given
+    word = given.strip().lower().removeprefix("torch.")
+    found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(word, word), None)
+    return found if isinstance(found, torch.dtype) else given
 
 
 def read_defaults(make: Callable[..., Any]) -> dict[str, Any]:
@@ -81,11 +74,11 @@ def _read_option(name: str, given: Any, default: Any) -> Any:
         if name == "param_dtype" and isinstance(found, str):
             raise ValueError(unknown("param_dtype", word, ["bf16", "bfloat16", "fp16", "float16", "None"]))
         return found
-    if name in _NAME_OPTIONS:
+    if name in ("weight_update", "format", "name"):
         return word
     if isinstance(default, tuple | list):
         return tuple(_read_option(name, one, 0.0) for one in word.strip("()[] ").split(",") if one.strip())
-    value = _VALUES_BY_WORD.get(word.lower(), given)
+    value = {"true": True, "false": False, "inf": math.inf, "-inf": -math.inf}.get(word.lower(), given)
     with contextlib.suppress(SyntaxError, ValueError):
         value = ast.literal_eval(word)
     if isinstance(default, bool):
@@ -104,9 +97,17 @@ _BOOKKEEPING_KEYS = frozenset(("params", "param_names", "identities", "random_st
 
 def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
     """Check that all processes of a group train in the same way; all of them must call this."""
+    # Versions and options, in words.
+    mine = {"halfulp": read_own_version(), "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name in _BOOKKEEPING_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
+                continue
+            if name == "weight_update" or isinstance(value, bool | int | float | str | tuple | torch.dtype | State):
+                mine[f"{name} of group {number}"] = str(getattr(value, "name", value))
     ranks: list[dict[str, str]] = [{} for _ in range(process_group.size())]
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        torch.distributed.all_gather_object(ranks, _describe_training(optimizer), group=process_group)
+        torch.distributed.all_gather_object(ranks, mine, group=process_group)
     first, *others = zip(torch.distributed.get_process_group_ranks(process_group), ranks)
     for rank, there in others:
         for name in {**first[1], **there}:
@@ -122,22 +123,6 @@ def read_own_version() -> str:
     """Return halfulp's version, without an import of the package that imports this one."""
     version: str = sys.modules["halfulp"].__version__
     return version
-
-
-def _describe_training(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return versions and options, in words, that all ranks must agree on."""
-    found = {
-        "halfulp": read_own_version(),
-        "torch": torch.__version__,
-        "the optimizer": type(optimizer).__name__,
-    }
-    for number, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            if name in _BOOKKEEPING_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
-                continue
-            if name == "weight_update" or isinstance(value, bool | int | float | str | tuple | torch.dtype | State):
-                found[f"{name} of group {number}"] = str(getattr(value, "name", value))
-    return found
 
 
 class NarrowOptions(TypedDict, total=False):
@@ -168,7 +153,6 @@ def check_parameters(params: object) -> None:
 def check_group_options(group: dict, options: Iterable[str] = ()) -> None:
     """Check a new group's options; keys that resemble no option are the user's own, and stay."""
     _check_group_keys(group, list(options))
-    _check_emulated_format(group)
     if group["weight_update"] is not None:
         group["weight_update"] = find_weight_update(group["weight_update"])
     if group["param_dtype"] not in (None, torch.bfloat16, torch.float16):
@@ -196,18 +180,6 @@ def _check_group_keys(group: dict, options: list[str]) -> None:
                     f"a param group has the unknown key {key!r}: did you mean {near!r}? A key of your own needs a name "
                     "less like an option's"
                 )
-
-
-def _check_emulated_format(group: dict) -> None:
-    """Raise for format= beside a model that `halfulp.emulate` keeps in another format."""
-    chosen = getattr(group["format"], "name", group["format"])
-    for parameter in group.get("params", ()) if chosen is not None else ():
-        emulated = getattr(parameter, EMULATED, None)
-        if emulated is not None and emulated != chosen:
-            raise ValueError(
-                f"format={chosen!r} beside a model that halfulp.emulate runs in {emulated!r}: give the optimizer "
-                f"format={emulated!r}, or emulate the model in {chosen!r}"
-            )
 
 
 def check_number(name: str, value: object) -> None:

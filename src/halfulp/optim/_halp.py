@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .._messages import a_kind, find_users_level
+from .._messages import a_kind
 from ..rounding import mix64, random_words
 from ._group_options import ParamGroups, check_parameters
-
-_GROWTH_WARNED_OF = 10.0
-_FIRST_RANGE_IN_STEPS = 32.0
-_RANGE_MARGIN = 1.5
-_MOST_RANGE_CHANGE = 4.0
-# What all parameters share, beside their groups and states.
-_SAVED_ATTRIBUTES = ("_steps", "_norms", "_written", "_clipped")
+from .parameters._narrow_groups import walk_model_parameters
 
 
 class HALP(torch.optim.Optimizer):
@@ -76,24 +69,20 @@ class HALP(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         check_parameters(params)
-        super().__init__(params, {"lr": lr, "bits": bits, "mu": mu, "bit_centering": bit_centering, "seed": seed})
-        self._steps, self._norms = 0, (math.nan, math.inf)  # the last norm of the full gradient, and the smallest
-        self._written = self._clipped = 0
+        options = {"lr": lr, "bits": bits, "mu": mu, "bit_centering": bit_centering, "seed": seed}
+        # Beside the options, the number of steps and the norm of the last full gradient, which is that of all groups.
+        super().__init__(params, {**options, "steps": 0, "norm": math.nan})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch.optim does; options out of range are refused and leave the groups as they were."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        group.update({name: self.param_groups[0][name] for name in ("steps", "norm")})
         try:
             _check_group_options(group)
         except Exception:
             self.param_groups.pop()
             raise
-
-    @property
-    def saturation(self) -> float:
-        """The share of offsets written since the last center that the ends of the grid clipped."""
-        return self._clipped / max(1, self._written)
 
     def center(self, closure: Callable[[], Any]) -> Any:
         """Make the present weights the center, and their full gradient the one that steps are corrected by.
@@ -112,27 +101,19 @@ class HALP(torch.optim.Optimizer):
         norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         if not math.isfinite(norm):
             raise ValueError("the full gradient is not finite, so no center can be there: take a smaller lr or mu")
-        last, least = self._norms
-        if norm > _GROWTH_WARNED_OF * least:
-            warnings.warn(
-                f"the full gradient has grown from {least:.3g} to {norm:.3g}: the steps diverge, or the grid of offsets"
-                " is coarser than they are; take a smaller lr, a larger mu (None chooses it), or more bits",
-                RuntimeWarning,
-                stacklevel=find_users_level(),
-            )
-        for group, parameter, _ in self._walk_parameters():
+        for group, _, parameter in walk_model_parameters(self):
             state = self.state[parameter]
             if parameter not in gradients:
                 state.clear()  # frozen until the next center
                 continue
             if group["bits"] is not None and ("spacing" not in state or group["bit_centering"]):
-                mu = group["mu"] or _choose_next_mu(state, group, last, norm)
+                mu = group["mu"] or _choose_next_mu(state, group, norm)
                 state |= {"mu": mu, "spacing": norm / (mu * (2 ** (group["bits"] - 1) - 1)), "farthest": 0}
             state |= {"center": parameter.detach().clone(), "gradient": gradients[parameter]}
             if group["bits"] is not None:
-                state["offset"] = torch.zeros_like(parameter, dtype=_offset_dtype(group["bits"]))
-        self._norms = norm, min(norm, least)
-        self._written = self._clipped = 0
+                state["offset"] = torch.zeros_like(parameter, dtype=torch.int8 if group["bits"] <= 8 else torch.int16)
+        for group in self.param_groups:
+            group["norm"] = norm
         return result
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -160,12 +141,13 @@ class HALP(torch.optim.Optimizer):
         if not all(bool(g.isfinite().all()) for made in (here, at_center) for g in made.values()):
             raise ValueError("a gradient of this step is not finite: weights and offsets stay; take a smaller lr")
         moved = {}
-        for group, parameter, position in self._walk_parameters():
+        for position, (group, _, parameter) in enumerate(walk_model_parameters(self)):
             if parameter in weights and parameter in here and parameter in at_center:
                 gradient = here[parameter] - at_center[parameter] + self.state[parameter]["gradient"]
                 moved[parameter] = self._move_offset(group, parameter, gradient, position)
         self._write_parameters(moved)
-        self._steps += 1
+        for group in self.param_groups:
+            group["steps"] += 1
         return result
 
     def _move_offset(
@@ -179,15 +161,14 @@ class HALP(torch.optim.Optimizer):
         if state["spacing"] == 0:  # the center is a minimum, and its grid a point
             return parameter.detach()
         spacing, most = state["spacing"], 2 ** (group["bits"] - 1) - 1
-        key = mix64(mix64(group["seed"], self._steps), position)
+        key = mix64(mix64(group["seed"], group["steps"]), position)
         index = torch.arange(parameter.numel(), dtype=torch.int64, device=parameter.device).view(parameter.shape)
         uniform = random_words(key, index).double() / 2**32
         wanted = (state["offset"].double() - group["lr"] * gradient.double() / spacing + uniform).floor()
         codes = wanted.clamp(-most - 1, most)
-        self._written += codes.numel()
-        self._clipped += int((codes != wanted).sum())
         state["farthest"] = max(state["farthest"], int(codes.abs().max()) if codes.numel() else 0)
-        state["offset"] = codes.to(state["offset"].dtype)
+        # From a file they have the parameter's dtype.
+        state["offset"] = codes.to(torch.int8 if group["bits"] <= 8 else torch.int16)
         stands_for: torch.Tensor = (state["center"].double() + codes * spacing).to(parameter.dtype)
         return stands_for
 
@@ -196,72 +177,41 @@ class HALP(torch.optim.Optimizer):
         self.zero_grad(set_to_none=True)
         with torch.enable_grad():
             result = closure()
-        made = {p: p.grad.detach().clone() for _, p, _ in self._walk_parameters() if p.grad is not None}
+        made = {p: p.grad.detach().clone() for _, _, p in walk_model_parameters(self) if p.grad is not None}
         if not made:
             raise ValueError("the closure made no gradient of these parameters: call backward() on the loss in it")
         return result, made
-
-    def _walk_parameters(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, int]]:
-        """Yield each parameter with its group and its position among all."""
-        position = 0
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                yield group, parameter, position
-                position += 1
 
     @torch.no_grad()
     def _write_parameters(self, values: dict[torch.Tensor, torch.Tensor]) -> None:
         for parameter, value in values.items():
             parameter.copy_(value)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copy and pickle, of which torch's leaves out what all parameters share."""
-        return super().__getstate__() | {name: getattr(self, name) for name in _SAVED_ATTRIBUTES}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return torch's state dict, and beside it under "halp" what all parameters share."""
-        return super().state_dict() | {"halp": tuple(getattr(self, name) for name in _SAVED_ATTRIBUTES)}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned: a run goes on with the same bits.
-
-        Raises:
-            ValueError: the state of another optimizer.
-        """
-        if "halp" not in state_dict:
-            raise ValueError("this is no state dict of hu.optim.HALP: it has no entry 'halp'")
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != "halp"})
-        vars(self).update(zip(_SAVED_ATTRIBUTES, state_dict["halp"], strict=True))
-        for group, parameter, _ in self._walk_parameters():
-            state = self.state[parameter]
-            if "offset" in state:  # torch has made them the parameter's dtype
-                state["offset"] = state["offset"].to(_offset_dtype(group["bits"]))
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, a pickle or a file; raises ValueError for the state of another optimizer."""
+        if not all("bit_centering" in group for group in state.get("param_groups", ())):
+            raise ValueError("this is no state dict of hu.optim.HALP: its groups have no 'bit_centering'")
+        super().__setstate__(state)
 
 
-def _choose_next_mu(state: dict[str, Any], group: dict[str, Any], last: float, norm: float) -> float:
+def _choose_next_mu(state: dict[str, Any], group: dict[str, Any], norm: float) -> float:
     """Return the mu whose range is 1.5 times as far as the offset went since the last center."""
     if "mu" not in state:
-        return 1.0 / (_FIRST_RANGE_IN_STEPS * float(group["lr"]))
+        return 1.0 / (32.0 * float(group["lr"]))  # of 32 steps
     most: int = 2 ** (int(group["bits"]) - 1) - 1
-    grown = 2.0 if norm > last else 1.0
+    grown = 2.0 if norm > group["norm"] else 1.0
     mu: float = state["mu"]
-    change: float = grown * most / (_RANGE_MARGIN * max(1, int(state["farthest"])))
-    return mu * min(max(change, 1 / _MOST_RANGE_CHANGE), _MOST_RANGE_CHANGE)
-
-
-def _offset_dtype(bits: int) -> torch.dtype:
-    return torch.int8 if bits <= 8 else torch.int16
+    change: float = grown * most / (1.5 * max(1, int(state["farthest"])))
+    return mu * min(max(change, 0.25), 4.0)
 
 
 def _check_group_options(group: dict[str, Any]) -> None:
-    for name in ("lr", "mu"):
-        value = group[name]
-        if value is None and name == "mu":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    for name, value in (("lr", group["lr"]), ("mu", group["mu"])):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+        if not is_number and not (name == "mu" and value is None):
             raise ValueError(f"HALP({name}={value!r}): a finite number above 0" + (", or None" if name == "mu" else ""))
     bits = group["bits"]
-    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16):
+    if bits is not None and (not isinstance(bits, int) or not 2 <= bits <= 16):
         raise ValueError(f"HALP(bits={bits!r}): 2 to 16, or None for SVRG in full precision")
     for parameter in group["params"]:
         if type(parameter) not in (torch.nn.Parameter, torch.Tensor):

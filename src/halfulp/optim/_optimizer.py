@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
+from .._messages import a_kind
 from .._names import enter, read_class_docstring, unknown
 from ..formats import Format
 from ..kernels import keeping_subnormals, uncompiled
@@ -28,7 +29,7 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, summarize_lost_updates, warn_if_mostly_lost
 from ._storage import PAYLOADS, STORES, Store
-from .parameters._local_tensors import cut_shard, find_index_map, is_dtensor, list_own_tensors, local, memory
+from .parameters._local_tensors import cut_shard, find_index_map, get_scale, is_dtensor, list_own_tensors, local, memory
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
@@ -38,7 +39,7 @@ from .parameters._narrow_groups import (
     refuse_overlaps,
     refuse_replaced_parameters,
     refuse_unused_update,
-    warn_of_idle_update,
+    walk_model_parameters,
 )
 from .parameters._outside_writes import (
     CHECKSUMS_KEY,
@@ -52,7 +53,6 @@ from .parameters._random_identity import (
     Identity,
     assign_identities,
     follow_parameters,
-    has_identities,
     note_identities,
 )
 from .parameters._state_tensors import add_missing_tensors, refuse_other_update
@@ -117,8 +117,6 @@ class Optimizer(CheckpointMixin):
     _rule: ClassVar[UpdateRule | None] = None
     # Whether a step of one parameter depends on no other.
     _can_step_one_parameter: ClassVar[bool] = True
-    # The copies in host memory that stand for a model's parameters (`release_gradients`).
-    _host: Any = None
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
 
@@ -245,10 +243,9 @@ class Optimizer(CheckpointMixin):
         self._carry_low_bits_to_shards(members)
         for parameter in [key for key in self.state if isinstance(key, torch.Tensor) and id(key) not in members]:
             self._states_outside_groups[parameter] = self.state.pop(parameter)
-        for group in self.param_groups if len(self._states_outside_groups) else ():
-            for parameter in group["params"]:
-                if parameter in self._states_outside_groups:
-                    self.state[parameter] = self._states_outside_groups.pop(parameter)
+        for _, _, parameter in walk_model_parameters(self) if len(self._states_outside_groups) else ():
+            if parameter in self._states_outside_groups:
+                self.state[parameter] = self._states_outside_groups.pop(parameter)
 
     def _carry_low_bits_to_shards(self, members: set[int]) -> None:
         """Give shards that replaced whole parameters before the first step the low bits of these parameters.
@@ -257,16 +254,15 @@ class Optimizer(CheckpointMixin):
         """
         left = [p for p, state in self.state.items() if isinstance(p, torch.Tensor) and id(p) not in members and state]
         whole = {self._identities.get(p): p for p in left if not self.state[p].get("step")}
-        for group in self.param_groups if whole else ():
-            for position, parameter in enumerate(group["params"]):
-                before = whole.get(self._identities.get(parameter))
-                if before is None or not is_dtensor(parameter) or before.shape != parameter.shape:
-                    continue
-                name, state = read_parameter_name(group, position), self.state.pop(before)
-                spec = self._choose_step_spec(group, parameter, None, name)
-                for name, _ in spec.update.auxiliary_tensors(spec.store):
-                    self.state[parameter][name] = cut_shard(state[name], find_index_map(parameter)).clone()
-                self._find_valid_plan(group, position)
+        for group, position, parameter in walk_model_parameters(self) if whole else ():
+            before = whole.get(self._identities.get(parameter))
+            if before is None or not is_dtensor(parameter) or before.shape != parameter.shape:
+                continue
+            name, state = read_parameter_name(group, position), self.state.pop(before)
+            spec = self._choose_step_spec(group, parameter, None, name)
+            for name, _ in spec.update.auxiliary_tensors(spec.store):
+                self.state[parameter][name] = cut_shard(state[name], find_index_map(parameter)).clone()
+            self._find_valid_plan(group, position)
 
     def _make_plan(
         self,
@@ -391,7 +387,8 @@ class Optimizer(CheckpointMixin):
     def _step_one_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         """Step one parameter alone, without the checks of `step_parameter`."""
         self._begin_step()
-        self._check_group_before_step(group)
+        self._check_hyperparameters(group)
+        warn_of_rate_jump(group)
         alone = {**group, "params": [parameter], "param_names": [read_parameter_name(group, position)]}
         settings = [self._read_group_setting(alone)]
         plans, gradients = [self._plans.get(parameter)], self._list_gradients([parameter])
@@ -425,8 +422,9 @@ class Optimizer(CheckpointMixin):
 
     def _begin_step(self) -> None:
         """Follow what users have done to the groups since the last step."""
-        count = sum(len(group["params"]) for group in self.param_groups)
-        if len(self.state) > count or not all(map(has_identities, self.param_groups)):
+        counts = [len(group["params"]) for group in self.param_groups]
+        known = [len(group.get("identities") or group.get("param_names", ())) for group in self.param_groups]
+        if len(self.state) > sum(counts) or known != counts:
             self._follow_group_edits()
 
     def _run_batches(self, batches: list[Batch]) -> None:
@@ -458,7 +456,6 @@ class Optimizer(CheckpointMixin):
             broadcast_auxiliary_tensors(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)
-            warn_of_idle_update(self, self.param_groups)
         self._stepped += 1
         if not self._stepped & (self._stepped - 1):  # each time that the steps have doubled
             warn_of_living_averages(parameter for group in self.param_groups for parameter in group["params"])
@@ -484,17 +481,14 @@ class Optimizer(CheckpointMixin):
         """Return the parameters with gradients in batches of one step specification, and unwritten others' plans."""
         groups = self.param_groups
         for group in groups:
-            self._check_group_before_step(group)
+            self._check_hyperparameters(group)
+            warn_of_rate_jump(group)
         settings = [self._read_group_setting(group) for group in groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         gradients = self._list_gradients(parameters)
         plans = [*map(self._plans.by_id.get, map(id, parameters))]
         resting = [place for place, gradient in enumerate(gradients) if gradient is None]
-        waiting = []
-        for place in resting:
-            plan = plans[place]
-            if plan is not None and is_version_current(plan):
-                waiting.append(plan)
+        waiting = [plan for place in resting if (plan := plans[place]) is not None and is_version_current(plan)]
         roster, batches = self._plans.roster, None
         if roster is not None and roster.is_valid_for(settings, plans, resting, parameters, gradients, self.state):
             batches = roster.make_batches(groups, parameters, gradients, {})
@@ -505,11 +499,6 @@ class Optimizer(CheckpointMixin):
             batches = roster.make_batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
-
-    def _check_group_before_step(self, group: dict[str, Any]) -> None:
-        """Check what a scheduler or the user may have written into a group since the last step."""
-        self._check_hyperparameters(group)
-        warn_of_rate_jump(group)
 
     def _read_group_setting(self, group: dict[str, Any]) -> GroupSetting:
         return self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"])
@@ -567,16 +556,15 @@ class Optimizer(CheckpointMixin):
         A frozen parameter has none but its own until it is stepped.
         """
         total = elements = 0
-        for group in self.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                held = [*list_own_tensors(parameter)]
-                if parameter.requires_grad or self.state.get(parameter):
-                    plan = self._find_valid_plan(group, position)
-                    held += [*plan.tensors.values(), *plan.watched]
-                    held += [parameter.scale] if plan.spec.scaled else []
-                    total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
-                total += sum(tensor.numel() * tensor.element_size() for tensor in held)
-                elements += local(parameter).numel()
+        for group, position, parameter in walk_model_parameters(self):
+            held = [*list_own_tensors(parameter)]
+            if parameter.requires_grad or self.state.get(parameter):
+                plan = self._find_valid_plan(group, position)
+                held += [*plan.tensors.values(), *plan.watched]
+                held += [get_scale(parameter)] if plan.spec.scaled else []
+                total += local(parameter).numel() * plan.spec.gradient.dtype.itemsize
+            total += sum(tensor.numel() * tensor.element_size() for tensor in held)
+            elements += local(parameter).numel()
         return total / elements if elements else 0.0
 
     def __repr__(self) -> str:
@@ -609,3 +597,43 @@ def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
         raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
     enter("optimizer", OPTIMIZERS, kind.__name__, kind, read_class_docstring(kind))
     return kind
+
+
+def find_inner_optimizer(given: Any) -> Any:
+    """Return the innermost optimizer of nested wrappers; any other object unchanged.
+
+    A wrapper has no param groups of its own. Lightning and Fabric give theirs a subclass of the optimizer's class, and
+    accelerate one of torch's. An optimizer that steps by another one inside (Lookahead) has groups, and does more than
+    that one.
+    """
+    while not isinstance(given, type):
+        is_wrapper = not isinstance(given, torch.optim.Optimizer) or "param_groups" not in vars(given)
+        inner = getattr(given, "optimizer", None) if is_wrapper else None
+        if inner is None or inner is given:
+            break
+        given = inner
+    return given
+
+
+def find_own_optimizer(given: Any, what: str, remedy: str) -> Optimizer:
+    """Return an optimizer of hu.optim, out of the wrappers that a trainer has put round it."""
+    inner = find_inner_optimizer(given)
+    if not isinstance(inner, Optimizer):
+        raise TypeError(f"{what} takes an optimizer of hu.optim, got {a_kind(inner)}: {remedy}")
+    return inner
+
+
+def report(optimizer: Any) -> LostUpdateReport:
+    """Return the lost updates of an optimizer, as its own `report()`, also where a trainer has prepared it.
+
+    Args:
+        optimizer: of hu.optim, or a wrapper with an attribute `optimizer`: accelerate's, Fabric's, Lightning's.
+
+    Raises:
+        TypeError: an optimizer of another library, whose updates are not metered.
+
+    >>> import halfulp as hu
+    >>> print(report(hu.optim.SGD([torch.nn.Parameter(torch.ones(2).bfloat16())], lr=0.1)))
+    lost updates: none metered yet (one step in `report_interval` is)
+    """
+    return find_own_optimizer(optimizer, "report", "hu.observe shows the updates of any optimizer").report()

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Unpack, overload
 
@@ -14,22 +14,16 @@ import torch
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._messages import a_kind
+from .._messages import a_kind, listed
 from ..formats import Format
 from ..scaled import ScaledTensor
-from ._float32 import MOST_RUN_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
-from ._group_options import NarrowOptions, ParamGroups, check_number, read_defaults, read_options
+from ._checkpoint import is_halfulp_file, refuse_confusing_keys
+from ._float32 import ALIGNMENT_ELEMENTS, MOST_RUN_ELEMENTS, Float32Buffer, read_weights, split_into_runs
+from ._group_options import NarrowOptions, ParamGroups, check_hyperparameters, read_defaults, read_options
 from ._optimizer import Loss, Optimizer
-from ._state_dict_validation import refuse_confusing_keys
 from ._storage import F32, Store
-from ._wrapped_state import (
-    BASE_PREFIX,
-    read_own_entries,
-    restore_own_entries,
-    split_base_states,
-)
 from .parameters._local_tensors import is_dtensor, local, place_like
-from .parameters._narrow_groups import read_parameter_name
+from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from .parameters._outside_writes import reset_if_stale
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._step_spec import StepSpec
@@ -38,6 +32,7 @@ from .rules._update_rule import UpdateRule
 from .step._batch import as_plain_gradient
 from .weight_updates._weight_update import WeightUpdate
 
+BASE_PREFIX = "base."
 OUTER_OPTIONS = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 # What the groups of the two optimizers do not share.
 _UNSHARED_KEYS = (*OUTER_OPTIONS, "params", "param_names")
@@ -48,12 +43,12 @@ def assign_weight(w: Any, g: Any) -> tuple[Any]:
     return (g - w,)
 
 
-def no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+def make_no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     """Return the constants of an assignment, by a function that can be pickled."""
     return ()
 
 
-ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), no_constants, assigns=True, decays=False)
+ASSIGNMENT_RULE = UpdateRule("assignment", assign_weight, (), make_no_constants, assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):
@@ -84,11 +79,8 @@ class ExplicitGradientOptimizer(Optimizer):
         return [*map(self._explicit_gradients.get, parameters)]
 
     def _check_hyperparameters(self, group: dict[str, Any]) -> None:
-        lr = group.get("lr")
-        if isinstance(lr, torch.Tensor):
-            check_number("lr", lr)
-        if isinstance(lr, (int, float, torch.Tensor)) and not (math.isfinite(value := float(lr)) and value >= 0):
-            raise ValueError(f"lr={value} is not allowed: give a finite number that is not negative")
+        if isinstance(group.get("lr"), int | float | torch.Tensor):
+            check_hyperparameters({"lr": group["lr"]}, ("lr",))
 
     def _check_torch_switches(self, group: dict[str, Any]) -> None:
         """Accept all: these options belong to the wrapped optimizer."""
@@ -157,7 +149,9 @@ def wrap(
         )
     options = read_options(options, read_defaults(optimizer))
     return WrappedOptimizer(
-        *make_base_optimizer(optimizer, params, options),
+        optimizer,
+        params,
+        options,
         weight_update=weight_update,
         param_dtype=param_dtype,
         format=format,
@@ -176,48 +170,65 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     base: torch.optim.Optimizer
     _can_step_one_parameter = False
     _rule = ASSIGNMENT_RULE
-    # Groups here and in the wrapped optimizer.
-    _group_pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]] = ()
 
     def __init__(
         self,
-        base: torch.optim.Optimizer,
-        groups: list[dict[str, Any]],
-        shadows: dict[torch.Tensor, torch.Tensor],
+        make: Callable[..., Any],
+        params: Iterable[Any],
+        options: dict[str, Any],
         **narrow: Unpack[NarrowOptions],
     ) -> None:
-        claimed = sorted(set(OUTER_OPTIONS) & base.defaults.keys())
-        if claimed:
-            raise ValueError(
-                f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own"
-            )
-        if any(group.get("differentiable") for group in base.param_groups):
-            raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
+        if isinstance(params, torch.Tensor):
+            raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
+        given = list(params)
+        if not given:
+            raise ValueError("optimizer got an empty parameter list")
+        self._shadows: TensorMap[torch.Tensor] = TensorMap()
+        pairs = [self._split_group(one) for one in (given if isinstance(given[0], Mapping) else [{"params": given}])]
+        base = make([inner for inner, _ in pairs], **options)
+        if not isinstance(base, torch.optim.Optimizer):
+            raise TypeError(f"{make!r} made {base!r}, which is no torch.optim.Optimizer")
+        _refuse_unfollowed(base)
+        if len(base.param_groups) != len(pairs):
+            raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
         self.base = base
-        self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
-        self._base_states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
+        groups = [outer | _list_group_options(inner) for (_, outer), inner in zip(pairs, base.param_groups)]
         super().__init__(groups, dict(base.defaults), **narrow)
-        self._pair_groups()
+
+    def _split_group(self, group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a group over shadows for the wrapped optimizer, and the same over the parameters."""
+        members = group["params"]
+        if not isinstance(members, set):  # which torch refuses
+            members = [members] if isinstance(members, torch.Tensor) else list(members)
+        inner = []
+        for member in members:
+            parameter = member[1] if isinstance(member, tuple) else member
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
+            shadow = self._find_shadow(parameter)
+            inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
+        rest = {name: value for name, value in group.items() if name not in (*OUTER_OPTIONS, "params")}
+        return {**rest, "params": inner}, {**group, "params": members}
+
+    def _find_shadow(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that the wrapped optimizer steps instead of a parameter."""
+        if parameter not in self._shadows:
+            placeholder = place_like(_make_placeholder(parameter), parameter)
+            self._shadows[parameter] = torch.nn.Parameter(placeholder, requires_grad=parameter.requires_grad)
+        return self._shadows[parameter]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to both optimizers; what either refuses is added to none."""
         if not self._is_built:
             super().add_param_group(param_group)
             return
-        shadows: dict[torch.Tensor, torch.Tensor] = {}
-        inner, outer = split_group(param_group, shadows)
+        inner, outer = self._split_group(param_group)
         self.base.add_param_group(inner)
         try:
             super().add_param_group(outer | _list_group_options(self.base.param_groups[-1]))
         except Exception:
             del self.base.param_groups[-1]
             raise
-        for parameter, shadow in shadows.items():
-            self._shadows[parameter] = shadow
-        self._pair_groups()
-
-    def _pair_groups(self) -> None:
-        self._group_pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
 
     def _follow_group_edits(self) -> None:
         super()._follow_group_edits()
@@ -225,44 +236,12 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             self._follow_parameter_edits()
 
     def _follow_parameter_edits(self) -> None:
-        """Put shadows into the wrapped optimizer's groups for the parameters of these, whose lists users may edit."""
-        if [id(own) for own, _ in self._group_pairs] != [id(own) for own in self.param_groups]:
-            inner_of = {id(own): inner for own, inner in self._group_pairs}
-            self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
-            self._pair_groups()
-        for own, inner in self._group_pairs:
-            for parameter in own["params"]:
-                if parameter not in self._shadows:
-                    self._shadows[parameter] = make_shadow(parameter)
-            inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
-        # The states of parameters that are in no group are kept aside, as long as these live.
-        members = {id(shadow): shadow for _, inner in self._group_pairs for shadow in inner["params"]}
-        for key in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in members]:
-            self._base_states_outside_groups[key] = self.base.state.pop(key)
-        for shadow in members.values() if len(self._base_states_outside_groups) else ():
-            if shadow in self._base_states_outside_groups:
-                self.base.state[shadow] = self._base_states_outside_groups.pop(shadow)
-
-    @torch.no_grad()
-    def train(self, mode: bool = True) -> None:
-        """Switch between a wrapped optimizer's two weights, such as a schedule-free one's; else do nothing.
-
-        What it writes enters the parameters by the weight update, as in a step.
-        """
-        change = getattr(self.base, "train" if mode else "eval", None)
-        if not callable(change):
-            return
-        self._follow_parameter_edits()
-        # What was frozen after steps has a state still, and two weights.
-        plans = list(self._walk_plans(lambda p: p.requires_grad or bool(self.base.state.get(self._shadows[p]))))
-        try:
-            self._fill_shadows(plans, Float32Buffer(0))
-            before = [local(self._shadows[plan.parameter])._version for plan in plans]
-            self._call_under_outer_options(change)
-            now = [local(self._shadows[plan.parameter])._version for plan in plans]
-            self._write_changes([plan for plan, one, other in zip(plans, before, now, strict=True) if one != other])
-        finally:
-            self._release_shadows(plans)
+        """Put shadows into the wrapped optimizer's groups for the parameters of these, which users may edit."""
+        groups = self.base.param_groups
+        del groups[len(self.param_groups) :]
+        groups += [{"params": []} for _ in self.param_groups[len(groups) :]]
+        for own, inner in zip(self.param_groups, groups):
+            inner["params"][:] = map(self._find_shadow, own["params"])
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -285,21 +264,16 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         for group in self.param_groups:
             self._check_hyperparameters(group)
         self._follow_parameter_edits()
-        self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
+        self._check_wrappers(any(parameter.grad is not None for _, _, parameter in walk_model_parameters(self)))
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         runs = self._list_runs(list(self._walk_plans(lambda p: p.grad is not None)))
-        buffer = make_buffer(runs)
+        sizes = (sum(math.prod(plan.shape) + ALIGNMENT_ELEMENTS for plan in plans) for plans in runs)
+        buffer = Float32Buffer(2 * max(sizes, default=0))  # of the largest run's weights and gradients
         for plans in runs:
-            try:
-                self._fill_shadows(plans, buffer)
-                with without_global_hooks():
-                    self._call_under_outer_options(self.base.step)
-                self._write_changes(plans)
-            finally:
-                self._release_shadows(plans)
+            self._step_run(plans, buffer)
         return loss
 
     def _list_runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
@@ -310,51 +284,43 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             or self.base._optimizer_step_post_hooks
         ):
             return [plans]
-        whole = [plan for plan in plans if _needs_no_shadow(plan)]
-        apart = [plan for plan in plans if not _needs_no_shadow(plan)]
+        whole = [plan for plan in plans if plan.spec.store is F32]
+        apart = [plan for plan in plans if plan.spec.store is not F32]
         return [*([whole] if whole else []), *split_into_runs(apart, MOST_RUN_ELEMENTS)]
 
-    def _walk_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
-        for group in self.param_groups:
-            for position, parameter in enumerate(group["params"]):
-                if wanted(parameter):
-                    plan = self._find_valid_plan(group, position, F32)
-                    reset_if_stale(plan)
-                    yield plan
+    def _walk_plans(self, wanted: Callable[[torch.Tensor], bool]) -> Iterable[ParameterPlan]:
+        for group, position, parameter in walk_model_parameters(self):
+            if wanted(parameter):
+                plan = self._find_valid_plan(group, position, F32)
+                reset_if_stale(plan)
+                yield plan
 
-    def _fill_shadows(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
-        """Fill the shadows and their gradients."""
+    def _step_run(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
+        """Let the wrapped optimizer step the shadows of some plans, and write their changes."""
+        whole = [plan for plan in plans if plan.spec.store is F32]  # which are their own shadows
+        apart = [plan for plan in plans if plan.spec.store is not F32]
         buffer.clear()
-        apart = [plan for plan in plans if not _needs_no_shadow(plan)]
         values = dict(zip(map(id, apart), read_weights(apart, buffer)))
-        for plan in plans:
-            parameter = plan.parameter
-            shadow, value = self._shadows[parameter], values.get(id(plan))
-            point_shadow(shadow, local(parameter).detach() if value is None else value)
-            shadow.grad = widen_gradient(parameter.grad, buffer)
-
-    def _call_under_outer_options(self, change: Callable[[], Any]) -> Any:
-        """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
-        for own, inner in self._group_pairs:
-            inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
-        result = change()
-        for own, inner in self._group_pairs:
-            claimed = sorted(set(OUTER_OPTIONS) & inner.keys())
-            if claimed:
-                raise ValueError(f"{type(self.base).__name__} writes {claimed} into its groups, which wrap uses itself")
-            own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
-        return result
-
-    def _write_changes(self, plans: list[ParameterPlan]) -> None:
-        # A float32 parameter's shadow has its memory, but a version counter of its own.
-        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _needs_no_shadow(plan)])
-        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _needs_no_shadow(s)})
-
-    def _release_shadows(self, plans: list[ParameterPlan]) -> None:
-        for plan in plans:
-            shadow = self._shadows[plan.parameter]
-            shadow.grad = None
-            point_shadow(shadow, make_placeholder(plan.parameter))
+        try:
+            for plan in plans:
+                parameter, value = plan.parameter, values.get(id(plan))
+                shadow = self._shadows[parameter]
+                _point_shadow(shadow, local(parameter).detach() if value is None else value)
+                shadow.grad = _widen_gradient(parameter.grad, buffer)
+            for own, inner in zip(self.param_groups, self.base.param_groups):
+                inner.update({name: own[name] for name in own if name not in _UNSHARED_KEYS})
+            with _without_global_hooks():
+                self.base.step()
+            for own, inner in zip(self.param_groups, self.base.param_groups):
+                own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
+            # A float32 parameter's shadow has its memory, but a version counter of its own.
+            torch.autograd.graph.increment_version([local(plan.parameter) for plan in whole])
+            self._step_by({plan.parameter: self._shadows[plan.parameter].detach() for plan in apart})
+        finally:
+            for plan in plans:
+                shadow = self._shadows[plan.parameter]
+                shadow.grad = None
+                _point_shadow(shadow, _make_placeholder(plan.parameter))
 
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
@@ -368,19 +334,18 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         inner = {key: value for key, value in inner.items() if not isinstance(key, torch.Tensor)}
         refuse_confusing_keys(inner)
         state |= {f"{BASE_PREFIX}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
-        beside = read_own_entries(self.base)
-        return {**saved, "base": beside} if beside else saved
+        return saved
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this optimizer, or of the wrapped class itself, returned.
 
         The latter's 16-bit states become float32, and the auxiliary tensors stay as they are.
         """
-        own, inner = split_base_states(state_dict, self.param_groups)
+        own, inner = _split_base_states(state_dict, self.param_groups)
         self._follow_group_edits()
         inner = self._fit_base_states(own, inner)
         super()._load_between_hooks(own)
-        for (group, base_group), saved in zip(self._group_pairs, own["param_groups"]):
+        for group, base_group, saved in zip(self.param_groups, self.base.param_groups, own["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
             for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_KEYS}:
                 del group[name]
@@ -389,43 +354,36 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             base_group.update({name: group[name] for name in group if name not in _UNSHARED_KEYS})
         self.base.state.clear()
         self.base.state.update(inner)
-        restore_own_entries(self.base, state_dict.get("base", {}))
 
     def _fit_base_states(self, own: Mapping[Any, Any], inner: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
         """Return the wrapped optimizer's states by shadow, on the parameters' devices."""
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
             for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
-                label = read_parameter_name(group, k)
-                state, shadow = inner.get(number, {}), self._shadows[parameter]
-                held, copied = self.base.state.get(shadow, {}), dict[str, Any]()
-                for name, value in state.items():
-                    known, device = held.get(name), None if name == "step" else parameter.device
-                    if (
-                        isinstance(value, torch.Tensor)
-                        and isinstance(known, torch.Tensor)
-                        and value.shape != known.shape
-                    ):
-                        raise ValueError(
-                            f"state {name!r} of parameter {label} has shape {tuple(value.shape)}, "
-                            f"{tuple(known.shape)} is needed"
-                        )
-                    move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
-                    copied[name] = tree_map_only(torch.Tensor, move, value)
+                label, shadow = read_parameter_name(group, k), self._shadows[parameter]
+                state, held = inner.get(number, {}), self.base.state.get(shadow, {})
                 if held and not state and own["state"].get(number, {}).get("step"):
                     raise ValueError(
                         f"the file holds no states of {type(self.base).__name__} for parameter {label}, "
                         "which it has stepped: torch's flatten_optimizer_state_dict leaves out what is wrapped; save "
                         "without it"
                     )
-                if copied:
-                    fitted[shadow] = copied
+                for name, value in state.items():
+                    known = held.get(name)
+                    if torch.is_tensor(value) and torch.is_tensor(known) and value.shape != known.shape:
+                        raise ValueError(
+                            f"state {name!r} of parameter {label} has shape {tuple(value.shape)}, "
+                            f"{tuple(known.shape)} is needed"
+                        )
+                    device = None if name == "step" else parameter.device
+                    move: Any = functools.partial(torch.Tensor.to, device=device, copy=True)
+                    fitted.setdefault(shadow, {})[name] = tree_map_only(torch.Tensor, move, value)
         return fitted
 
     def bytes_per_parameter(self) -> float:
         """Return bytes per element of weights, auxiliary tensors, states and gradients, as held between steps."""
         total = elements = 0
-        for plan in self._walk_plans():
+        for plan in self._walk_plans(lambda _: True):
             parameter = plan.parameter
             leaves = tree_leaves(self.base.state.get(self._shadows[parameter], {}))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -438,7 +396,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copy and pickle: the wrapped optimizer by class and fields, without hooks."""
         own = super().__getstate__()
-        shadows = [(p, self._shadows[p]) for group in self.param_groups for p in group["params"]]
+        shadows = [(parameter, self._shadows[parameter]) for _, _, parameter in walk_model_parameters(self)]
         own |= {"_shadows": shadows, "base": None}
         # Without a step that a scheduler has bound to it.
         fields = {k: v for k, v in vars(self.base).items() if k != "step" and not k.endswith("_hooks")}
@@ -448,58 +406,13 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         """Restore from `__getstate__`."""
         (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
         super().__setstate__(state)
-        self._shadows, self._base_states_outside_groups = TensorMap(shadows), TensorMap()
+        self._shadows = TensorMap(shadows)
         self.base = object.__new__(kind)
         self.base.__setstate__(fields)
-        self._pair_groups()
 
     def __repr__(self) -> str:
         """Return the wrapped class, then the fields as Optimizer does."""
         return super().__repr__().replace("WrappedOptimizer (", f"wrap({type(self.base).__name__}) (", 1)
-
-
-def _needs_no_shadow(plan: ParameterPlan) -> bool:
-    """Return whether a parameter is plain float32: its own shadow."""
-    return plan.spec.store is F32
-
-
-def make_base_optimizer(
-    optimizer: Callable[..., Any], params: Iterable[Any], options: dict[str, Any]
-) -> tuple[torch.optim.Optimizer, list[dict[str, Any]], dict[torch.Tensor, torch.Tensor]]:
-    """Make an optimizer over shadows of parameters; return it, its groups and the shadows."""
-    if isinstance(params, torch.Tensor):
-        raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
-    given = list(params)
-    if not given:
-        raise ValueError("optimizer got an empty parameter list")
-    given = given if isinstance(given[0], Mapping) else [{"params": given}]
-    shadows: dict[torch.Tensor, torch.Tensor] = {}
-    pairs = [split_group(group, shadows) for group in given]
-    base = optimizer([inner for inner, _ in pairs], **options)
-    if not isinstance(base, torch.optim.Optimizer):
-        raise TypeError(f"{optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
-    refuse_closures(base)
-    refuse_inner_optimizers(base)
-    if len(base.param_groups) != len(pairs):
-        raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
-    return base, [outer | _list_group_options(inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
-
-
-def split_group(
-    group: Mapping[str, Any], shadows: dict[torch.Tensor, torch.Tensor]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a group over shadows for the wrapped optimizer, and the same over the parameters."""
-    members = group["params"]
-    members = [members] if isinstance(members, torch.Tensor) else members if isinstance(members, set) else list(members)
-    inner = []
-    for member in members:
-        parameter = member[1] if isinstance(member, tuple) else member
-        if not isinstance(parameter, torch.Tensor):
-            raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
-        shadow = shadows.setdefault(parameter, make_shadow(parameter))
-        inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
-    rest = {name: value for name, value in group.items() if name not in (*OUTER_OPTIONS, "params")}
-    return {**rest, "params": inner}, {**group, "params": members}
 
 
 def _list_group_options(inner: Mapping[str, Any]) -> dict[str, Any]:
@@ -507,18 +420,13 @@ def _list_group_options(inner: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inner.items() if name not in ("params", "param_names")}
 
 
-def make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
+def _make_placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """Return a zero expanded to a parameter's local shape, without memory of that size."""
     part = local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
-def make_shadow(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that the wrapped optimizer steps instead of a parameter."""
-    return torch.nn.Parameter(place_like(make_placeholder(parameter), parameter), requires_grad=parameter.requires_grad)
-
-
-def point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
+def _point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
     """Point a shadow, or its shard on this rank, to other memory."""
     if is_dtensor(shadow):
         shadow._local_tensor = values
@@ -526,7 +434,7 @@ def point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
         shadow.data = values
 
 
-def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
+def _widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
     """Return a gradient in float32, the same object if it is; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
@@ -540,36 +448,66 @@ def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torc
     return place_like(buffer.take(part).copy_(part), gradient)
 
 
-def refuse_closures(base: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose step needs a closure, by which it evaluates the model at points of its choice."""
+def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose options, closures, inner optimizers or files wrap cannot follow."""
+    if any(group.get("differentiable") for group in base.param_groups):
+        raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
+    if claimed := sorted(set(OUTER_OPTIONS) & base.defaults.keys()):
+        raise ValueError(f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own")
     wanted, name = inspect.signature(type(base).step).parameters.get("closure"), type(base).__name__
     if wanted is not None and wanted.default is inspect.Parameter.empty:
         raise NotImplementedError(
             f"{name}.step needs a closure, by which it evaluates the model at trial points; narrow parameters would "
             f"round these: step float32 parameters by {name} itself"
         )
-
-
-def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that holds another one.
-
-    Float32 weights exist during a step of the wrapped optimizer alone. An optimizer inside of it has the narrow
-    parameters themselves, or a copy of memory that is not filled yet.
-    """
-    name = type(base).__name__
+    if callable(getattr(base, "train", None)):
+        raise NotImplementedError(
+            f"{name} switches between two weights by train() and eval(), which narrow parameters would round: take "
+            "hu.optim.AdamWScheduleFree or SGDScheduleFree"
+        )
     for place, value in vars(base).items():
-        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
-        for inner in held if place not in ("param_groups", "state", "defaults") else ():
+        # Float32 weights exist during a step of `base` alone: another optimizer has the narrow ones, or no memory yet.
+        for inner in tree_leaves(value) if place not in ("param_groups", "state", "defaults") else ():
             if isinstance(inner, torch.optim.Optimizer) and inner is not base:
                 raise NotImplementedError(
                     f"{name} holds another optimizer, {type(inner).__name__} in {place!r}, whose parameters wrap "
                     f"cannot put float32 weights behind: step float32 parameters by {name}, or wrap "
                     f"{type(inner).__name__} alone: hu.optim.wrap({type(inner).__name__}, params, ...)"
                 )
+    if beside := sorted(base.state_dict().keys() - {"state", "param_groups"}):
+        raise NotImplementedError(
+            f"{name} saves {listed(beside)} beside states and groups, which files of wrap do not hold: keep it in "
+            "optimizer.state or in a param group"
+        )
+
+
+def _split_base_states(
+    state_dict: Mapping[str, Any], groups: list[dict[str, Any]]
+) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Split a state_dict into one without the wrapped optimizer's states, and these by number."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
+    is_wrapped = is_halfulp_file(groups, state_dict["param_groups"])
+    numbers = {number for group in state_dict["param_groups"] for number in group["params"]}
+    own, inner = dict[Any, Any](), dict[Any, Any]()
+    for key, state in state_dict["state"].items():
+        if key not in numbers:  # the user's, or the wrapped optimizer's
+            is_inner = str(key).startswith(BASE_PREFIX) or not is_wrapped
+            held = inner if is_inner else own
+            held[key.removeprefix(BASE_PREFIX) if is_inner and isinstance(key, str) else key] = state
+        elif is_wrapped:
+            own[key] = {k: v for k, v in state.items() if not k.startswith(BASE_PREFIX)}
+            inner[key] = {k.removeprefix(BASE_PREFIX): v for k, v in state.items() if k.startswith(BASE_PREFIX)}
+        else:
+            own[key] = {"step": torch.as_tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")}
+            inner[key] = tree_map_only(
+                torch.Tensor, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t, state
+            )
+    return {**state_dict, "state": own}, inner
 
 
 @contextlib.contextmanager
-def without_global_hooks() -> Iterator[None]:
+def _without_global_hooks() -> Iterator[None]:
     """Return a context without the hooks of every optimizer's step, which run around the outer step."""
     hooks = vars(_torch_optimizer)
     before = {name: hooks[name] for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")}

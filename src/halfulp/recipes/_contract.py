@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._messages import a_kind, listed
 from ..mctensor import MCTensor
 from ..optim import Optimizer
-from ..optim._inner_optimizer import inner_optimizer
+from ..optim._optimizer import find_inner_optimizer
 from ..optim.parameters._narrow_groups import read_parameter_name, walk_model_parameters
 from ..optim.parameters._random_identity import plain_names
 from ..scaled import ScaledTensor
@@ -234,7 +234,7 @@ def list_contract_differences(
 
 def _list_optimizers(given: object) -> list[torch.optim.Optimizer]:
     several = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    found = [inner_optimizer(one) for one in several]
+    found = [find_inner_optimizer(one) for one in several]
     for one in found:
         if not isinstance(getattr(one, "param_groups", None), list):
             raise TypeError(f"the optimizer is {a_kind(one)}: give a torch optimizer, a list of them, or None")

@@ -6,11 +6,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache, lru_cache
-from math import frexp
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from ..formats import BlockFormat
 from ..kernels import address, check_bits, note_fallback, run_chunks, run_on_tensors
@@ -20,16 +20,16 @@ from ..kernels._trace import RecordedFunction, block_largest
 from ..kernels.triton._launch import TensorKernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
-from ._device_functions import round_word
+from ._device_functions import half_addend, round_word
 from ._kernels import (
     FIXED_KEY,
     TritonPlan,
     check_device,
+    choose_container_functions,
+    choose_mode_functions,
     choose_rounding_engine,
-    container_functions,
     find_row_length,
     make_fixed_elements,
-    mode_functions,
     name_constants,
     note_write,
     overlap_partly,
@@ -50,6 +50,7 @@ from ._target import (
     Target,
     WordLayout,
     choose_layout,
+    floor_log2,
     make_constants,
     make_target,
 )
@@ -78,23 +79,13 @@ SMALLEST_TENSOR_SCALE = np.float32(2.0**-126)
 def round_block_element(w, u, c, d, b):
     """Device function: an element rounded over its block's scale, times the scale."""
     scale = scale_of(block_largest(bit_and(w, c.magnitude)), c, d, b)
-    return round_payload(w, u, inverse_of(scale, c, b), factor_of(scale, c, b), c)
+    inverse, factor = inverse_of(scale, c, b), factor_of(scale, c, b)
+    return word(real(round_word(payload(w, inverse, c), u, c)) * real(factor))
 
 
 def compute_block_scale(a, c, d, b):
     """Device function: the scale of a block from its largest magnitude."""
     return factor_of(scale_of(a, c, d, b), c, b)
-
-
-def find_finite_largest(w, c):
-    """Device function: the largest magnitude of a block, 0 if one of its elements is infinite or NaN."""
-    largest = block_largest(bit_and(w, c.magnitude))
-    return select(largest < c.infinity, largest, 0)
-
-
-def round_payload(w, u, inverse, factor, c):
-    """Device function: an element over its scale, rounded, times the scale."""
-    return word(real(round_word(payload(w, inverse, c), u, c)) * real(factor))
 
 
 # scales that are powers of two: the word of a scale is its exponent ------------------------------------------
@@ -143,10 +134,20 @@ def compute_scale_product(a, c, d, b):
     e = select(e < d.lowest, d.lowest, e)
     s = sub(d.base, select(e > d.highest, d.highest, e))
     keep = shl(d.ones, s)
-    r = bit_and(add(q, scale_addend(q, s, bit_xor(keep, d.ones), d)), keep)
+    r = bit_and(add(q, scale_addend(q, q, q, s, keep, d)), keep)
     r = select(q < d.tiny, d.tiny, r)
     r = select(r < d.largest, r, d.largest)
     return select(a >= c.infinity, c.nan, word(real(r) * real(b.tensor)))
+
+
+def upward_addend(w, a, u, s, keep, c):
+    """Device function: away from zero."""
+    return bit_xor(keep, c.ones)
+
+
+def take_scale(scale, c, b):
+    """Device function: the scale's word is the scale."""
+    return scale
 
 
 def add_tensor_scale(b):
@@ -154,22 +155,6 @@ def add_tensor_scale(b):
     scale = divide(real(b.amax), real(b.divisor))
     scale = select(scale > SMALLEST_TENSOR_SCALE, scale, SMALLEST_TENSOR_SCALE)
     return b._replace(tensor=word(scale), unit=word(scale * real(b.unit)))
-
-
-def nearest_scale_addend(q, s, lost, d):
-    """Device function: to nearest, ties to even."""
-    last = shr(bit_or(bit_and(q, d.significand), d.implicit), s)
-    return add(shr(lost, 1), bit_and(bit_and(last, 1), lost))
-
-
-def upward_scale_addend(q, s, lost, d):
-    """Device function: away from zero."""
-    return lost
-
-
-def scale_as_factor(scale, c, b):
-    """Device function: the scale's word is the scale."""
-    return scale
 
 
 def divide_by_scale(w, inverse, c):
@@ -247,16 +232,12 @@ def scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
     largest = Fraction(target.element.max)
     never = 1 << mantissa
     if target.scale_rounding == SCALE_DOWN:
-        return _floor_log2(largest), never
+        return floor_log2(target.element.max), never
     if target.scale_rounding == SCALE_NEAREST:
         largest = largest * 3 / 2
-    first = _floor_log2(largest)
+    first = floor_log2(float(largest))
     second = (largest / Fraction(2) ** first - 1) * never
     return first, int(second) + (target.scale_rounding == SCALE_UP)
-
-
-def _floor_log2(value: Fraction) -> int:
-    return frexp(float(value))[1] - 1
 
 
 class BlockKind(NamedTuple):
@@ -286,16 +267,9 @@ class BlockKind(NamedTuple):
     @classmethod
     def of(cls, dtype: torch.dtype, target: BlockTarget, layout: WordLayout) -> BlockKind:
         """Return the kind of a target, of tensors of a dtype."""
+        inexact, to_nearest = dtype.itemsize == 2 and has_wide_results(target), target.scale_rounding == SCALE_NEAREST
         known = make_constants(target.element, layout)[:3]
-        inexact = dtype.itemsize == 2 and has_wide_results(target)
-        return cls(
-            target.element.mode,
-            *known,
-            target.block,
-            target.has_power_scales,
-            target.scale_rounding == SCALE_NEAREST,
-            inexact,
-        )
+        return cls(target.element.mode, *known, target.block, target.has_power_scales, to_nearest, inexact)
 
 
 def has_wide_results(target: BlockTarget) -> bool:
@@ -316,33 +290,28 @@ def choose_block_layout(dtype: torch.dtype, target: BlockTarget) -> WordLayout |
     return WORD32 if narrow and first >= 2 and target.scale.emin >= -127 else WORD64
 
 
-@cache
-def rounding_table(dtype: torch.dtype, kind: BlockKind) -> Table:
-    """Return the table that rounds: its columns are what is rounded and where it goes."""
-    return _record_table(dtype, kind, rounds=True)
-
-
-@cache
-def amax_table(dtype: torch.dtype, kind: BlockKind) -> Table:
-    """Return the table that finds the largest of the finite blocks' largest magnitudes."""
-    return _record_table(dtype, kind, rounds=False)
-
-
 def bind_device_functions(kind: BlockKind) -> dict[str, object]:
     """Return the functions bound to the free names of the device functions."""
-    names: dict[str, object] = {**mode_functions(kind.mode, (kind.rounding_path, kind.keeps_signs, kind.saturates))}
+    names: dict[str, object] = {
+        **choose_mode_functions(kind.mode, (kind.rounding_path, kind.keeps_signs, kind.saturates))
+    }
     names["quotient"] = multiply_by_inverse if kind.has_power_scales else divide_by_scale
     names["payload"] = nonzero_quotient if kind.mode in (UP, DOWN) else names["quotient"]
     if kind.has_power_scales:
         names |= {"scale_of": compute_scale_exponent, "factor_of": make_power, "inverse_of": make_inverse_power}
     else:
-        names |= {"scale_of": compute_scale_product, "factor_of": scale_as_factor, "inverse_of": scale_as_factor}
-        names["scale_addend"] = nearest_scale_addend if kind.rounds_to_nearest else upward_scale_addend
+        names |= {"scale_of": compute_scale_product, "factor_of": take_scale, "inverse_of": take_scale}
+        names["scale_addend"] = half_addend if kind.rounds_to_nearest else upward_addend
     return names
 
 
-def _record_table(dtype: torch.dtype, kind: BlockKind, rounds: bool) -> Table:
-    pieces, wide = container_functions(dtype, kind.is_inexact), dtype == torch.float64
+@cache
+def record_block_table(dtype: torch.dtype, kind: BlockKind, rounds: bool = True) -> Table:
+    """Return the table that rounds, or that finds the largest of the finite blocks' largest magnitudes.
+
+    Its columns are what is rounded and where it goes.
+    """
+    pieces, wide = choose_container_functions(dtype, kind.is_inexact), dtype == torch.float64
     element = Recording(2, 2 * WORD_COUNT + len(BlockConstants._fields), "w64" if wide else "w32")
     i, (source, target), (c, d, of_block) = element.index, element.arrays, split_words(element.constants)
     w, names = pieces["load"](source, i), bind_device_functions(kind)
@@ -351,7 +320,8 @@ def _record_table(dtype: torch.dtype, kind: BlockKind, rounds: bool) -> Table:
         random = draw_first_word(*element.stream)
         pieces["store"](target, i, bind_names(round_block_element, names)(w, random, c, d, of_block))
     else:
-        element.trace.gather_sum("max", bind_names(find_finite_largest, names)(w, c))
+        largest = block_largest(bit_and(w, c.magnitude))
+        element.trace.gather_sum("max", select(largest < c.infinity, largest, 0))
     start, count = record_stream_start(), len(element.constants)
     return Table(element.trace, 2, count, start, int(WEYL_STEP), kind.block, partial=True)
 
@@ -367,15 +337,9 @@ def make_block_constants(target: BlockTarget, layout: WordLayout, tensor: float,
 
     `tensor` is the tensor's scale, and `unit` its product with the largest element.
     """
-    of_scale = make_constants(target.scale, layout).words
-    of_block = _make_block_words(target, layout, tensor, unit)
-    return np.concatenate([make_constants(target.element, layout).words, of_scale, of_block])
-
-
-def _make_block_words(target: BlockTarget, layout: WordLayout, tensor: float, unit: float) -> np.ndarray:
     if target.has_power_scales:
         first, second = scale_threshold(target, layout.mantissa)
-        highest = int(np.frexp(target.scale.max)[1]) - 1
+        highest = floor_log2(target.scale.max)
         words = BlockConstants(
             first=first % (1 << layout.width),
             second=second,
@@ -390,7 +354,8 @@ def _make_block_words(target: BlockTarget, layout: WordLayout, tensor: float, un
         words = BlockConstants(
             unit=layout.encode_number(unit), tensor=layout.encode_number(tensor), divisor=layout.encode_number(divisor)
         )
-    return np.array(words, np.uint32 if layout.width == 32 else np.uint64)
+    of_block = np.array(words, np.uint32 if layout.width == 32 else np.uint64)
+    return np.concatenate([*(make_constants(t, layout).words for t in (target.element, target.scale)), of_block])
 
 
 @cache
@@ -413,16 +378,13 @@ def round_blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int, fi
     index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(rows.shape)
     layout = choose_block_layout(x.dtype, target) or _reference_layout(x.dtype)
     dtype = torch.float64 if layout is WORD64 else torch.float32
-    blocks, index = (cut_into_blocks(one, target.block) for one in (rows.to(dtype), index))
-    table = rounding_table(dtype, BlockKind.of(dtype, target, layout))
+    # The last block of each row is filled up with zeros.
+    filled = (pad(one, (0, -rows.shape[1] % target.block)) for one in (rows.to(dtype), index))
+    blocks, index = (one.unflatten(1, (-1, target.block)) for one in filled)
+    table = record_block_table(dtype, BlockKind.of(dtype, target, layout))
     words = _reference_words(blocks.abs().amax(-1), target)
     rounded = run_table_on_tensors(table, blocks, words, key if target.element.mode == STOCHASTIC else None, index)
     return rounded.flatten(1)[:, : rows.shape[1]].to(x.dtype).reshape(x.shape)
-
-
-def cut_into_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """Cut rows into blocks, the last of each filled up with zeros."""
-    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
 
 
 def compute_block_scales(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
@@ -470,8 +432,8 @@ def make_block_triton_plan(dtype: torch.dtype, target: BlockTarget, layout: Word
     kind = BlockKind.of(dtype, target, layout)._replace(scales_by_amax=target.tensor_scale)
     # The largest magnitude on which a tensor's scale depends lies in the device's memory.
     in_memory = (2 * WORD_COUNT + BlockConstants._fields.index("amax"),) if kind.scales_by_amax else ()
-    kernel = TensorKernel(rounding_table(dtype, kind), in_memory)
-    measure = TensorKernel(amax_table(dtype, kind)) if target.tensor_scale else None
+    kernel = TensorKernel(record_block_table(dtype, kind), in_memory)
+    measure = TensorKernel(record_block_table(dtype, kind, False)) if target.tensor_scale else None
     measured = () if measure is None else measure.constant_arguments(words)
     # The choice of a scale is a constant of the kernel, with which it is compared.
     told, name = (dtype, kind, target.scale_rounding), f"quantize in blocks of {dtype}"
@@ -547,8 +509,10 @@ def _round_by_llvm(x: torch.Tensor, target: BlockTarget, layout: WordLayout, key
 @cache
 def _compile_kernels(dtype: torch.dtype, kind: BlockKind) -> tuple[Callable[..., None], Callable[..., None] | None]:
     """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
-    kernel = compile_table("quantize_blocks", rounding_table(dtype, kind))
-    return kernel, None if kind.has_power_scales else compile_table("largest_blocks", amax_table(dtype, kind))
+    kernel = compile_table("quantize_blocks", record_block_table(dtype, kind))
+    if kind.has_power_scales:
+        return kernel, None
+    return kernel, compile_table("largest_blocks", record_block_table(dtype, kind, False))
 
 
 def _call_kernels(

@@ -17,12 +17,10 @@ from ..kernels._operations import (
     bit_or,
     bit_xor,
     floor,
-    load16,
     real,
     select,
     shl,
     shr,
-    store16,
     sub,
     to_real,
     to_word,
@@ -196,11 +194,6 @@ def limit_by_input(w, a, r, c):
     return select(real(a) > real(c.limit), c.overflow, r)
 
 
-def leave_unlimited(w, a, r, c):
-    """Device function: what `round_by_saturating_adder` returns needs no limit."""
-    return r
-
-
 def limit_directed(w, a, r, c):
     """Device function: a finite number that rounds toward zero stops at the largest; an infinity overflows."""
     outward = goes_away(a, c.sign, w != w, w >= c.sign)  # whatever the fraction is
@@ -227,24 +220,9 @@ def copy_allowed_sign(w, r, c):
 # containers --------------------------------------------------------------------------------------------------
 
 
-def load_bfloat16(address, i):
-    """Device function: a bfloat16 as a float32's word."""
-    return widen_bfloat16(load16(address, i))
-
-
 def widen_bfloat16(h):
     """Device function: the float32 word of a bfloat16's bits."""
     return shl(h, SIXTEEN)
-
-
-def store_bfloat16(address, i, w):
-    """Device function: a word whose low half is zero as a bfloat16."""
-    store16(address, i, shr(w, SIXTEEN))
-
-
-def load_float16(address, i):
-    """Device function: a float16 as a float32's word."""
-    return widen_float16(load16(address, i))
 
 
 def widen_float16(h):
@@ -255,21 +233,11 @@ def widen_float16(h):
     return bit_or(select(a < HALF_INFINITY, finite, special), shl(bit_and(h, HALF_SIGN), SIXTEEN))
 
 
-def store_nearest_bfloat16(address, i, w):
-    """Device function: a float32's word, rounded to the nearest bfloat16, ties to even."""
-    store16(address, i, encode_bfloat16(w))
-
-
 def encode_bfloat16(w):
     """Device function: the bits of the bfloat16 nearest to a float32's word, ties to even."""
     last = bit_and(shr(w, SIXTEEN), 1)
     nearest = add(add(w, last), BELOW_SIXTEEN)
     return shr(select(bit_and(w, SINGLE_MAGNITUDE) > SINGLE_INFINITY, SINGLE_NAN, nearest), SIXTEEN)
-
-
-def store_float16(address, i, w):
-    """Device function: a float32's word as the nearest float16, ties to even."""
-    store16(address, i, encode_float16(w))
 
 
 def encode_float16(w):

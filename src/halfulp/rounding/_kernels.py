@@ -24,7 +24,7 @@ from ..kernels import (
 )
 from ..kernels._device_function import STREAM_ALIGNMENT, STREAM_INPUTS, Recording, Table, bind_names
 from ..kernels._engine import use_reference_in_thread
-from ..kernels._operations import load32, load64, store32, store64
+from ..kernels._operations import load16, load32, load64, shr, store16, store32, store64
 from ..kernels._threads import flushes_subnormals
 from ..kernels.triton._launch import VECTOR_BYTES, TensorKernel, copy_with_alignment, find_checked_kernel, is_aligned
 from ..kernels.vector._machine_function import Kernel, address_of
@@ -56,18 +56,24 @@ _PATH_FUNCTIONS = {
 _CONTAINER_FUNCTIONS: dict[torch.dtype, dict[str, Callable]] = {
     torch.float32: {"load": load32, "store": store32},
     torch.float64: {"load": load64, "store": store64},
-    torch.bfloat16: {"load": p.load_bfloat16, "store": p.store_bfloat16},
-    torch.float16: {"load": p.load_float16, "store": p.store_float16},
+    torch.bfloat16: {
+        "load": lambda address, i: p.widen_bfloat16(load16(address, i)),
+        "store": lambda address, i, w: store16(address, i, shr(w, p.SIXTEEN)),  # its low half is zero
+    },
+    torch.float16: {
+        "load": lambda address, i: p.widen_float16(load16(address, i)),
+        "store": lambda address, i, w: store16(address, i, p.encode_float16(w)),
+    },
 }
 
 
 @cache
-def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool = False) -> Table:
+def record_rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool = False) -> Table:
     """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
     width = 64 if dtype == torch.float64 else 32
-    element, pieces = Recording(2, WORD_COUNT, f"w{width}"), container_functions(dtype)
+    element, pieces = Recording(2, WORD_COUNT, f"w{width}"), choose_container_functions(dtype)
     i, (source, target) = element.index, element.arrays
-    rounded = bind_names(p.round_word, mode_functions(mode, kind))
+    rounded = bind_names(p.round_word, choose_mode_functions(mode, kind))
     pieces["store"](
         target,
         i,
@@ -76,7 +82,7 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], 
     return Table(element.trace, 2, WORD_COUNT, record_stream_start(), int(WEYL_STEP), is_streaming=streams)
 
 
-def mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
+def choose_mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callable]:
     """Return the functions bound to the free names of `round_word`, for a mode and a kind of `TargetConstants`."""
     path, plain, saturating = kind
     bind: dict[str, Callable] = {
@@ -96,18 +102,21 @@ def mode_functions(mode: int, kind: tuple[str, bool, bool]) -> dict[str, Callabl
     if mode in (TOWARD_ZERO, UP, DOWN):
         bind["limited"] = p.limit_directed
     elif path == "adder":
-        bind["limited"] = p.leave_unlimited if saturating else p.limit_by_input
+        # What the saturating adder returns needs no limit.
+        bind["limited"] = (lambda w, a, r, c: r) if saturating else p.limit_by_input
         bind["magnitude"] = p.round_by_saturating_adder if saturating else p.round_by_adder
     return bind
 
 
-def container_functions(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
+def choose_container_functions(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
     """Return the device functions that convert elements of a dtype to words and back.
 
     `inexact` words may lie between two numbers of 16 bits and are rounded to the nearest.
     """
-    rounds = inexact and dtype == torch.bfloat16  # float16's codes are those of the nearest in any case
-    return _CONTAINER_FUNCTIONS[dtype] | ({"store": p.store_nearest_bfloat16} if rounds else {})
+    found = _CONTAINER_FUNCTIONS[dtype]
+    if inexact and dtype == torch.bfloat16:  # float16's codes are those of the nearest in any case
+        return found | {"store": lambda address, i, w: store16(address, i, p.encode_bfloat16(w))}
+    return found
 
 
 FIXED_KEY = 0x0123456789ABCDEF
@@ -136,21 +145,17 @@ def round_by_reference(x: torch.Tensor, target: Target, key: int, first: int = 0
     """
     known = make_constants(target, WORD64 if x.dtype == torch.float64 else WORD32)
     index = torch.arange(first, first + x.numel(), device=x.device, dtype=torch.int64).view(x.shape)
-    table = rounding_table(x.dtype, target.mode, known[:3])
+    table = record_rounding_table(x.dtype, target.mode, known[:3])
     return run_table_on_tensors(table, x, known.words, key if target.mode == STOCHASTIC else None, index)
 
 
 def run_table_on_tensors(
     table: Table, x: torch.Tensor, words: np.ndarray, key: int | None, index: torch.Tensor
 ) -> torch.Tensor:
-    """Return what a table that rounds gives for x, in plain torch.
+    """Return what a table that rounds, as of `record_rounding_table`, gives for x or for whole blocks, in plain torch.
 
-    Args:
-        table: of two columns, as `rounding_table` returns it.
-        x: where there are blocks, whole ones.
-        words: the table's constants.
-        key: of the random words; None where none are drawn.
-        index: int64 tensor of x's shape, which numbers the elements under the key.
+    `words` are the table's constants; the int64 index, of x's shape, numbers the elements under the key of their random
+    words, which is None where none are drawn.
     """
     drawn = {} if key is None else dict(zip(STREAM_INPUTS, compute_stream(key, index)))
     out = torch.empty_like(x)
@@ -211,11 +216,8 @@ def round_by_triton(
 ) -> bool:
     """Round contiguous x into out, which may be x; return False if there is no Triton kernel.
 
-    Args:
-        plan: for x's dtype.
-        x, key, out: as `round_into` takes them.
-        fixed: (whether whole vectors are wanted, whether blocks are ragged) -> elements of the first use's comparison.
-        reference: rounds them in plain torch, with the key FIXED_KEY.
+    Before the first use it is compared with `reference`, plain torch with the key FIXED_KEY, on what `fixed` returns:
+    (whether whole vectors are wanted, whether blocks are ragged) -> elements.
     """
     if not x.numel():
         return True
@@ -240,7 +242,7 @@ def round_by_triton(
 def make_triton_plan(dtype: torch.dtype, target: Target) -> TritonPlan:
     """Return the plan of a dtype and a target."""
     known = make_constants(target, WORD64 if dtype == torch.float64 else WORD32)
-    kernel = TensorKernel(rounding_table(dtype, target.mode, known[:3]))
+    kernel = TensorKernel(record_rounding_table(dtype, target.mode, known[:3]))
     kind, name = (dtype, target.mode, *known[:3]), f"quantize of {dtype}"
     return TritonPlan(kernel, kernel.constant_arguments(known.words), kind, name)
 
@@ -301,12 +303,12 @@ def is_widened(target: Target, dtype: torch.dtype) -> bool:
 class RoundingPlan(NamedTuple):
     """A target's kernel for tensors of a dtype, checked, its constants with their address, and an element's bytes."""
 
-    target: Target
-    dtype: torch.dtype
     kernel: Kernel
-    words: np.ndarray
     words_address: int
     element_size: int
+    target: Target
+    dtype: torch.dtype
+    words: np.ndarray
 
 
 # Bytes of a result from which on it fits in no cache beside its input: stored past them it takes a fifth less time.
@@ -328,27 +330,37 @@ def note_write(out: torch.Tensor) -> None:
 def prepare_plan(target: Target, dtype: torch.dtype, streams: bool = False) -> RoundingPlan:
     """Return the plan of rounding tensors of a dtype by a compiled kernel; it may store past the caches."""
     known = make_constants(target, WORD64 if dtype == torch.float64 else WORD32)
-    kernel = _compile_kernel(dtype, target.mode, known[:3], streams)
-    plan = RoundingPlan(target, dtype, kernel, known.words, address_of(known.words), dtype.itemsize)
-    _check_kernel(plan, (dtype, target.mode, *known[:3], streams))
-    return plan
+    kernel, at = _compile_kernel(dtype, target.mode, known[:3], streams), address_of(known.words)
+    x = make_fixed_elements(dtype)
+
+    def fast() -> list[torch.Tensor]:
+        out = torch.empty_like(x)
+        number, _, table = _make_chunk_table(x.numel())
+        kernel(0, number, table, at, 0, FIXED_KEY, address(x), address(out))
+        return [out]
+
+    # Once per kind of kernel.
+    name, kind = f"quantize ({dtype}, {known.rounding_path})", ("quantize", dtype, target.mode, *known[:3], streams)
+    check_bits(name, fast, lambda: [round_by_reference(x, target, FIXED_KEY)], kind)
+    return RoundingPlan(kernel, at, dtype.itemsize, target, dtype, known.words)
 
 
 @cache
 def _compile_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool) -> Kernel:
-    return compile_row(f"quantize_{kind[0]}", rounding_table(dtype, mode, kind, streams))
+    return compile_row(f"quantize_{kind[0]}", record_rounding_table(dtype, mode, kind, streams))
 
 
 def round_memory(plan: RoundingPlan, source: int, goal: int, count: int, key: int) -> None:
     """Round so many elements from one address to another."""
-    if count * plan.element_size >= STREAMED_BYTES and goal != source and goal % STREAM_ALIGNMENT == 0:
-        plan = prepare_plan(plan.target, plan.dtype, True)
+    kernel, words, size, target, dtype, _ = plan
+    if count * size >= STREAMED_BYTES and goal != source and goal % STREAM_ALIGNMENT == 0:
+        kernel = prepare_plan(target, dtype, True).kernel
     number, lengths, table = _make_chunk_table(count)
-    kernel, key = plan.kernel, key - (key >> 63 << 64)
+    key -= key >> 63 << 64
     if (count < SERIAL_ELEMENTS or torch.get_num_threads() == 1) and not flushes_subnormals():
-        kernel.run(kernel.pack(0, number, table, plan.words_address, 0, key, source, goal))
+        kernel.run(kernel.pack(0, number, table, words, 0, key, source, goal))
     else:
-        run_chunks(kernel, lengths, table, plan.words_address, 0, key, source, goal)
+        run_chunks(kernel, lengths, table, words, 0, key, source, goal)
 
 
 def overlap_partly(x: torch.Tensor, out: torch.Tensor) -> bool:
@@ -365,17 +377,3 @@ def _make_chunk_table(numel: int) -> tuple[int, np.ndarray, int]:
 
 
 increment_version = torch._C._increment_version  # torch.autograd.graph's, which first asks what it was given
-
-
-def _check_kernel(plan: RoundingPlan, kind: tuple[Hashable, ...]) -> None:
-    """Compare a compiled kernel's bits on fixed elements with the reference's, once per kind of kernel (a canary)."""
-    x = make_fixed_elements(plan.dtype)
-
-    def fast() -> list[torch.Tensor]:
-        out = torch.empty_like(x)
-        number, _, table = _make_chunk_table(x.numel())
-        plan.kernel(0, number, table, plan.words_address, 0, FIXED_KEY, address(x), address(out))
-        return [out]
-
-    name = f"quantize ({plan.dtype}, {kind[2]})"
-    check_bits(name, fast, lambda: [round_by_reference(x, plan.target, FIXED_KEY)], ("quantize", *kind))

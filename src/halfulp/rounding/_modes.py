@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import inspect
-import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -131,8 +131,6 @@ class Stochastic(Rounding):
 
 
 MODES: dict[str, type[Rounding]] = {mode.name: mode for mode in (Nearest, TowardZero, Up, Down, Stochastic)}
-
-
 _BUILT_IN_NAMES = tuple(MODES)
 _GOES_AWAY_PARAMETERS = ["fraction", "half", "odd", "negative"]
 
@@ -165,13 +163,9 @@ def register_rounding(kind: RoundingClass) -> RoundingClass:
     if not isinstance(kind, type) or not issubclass(kind, Rounding) or not isinstance(getattr(kind, "name", None), str):
         raise TypeError(f"a rounding is a subclass of hu.rounding.Rounding with a class attribute name, got {kind!r}")
     function = inspect.getattr_static(kind, "goes_away")
-    if (
-        not isinstance(function, staticmethod)
-        or list(inspect.signature(kind.goes_away).parameters) != _GOES_AWAY_PARAMETERS
-    ):
-        raise TypeError(f"{kind.__name__}.goes_away is a static method of {', '.join(_GOES_AWAY_PARAMETERS)}")
-    if function is inspect.getattr_static(Rounding, "goes_away"):
-        raise TypeError(f"{kind.__name__} defines no goes_away({', '.join(_GOES_AWAY_PARAMETERS)})")
+    is_own = isinstance(function, staticmethod) and function is not inspect.getattr_static(Rounding, "goes_away")
+    if not is_own or list(inspect.signature(kind.goes_away).parameters) != _GOES_AWAY_PARAMETERS:
+        raise TypeError(f"{kind.__name__} defines no static method goes_away({', '.join(_GOES_AWAY_PARAMETERS)})")
     name, own = kind.name, MODES.get(kind.name)
     if name != _normalize_name(name) or not name.isidentifier():
         raise ValueError(f"the name {name!r} of a rounding: give lower-case letters, digits and underscores")
@@ -179,9 +173,6 @@ def register_rounding(kind: RoundingClass) -> RoundingClass:
     if name in _BUILT_IN_NAMES or (own is not None and _recorded_decisions[name] != recorded):
         # Kernels of the other one may have been compiled.
         raise ValueError(f"rounding {name!r} exists already: choose another name for {kind.__name__}")
-    alike = [other for other in _recorded_decisions if other != name and _encode_name(other) == _encode_name(name)]
-    if alike:
-        raise ValueError(f"rounding {name!r} has the number of {alike[0]!r}: choose another name")
     enter("rounding", MODES, name, kind, read_class_docstring(kind))
     _recorded_decisions[name] = recorded
     return kind
@@ -210,14 +201,11 @@ def _record_decision(kind: type[Rounding]) -> tuple[object, ...]:
     return tuple(found)
 
 
-def encode_rounding(rounding: Rounding) -> int:
+def encode_rounding(name: str) -> int:
     """Return the number of a mode in a torch operator's arguments, the same in every process."""
-    name = rounding.name
-    return _BUILT_IN_NAMES.index(name) if name in _BUILT_IN_NAMES else _encode_name(name)
-
-
-def _encode_name(name: str) -> int:
-    return _FIRST_REGISTERED_CODE + zlib.crc32(name.encode())
+    if name in _BUILT_IN_NAMES:
+        return _BUILT_IN_NAMES.index(name)
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little") | 1 << 56
 
 
 def decode_rounding(code: int) -> type[Rounding]:
@@ -227,15 +215,12 @@ def decode_rounding(code: int) -> type[Rounding]:
         ValueError: nobody registered it in this process.
     """
     for name, kind in MODES.items():
-        if code == (_BUILT_IN_NAMES.index(name) if name in _BUILT_IN_NAMES else _encode_name(name)):
+        if code == encode_rounding(name):
             return kind
     raise ValueError(
         f"rounding number {code} is not known in this process: import the module that registers it by "
         "hu.rounding.register_rounding"
     )
-
-
-_FIRST_REGISTERED_CODE = 1 << 8
 
 
 def _normalize_name(name: str) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from ast import literal_eval
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
+from torch.compiler import is_compiling
 
-from ..formats import BlockFormat, Format, block_names, get, get_block
+from ..formats import BlockFormat, Format
+from ..formats._block import get_any
 from ..kernels import constant_result, define_operator, plain_address, untraced
 from ..kernels._engine import allows_machine_code, choose_engine
 from ..kernels._plain_memory import is_dense, is_watched, refuse_tensor
@@ -76,7 +78,7 @@ def quantize(
     >>> quantize(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), "bf16")   # through float32 it would be 1
     tensor([1.0078], dtype=torch.float64)
     """
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         made = _quantize_plain_memory(x, format, rounding, overflow, counter, out)
         if made is not None:
             return made
@@ -84,7 +86,7 @@ def quantize(
     check_tensor(x)
     if out is not None:
         check_out(out, x)
-    target, x = _find_integers(format, rounding, overflow, x.dtype), x.detach()
+    target, x = encode_target(format, rounding, overflow, x.dtype), x.detach()
     if target is None:
         return x.clone() if out is None else out.copy_(x.clone())  # they may overlap
     in_blocks = len(target) > _TARGET_SIZE
@@ -92,10 +94,9 @@ def quantize(
         raise ValueError(f"dim is from {-x.dim()} to {x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
     if not in_blocks or x.dim() < 2:
         return _call_operator(x, target, rounding, counter, out)
-    if out is None:
-        return _call_operator(x.movedim(dim, -1), target, rounding, counter, None).movedim(-1, dim)
-    _call_operator(x.movedim(dim, -1), target, rounding, counter, out.movedim(dim, -1))
-    return out
+    turned = None if out is None else out.movedim(dim, -1)
+    rounded = _call_operator(x.movedim(dim, -1), target, rounding, counter, turned)
+    return rounded.movedim(-1, dim) if out is None else out
 
 
 @untraced
@@ -158,19 +159,13 @@ def _plan_directly(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> RoundingPlan | None:
     """Return the plan of rounding without an operator; None where one is needed, which also says what is wrong."""
-    if isinstance(format, BlockFormat) or names_block(format) or dtype not in FLOAT_DTYPES:
+    known = get_any(format)
+    if dtype not in FLOAT_DTYPES or isinstance(known, BlockFormat):
         return None
     if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine("cpu")[0] != "llvm":
         return None
-    target = find_target(format, rounding, overflow, dtype)
+    target = find_target(known, rounding, overflow, dtype)
     return None if target is None or is_widened(target, dtype) else prepare_plan(target, dtype)
-
-
-def names_block(format: object) -> TypeGuard[str]:
-    """Return whether an argument is, or looks like, the name of a block format."""
-    return isinstance(format, str) and (
-        format.strip().lower().startswith(("mx", "nvfp")) or format.strip().lower() in block_names()
-    )
 
 
 def _call_operator(
@@ -195,11 +190,11 @@ def find_target(
     format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> Target | None:
     """Return `make_target`'s result, cached where no compiler traces."""
-    flat = _find_integers(format, rounding, overflow, dtype)
+    flat = encode_target(format, rounding, overflow, dtype)
     return None if flat is None else Target(*flat)
 
 
-def _find_integers(
+def encode_target(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> tuple[int, ...] | None:
     """Return the integers of a target, or of a block target; None where rounding changes nothing.
@@ -209,12 +204,11 @@ def _find_integers(
     arithmetic of variables; a string is compared as a whole. What is raised is raised inside the trace, where a graph
     can break and the caller sees it as it is.
     """
-    if not torch.compiler.is_compiling():
-        return _make_integers(format, rounding, overflow, dtype)
-    known = get_block(format) if isinstance(format, BlockFormat) or names_block(format) else get(format)
-    flat, error, message = _target_integers_in_graph(
-        known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype
-    )
+    if not is_compiling():
+        return _encode_target(format, rounding, overflow, dtype)
+    known = get_any(format)
+    in_blocks = isinstance(known, BlockFormat)
+    flat, error, message = _encode_target_in_graph(known._key, in_blocks, rounding.name, overflow, dtype)
     if error:
         raise _ERROR_KINDS[error](message)
     return flat
@@ -226,7 +220,7 @@ _ERROR_KINDS: dict[str, type[Exception]] = {
 
 
 @constant_result
-def _target_integers_in_graph(
+def _encode_target_in_graph(
     key: str, in_blocks: bool, rounding: str, overflow: str | None, dtype: torch.dtype
 ) -> tuple[tuple[int, ...] | None, str, str]:
     fields = literal_eval(key)
@@ -235,18 +229,19 @@ def _target_integers_in_graph(
         fields = name, Format(*literal_eval(element)), Format(*literal_eval(scale)), *rest
     try:
         format = BlockFormat(*fields) if in_blocks else Format(*fields)
-        return _make_integers(format, get_rounding(rounding), overflow, dtype), "", ""
+        return _encode_target(format, get_rounding(rounding), overflow, dtype), "", ""
     except tuple(_ERROR_KINDS.values()) as error:
         return None, type(error).__name__, str(error)
 
 
 @lru_cache(maxsize=1024)
-def _make_integers(
+def _encode_target(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> tuple[int, ...] | None:
-    if isinstance(format, BlockFormat) or names_block(format):
-        return make_block_target(get_block(format), rounding, overflow, dtype).to_integers()
-    return make_target(get(format), rounding, overflow, dtype)
+    known = get_any(format)
+    if isinstance(known, BlockFormat):
+        return make_block_target(known, rounding, overflow, dtype).to_integers()
+    return make_target(known, rounding, overflow, dtype)
 
 
 def check_tensor(x: torch.Tensor) -> None:
@@ -254,21 +249,11 @@ def check_tensor(x: torch.Tensor) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}; torch.as_tensor makes one")
     # A graph may not ask for a layout inside of a backward; what it calls as it runs has no sparse tensors.
-    if not torch.compiler.is_compiling() and (x.layout is not torch.strided or x.is_nested):
+    if not is_compiling() and (x.layout is not torch.strided or x.is_nested):
         refuse_tensor(x, "x")
     if x.dtype not in FLOAT_DTYPES:
-        if x.dtype.is_complex:
-            remedy = "round the parts: torch.view_as_real(x)"
-        elif x.dtype.is_floating_point:
-            remedy = "widen it first: x.to(torch.float32)"
-        else:
-            remedy = "convert it first: x.to(torch.float32)"
+        remedy = "round the parts: torch.view_as_real(x)" if x.dtype.is_complex else "convert it: x.to(torch.float32)"
         raise TypeError(f"x is float16, bfloat16, float32 or float64; got {x.dtype}: {remedy}")
-
-
-def check_format(x: torch.Tensor, format: AnyFormat, rounding: Rounding, overflow: str | None) -> None:
-    """Check a format as `quantize` does."""
-    _find_integers(format, rounding, overflow, x.dtype)
 
 
 def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -278,12 +263,11 @@ def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
             f"out has x's dtype, shape and device ({x.dtype}, {tuple(x.shape)}, {x.device}); "
             f"got {out.dtype}, {tuple(out.shape)}, {out.device}"
         )
-    is_traced = torch.compiler.is_compiling()
-    if not is_traced and out.is_neg():
+    if not is_compiling() and out.is_neg():
         raise ValueError(
             "out is a view whose signs torch flips when it is read: give memory of its own, as its clone()"
         )
-    if not is_traced and out.is_inference() and not torch.is_inference_mode_enabled():
+    if not is_compiling() and out.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError("out is a tensor of inference mode, which nothing else may write: give its clone()")
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError("out requires gradients and would be written in place: write under torch.no_grad()")

@@ -120,7 +120,7 @@ def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 tensor of the same shape, uniform in [0, 2^32).
     """
-    return _draw_at_elements(_recorded_draw(), key, index)[0].to(torch.int64) & 0xFFFFFFFF
+    return _draw_at_elements(_record_draw(), key, index)[0].to(torch.int64) & 0xFFFFFFFF
 
 
 def compute_stream(key: int, index: torch.Tensor) -> list[torch.Tensor]:
@@ -134,7 +134,7 @@ def _draw_at_elements(piece: RecordedFunction, key: int, index: torch.Tensor) ->
 
 
 @functools.cache
-def _recorded_draw() -> RecordedFunction:
+def _record_draw() -> RecordedFunction:
     return record_word_function(
         lambda low, high, index: draw_first_word(*stream_start(low, high, index)), "w32", "w32", "w64"
     )

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..kernels import is_under_transform
 from ._modes import Nearest, Rounding, Stochastic, get_rounding
-from ._quantize import AnyFormat, check_format, check_tensor, quantize
+from ._quantize import AnyFormat, check_tensor, encode_target, quantize
 from ._random_bits import mix64
 
 _BACKWARD_STREAM = 0x6261636B
@@ -96,21 +96,15 @@ def straight_through(
     """
     check_tensor(x)
     rounding = get_rounding(rounding)
-    backward_rounding = _separate_random_bits(
-        rounding if backward_rounding is None else get_rounding(backward_rounding)
-    )
+    backward_rounding = rounding if backward_rounding is None else get_rounding(backward_rounding)
+    if isinstance(backward_rounding, Stochastic) and backward_rounding.seed is not None:
+        # Other random bits than the values'.
+        backward_rounding = Stochastic(mix64(backward_rounding.signed_seed, _BACKWARD_STREAM))
     if backward is not None:
-        check_format(x, backward, backward_rounding, overflow)
+        encode_target(backward, backward_rounding, overflow, x.dtype)
     if forward is None and backward is None:
         return x
     return _choose_function()(x, forward, backward, rounding, backward_rounding, overflow, counter)
-
-
-def _separate_random_bits(rounding: Rounding) -> Rounding:
-    """Return the mode for gradients, with random bits other than the values'."""
-    if isinstance(rounding, Stochastic) and rounding.seed is not None:
-        return Stochastic(mix64(rounding.signed_seed, _BACKWARD_STREAM))
-    return rounding
 
 
 class StraightThrough(nn.Module):
@@ -150,6 +144,5 @@ class StraightThrough(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the formats and roundings of both directions."""
-        names = (getattr(f, "name", None) or f for f in (self.forward_format, self.backward_format))
-        forward, backward = names
+        forward, backward = (getattr(f, "name", None) or f for f in (self.forward_format, self.backward_format))
         return f"forward={forward}, backward={backward}, rounding={self.rounding.name}"

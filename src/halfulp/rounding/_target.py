@@ -5,17 +5,18 @@ from __future__ import annotations
 import struct
 from fractions import Fraction
 from functools import lru_cache
+from math import frexp
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..formats import Format, get
+from ..formats._reference import check_overflow_policy
 from ._modes import Rounding, encode_rounding
 
-NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(
-    5
-)  # as `encode_rounding` numbers them; behind them the registered ones
+# As `encode_rounding` numbers them; behind them the registered ones.
+NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(5)
 OVERFLOW_POLICIES = ("inf", "nan", "saturate")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -60,34 +61,18 @@ def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype:
     Raises:
         ValueError: If the policy is not possible, or the dtype cannot hold the results.
     """
-    policy = format.overflow if overflow is None else overflow
-    if policy not in OVERFLOW_POLICIES:
-        raise ValueError(
-            f"overflow is one of {', '.join(OVERFLOW_POLICIES)}, or None for the format's own; got {overflow!r}"
-        )
-    if policy == "inf" and not format.infinities:
-        raise ValueError(f"{format.name} has no infinities: overflow='inf' is not possible, take 'saturate' or 'nan'")
+    policy, held = check_overflow_policy(format, overflow), get(dtype)
     _check_range(format, rounding, policy, dtype)
-    if _changes_nothing(format, policy, dtype):
+    holds_all = format.mantissa_bits >= held.mantissa_bits and format.max >= held.max
+    if holds_all and format.smallest_subnormal <= held.smallest_subnormal and policy == "inf" and format.signed_zero:
         return None
     return Target(
-        encode_rounding(rounding),
+        encode_rounding(rounding.name),
         format.mantissa_bits,
         format.emin,
         struct.unpack("<q", struct.pack("<d", format.max))[0],
         OVERFLOW_POLICIES.index(policy),
         *map(int, (format.subnormals, format.zero, format.signed, format.signed_zero)),
-    )
-
-
-def _changes_nothing(format: Format, policy: str, dtype: torch.dtype) -> bool:
-    held = get(dtype)
-    return (
-        policy == "inf"
-        and format.signed_zero
-        and format.mantissa_bits >= held.mantissa_bits
-        and format.max >= held.max
-        and format.smallest_subnormal <= held.smallest_subnormal
     )
 
 
@@ -135,8 +120,7 @@ class WordLayout(NamedTuple):
 
     def encode_number(self, value: float) -> int:
         """Return the word of a number that the container holds."""
-        double, single = ("<d", "<q"), ("<f", "<i")
-        real, integer = single if self.width == 32 else double
+        real, integer = ("<f", "<i") if self.width == 32 else ("<d", "<q")
         return struct.unpack(integer, struct.pack(real, value))[0]
 
 
@@ -225,7 +209,8 @@ def make_constants(target: Target, layout: WordLayout) -> TargetConstants:
     """Return the path and the words of a target."""
     sign, infinity = 1 << (layout.width - 1), layout.make_power_word(layout.bias + 1)
     nan, ones = infinity | 1 << (layout.mantissa - 1), 2 * sign - 1
-    largest = infinity - 1 if target.max > _largest_number(layout) else layout.encode_number(target.max)
+    greatest = float(np.finfo(np.float32 if layout.width == 32 else np.float64).max)
+    largest = infinity - 1 if target.max > greatest else layout.encode_number(target.max)
     lost = max(0, layout.mantissa - target.mantissa_bits)
     base = max(0, layout.mantissa - target.mantissa_bits + target.emin + layout.bias)
     highest, tiny = max(0, base - lost), target.tiny_exponent
@@ -260,7 +245,7 @@ def make_constants(target: Target, layout: WordLayout) -> TargetConstants:
     )
     path = _choose_path(target, layout)
     if path == "adder":
-        spacing = Fraction(2) ** (_floor_log2(target.max) - target.mantissa_bits)
+        spacing = Fraction(2) ** (floor_log2(target.max) - target.mantissa_bits)
         steps = Fraction(target.max) / spacing
         words = words._replace(
             smallest_binade=layout.make_power_word(target.emin),
@@ -293,7 +278,7 @@ def _choose_path(target: Target, layout: WordLayout) -> str:
         scalable = normal and layout.width == 32 and target.mantissa_bits <= 6 and target.emin >= -96
         return "scaled" if scalable else "packed"
     addable = target.mode == NEAREST and normal
-    roomy = _floor_log2(target.max) + layout.mantissa + 1 - target.mantissa_bits <= layout.bias
+    roomy = floor_log2(target.max) + layout.mantissa + 1 - target.mantissa_bits <= layout.bias
     fine = target.mantissa_bits < layout.mantissa and target.tiny_exponent >= 3 - layout.bias
     return "adder" if addable and roomy and fine else "packed"
 
@@ -306,11 +291,6 @@ def _is_fixed_grid(target: Target, layout: WordLayout) -> bool:
     return finer or target.emin == 1 - layout.bias
 
 
-def _floor_log2(value: float) -> int:
+def floor_log2(value: float) -> int:
     """Return the e with 2^e <= value < 2^(e + 1)."""
-    return np.frexp(value)[1].item() - 1
-
-
-def _largest_number(layout: WordLayout) -> float:
-    word = layout.make_power_word(layout.bias + 1) - 1
-    return struct.unpack("<f" if layout.width == 32 else "<d", word.to_bytes(layout.width // 8, "little"))[0]
+    return frexp(value)[1] - 1

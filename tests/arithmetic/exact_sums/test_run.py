@@ -27,7 +27,7 @@ def always_blocks(monkeypatch):
 
 def sum_exactly_in_words(a: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
     with engine("reference"):
-        return kernels.accumulate_rows(a, b)
+        return kernels.sum_rows(a, b, None)
 
 
 def gapped(dtype: torch.dtype, gaps: torch.Tensor, columns: int, top: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_every_gap_between_exponents(dtype, product, seed):
     signs = torch.where(torch.rand(a.shape) < 0.5, -1.0, 1.0).to(dtype)
     for x in (a, -a, a * signs):
         b = gapped(dtype, gaps // 2, a.shape[1], -top).roll(3, 1) if product else None
-        assert torch.equal(kernels.accumulate_rows(x, b), sum_exactly_in_words(x, b))
+        assert torch.equal(kernels.sum_rows(x, b, None), sum_exactly_in_words(x, b))
 
 
 @pytest.mark.parametrize("product", [False, True], ids=["sum", "dot"])
@@ -72,7 +72,7 @@ def test_rests_that_add_up(product, seed):
         a[40:] = 1 + 2.0**-41 - 2.0**-52
         gaps[40:] = torch.arange(28, 48)
     a[:, 7::13] = powers(-gaps)[:, None] * (1.0 + 2.0**-52)
-    assert torch.equal(kernels.accumulate_rows(a, b), sum_exactly_in_words(a, b))
+    assert torch.equal(kernels.sum_rows(a, b, None), sum_exactly_in_words(a, b))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -82,13 +82,13 @@ def test_each_way_is_taken(dtype, monkeypatch, seed):
     reach = {torch.float16: 1, torch.float64: 120}.get(dtype, 100)
     far, special = near * powers(torch.randint(-reach, 1, near.shape)), near.clone()
     special[0, ::1024] = float("inf")
-    kernels.accumulate_rows(near.to(dtype), None)  # a kernel's first call tries it on numbers of its own
+    kernels.sum_rows(near.to(dtype), None, None)  # a kernel's first call tries it on numbers of its own
     first, second = count_cuts(dtype, False)
     tables, original = [], kernels._compile_table_kernel
     monkeypatch.setattr(kernels, "_compile_table_kernel", lambda by, table: tables.append(table) or original(by, table))
     for data, wanted in ((near, [first]), (far, [first, second][: 1 + (reach > 1)]), (special, [first, second])):
         tables.clear()
-        kernels.accumulate_rows(data.to(dtype), None)
+        kernels.sum_rows(data.to(dtype), None, None)
         assert [len(table.trace.sums) - 2 for table in tables if table.block] == wanted
     assert len([table for table in tables if not table.block]) == 4  # parts twice, lost elements, the words
 
@@ -105,23 +105,23 @@ def test_a_processor_that_flushes_subnormals_changes_nothing(dtype, product, see
     if not torch.set_flush_denormal(True):
         return
     try:
-        made = kernels.accumulate_rows(a, b)
+        made = kernels.sum_rows(a, b, None)
     finally:
         torch.set_flush_denormal(False)
     assert torch.equal(made, wanted)
-    assert torch.equal(kernels.accumulate_rows(a, b), wanted)
+    assert torch.equal(kernels.sum_rows(a, b, None), wanted)
 
 
 def test_blocks_at_the_ends_of_float64(seed):
     for scale in (2.0**1022, 2.0**1009, 2.0**-969, 2.0**-1021, 2.0**-1060):
         x = torch.rand(1, 3000, dtype=torch.float64) * 1.9 * scale
-        words = kernels.accumulate_rows(x, None)
+        words = kernels.sum_rows(x, None, None)
         exact = sum((Fraction(v) for v in x[0].tolist()), Fraction())
         value = sum(int(w) << (32 * i) for i, w in enumerate(words[0, :LIMB_COUNT].tolist()))
         assert Fraction(value) * Fraction(2) ** LOWEST_EXPONENT == exact
         for other in (scale, 1.0 / scale if scale < 1e300 and scale > 1e-300 else 1.0, 3.0):
             y = torch.rand(1, 3000, dtype=torch.float64) * other
-            assert torch.equal(kernels.accumulate_rows(x, y), sum_exactly_in_words(x, y))
+            assert torch.equal(kernels.sum_rows(x, y, None), sum_exactly_in_words(x, y))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -137,8 +137,8 @@ def test_rows_in_pieces(rows, threads, monkeypatch, seed):
     words, dots = sum_exactly_in_words(x), sum_exactly_in_words(x, y)
     torch.set_num_threads(threads)
     try:
-        assert torch.equal(kernels.accumulate_rows(x, None), words)
-        assert torch.equal(kernels.accumulate_rows(x, y), dots)
+        assert torch.equal(kernels.sum_rows(x, None, None), words)
+        assert torch.equal(kernels.sum_rows(x, y, None), dots)
         for dtype in (torch.float16, torch.float64):
             with engine("reference"):
                 sums, dot = kernels.round_accumulators(words, dtype), kernels.sum_rows(x, y, dtype)
@@ -169,5 +169,5 @@ def test_rows_whose_sums_two_floats_hold(columns, product, seed):
             x[-1], x[-2], x[-3, 0], x[-4, -1] = -0.0, 0.0, float("inf"), float("nan")
             x = x.to(dtype)
             y = torch.randint(-3, 4, (rows, columns)).to(dtype) * x.sign() if product else None
-            expected = kernels.round_accumulators(kernels.accumulate_rows(x, y), result)
+            expected = kernels.round_accumulators(kernels.sum_rows(x, y, None), result)
             assert same_bits(kernels.sum_rows(x, y, result), expected), (dtype, result)

@@ -55,11 +55,11 @@ def compare(seed, device, share=0, shares=1):
         here = x.to(device), y.to(device) if product else None
         to = DTYPES[(seed + number) % 4]
         with hu.kernels.engine("reference"):
-            words, total = kernels.accumulate_rows(x, y), kernels.sum_rows(x, y, to)
+            words, total = kernels.sum_rows(x, y, None), kernels.sum_rows(x, y, to)
             wanted = words, total, kernels.round_accumulators(words, dtype)
         with hu.kernels.engine("triton"), np.errstate(all="ignore"):
             made = (
-                kernels.accumulate_rows(*here),
+                kernels.sum_rows(*here, None),
                 kernels.sum_rows(*here, to),
                 kernels.round_accumulators(words.to(device), dtype),
             )

@@ -235,29 +235,20 @@ def test_hilbert_matrices_beyond_float64(size, components, seed):
     bits = 53 * components
     assert _off(_matrix(linalg.solve(a, b, components, F64)), wanted * _matrix(b)) <= 2 - bits
     assert _off(_matrix(linalg.inverse(a, components, F64)), wanted) <= 2 - bits
-    root = _matrix(linalg.cholesky(a, components, F64))
-    assert _off(root * root.T, _matrix(a)) <= 2 - bits
-    tall, right = tuple(torch.cat([part, part[:2]]) for part in a), (torch.cat([b[0], b[0][:2]]),)
-    assert _off(_matrix(linalg.lstsq(tall, right, components, F64)), wanted * _matrix(b)) <= 2 - bits
+    if size == 12:  # one column more than float64 tells apart, of which refinement makes all digits
+        root = _matrix(linalg.cholesky(a, components, F64))
+        assert _off(root * root.T, _matrix(a)) <= 2 - bits
+        return
+    for call in (lambda: linalg.cholesky(a, components, F64), lambda: linalg.lstsq(a, b, components, F64)):
+        with pytest.raises(torch.linalg.LinAlgError, match="or take solve"):
+            call()
 
 
-def test_a_stack_of_easy_and_hard_matrices(seed):
-    """Only the hard ones go through elimination: the others have the bits that they have alone."""
+def test_a_hard_matrix_comes_by_itself(seed):
     hard, easy = _hilbert(13, 2), _expansion(torch.randn(13, 13, dtype=F64), 2, F64)
-    stack = tuple(torch.stack(parts) for parts in zip(easy, hard, tuple(-part for part in easy)))
-    found = linalg.inverse(stack, 2, F64)
-    for k in range(3):
-        alone = linalg.inverse(tuple(part[k] for part in stack), 2, F64)
-        assert all(torch.equal(part[k], own) for part, own in zip(found, alone))
-
-
-def test_a_stack_of_matrices_of_which_one_has_no_float64_factor(seed):
-    """Stacks of two dimensions are taken apart, and each matrix has the factor that it has alone."""
-    hard, a = _hilbert(14, 2), torch.randn(14, 14, dtype=F64)
-    easy = _expansion(a @ a.mT + 14 * torch.eye(14, dtype=F64), 2, F64)
-    found = linalg.cholesky(tuple(torch.stack(parts).unsqueeze(1) for parts in zip(easy, hard)), 2, F64)
-    for k, matrix in enumerate((easy, hard)):
-        assert all(torch.equal(part[k, 0], own) for part, own in zip(found, linalg.cholesky(matrix, 2, F64)))
+    with pytest.raises(torch.linalg.LinAlgError, match="by itself, and no stack"):
+        linalg.inverse(tuple(torch.stack(parts) for parts in zip(easy, hard)), 2, F64)
+    assert linalg.inverse(hard, 2, F64)[0].isfinite().all()
 
 
 def test_a_determinant_beyond_float64_is_exact(seed):
@@ -276,18 +267,6 @@ def test_a_determinant_below_the_normal_numbers_is_rounded_once():
     rest[1, 1], more[1, 1] = 2.5 * 2.0**-580, 2.0**-640
     found = linalg.det((a, rest, more), 1, F64)
     assert float(found[0]) == 3 * 2.0**-1074
-
-
-@pytest.mark.parametrize("tiny", [2.0**-300, 2.0**-700, 2.0**-900, 2.0**-1000, 2.0**-1015, 2.0**-1022])
-def test_a_factor_has_all_its_digits_or_there_is_none(tiny):
-    a = torch.ones(2, 2, dtype=F64), torch.tensor([[0.0, 0.0], [0.0, 1.234 * tiny]], dtype=F64)
-    try:
-        (found,) = linalg.cholesky(a, 1, F64)
-    except torch.linalg.LinAlgError:
-        assert tiny < 2.0**-900
-    else:
-        wanted = mpmath.sqrt(mpmath.mpf(1.234 * tiny))
-        assert abs(mpmath.mpf(float(found[1, 1])) / wanted - 1) < 2.0**-52
 
 
 def test_a_solution_beyond_float64_is_an_error():

@@ -10,13 +10,14 @@ import torch
 
 from halfulp.arithmetic import pointwise, renormalize, split
 from halfulp.arithmetic._exact_products import (
+    _allocate_workspace,
+    _borrow_workspace,
     _cut_into_inner_blocks,
     _plan_workspace,
     find_largest_magnitude,
     split_into_float16,
 )
 from halfulp.arithmetic._matmul import matmul
-from halfulp.arithmetic._workspace import _allocate_workspace, borrow_workspace
 from halfulp.kernels import engine, same_bits
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -337,9 +338,9 @@ def test_memory_is_a_small_multiple_of_the_operands():
 def test_a_workspace_in_use_is_not_handed_out_again():
     layout = ((((8, 8), F64),),)
     cpu = torch.device("cpu")
-    with borrow_workspace(layout, cpu) as ((first,),), borrow_workspace(layout, cpu) as ((second,),):
+    with _borrow_workspace(layout, cpu) as ((first,),), _borrow_workspace(layout, cpu) as ((second,),):
         assert first.data_ptr() != second.data_ptr()
-    with borrow_workspace(layout, cpu) as ((again,),):
+    with _borrow_workspace(layout, cpu) as ((again,),):
         assert again.data_ptr() in (first.data_ptr(), second.data_ptr())
 
 

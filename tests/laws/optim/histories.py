@@ -107,6 +107,9 @@ WEIGHTS = (12, 2, 1, 1, 1, 1, 0.5, 0.5, 0.5)
 
 def excursion(world, chooser):
     weight = some(world, chooser)
+    plan = world.optimizer._plans.get(weight)
+    if plan is None or not plan.watched:  # the first write drops the companions, and begins a copy
+        return world
     old = weight.data if (held := chooser.random() < 0.3) else weight.detach().clone()
     if held or chooser.random() < 0.3:
         weight.data = old + 0.125
@@ -122,24 +125,19 @@ def excursion(world, chooser):
 
 
 def copied(world, chooser):
-    return copy.deepcopy(world)
+    return looked_at(copy.deepcopy(world), chooser)
 
 
 def pickled(world, chooser):
-    return pickle.loads(pickle.dumps(world))
+    return looked_at(pickle.loads(pickle.dumps(world)), chooser)
 
 
 def resumed(world, chooser):
     files = copy.deepcopy(({n: p.detach() for n, p in world.parameters.items()}, world.optimizer.state_dict()))
     new = world.fresh() if chooser.random() < 0.7 else world
-
-    def load_model():
-        for name, value in files[0].items():
-            new.parameters[name].copy_(value)
-
-    acts = [load_model, lambda: new.optimizer.load_state_dict(files[1])]
-    for act in acts if chooser.random() < 0.5 else reversed(acts):
-        act()
+    for name, value in files[0].items():
+        new.parameters[name].copy_(value)
+    new.optimizer.load_state_dict(files[1])
     return new
 
 
@@ -171,6 +169,10 @@ def live(seed: int, disturbed: bool) -> tuple[dict[str, torch.Tensor], list[str]
     options = {**given, "lr": 1e-3, "weight_update": UPDATES[update], "state_dtype": states}
     world, told = World(kind, [names[:cut], names[cut:]], parameters, **options), [rule, update]
     with torch.no_grad(), hu.kernels.engine("reference"):
+        step(world, chooser, of_all=True)
+        for parameter in parameters.values():
+            parameter.mul_(0.5)
+        step(world, chooser, of_all=True)
         for _ in range(10):
             (act,) = chooser.choices(COMMON, WEIGHTS)
             for _ in range(other.randrange(3) if disturbed else 0):

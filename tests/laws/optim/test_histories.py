@@ -1,5 +1,7 @@
 """Law: excursions that end where they began, copies, files and looks change no bit of any history of an optimizer.
 
+All weights were written once, so that the optimizer keeps copies of them; a copy or a file is looked at before a write.
+
 `python -m tests.laws.optim.test_histories 500 SEED` tries as many as wanted.
 """
 

@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_named():
     for offsets in ([2, 1, 6], [2, 3, 8]):
         with pytest.raises(ValueError, match="never decrease, from 0 to 7"):
             F.grouped_mm(x, experts, offs=torch.tensor(offsets, dtype=torch.int32))
-    with pytest.raises(ValueError, match="one integer offset for each of 3 groups"):
+    with pytest.raises(ValueError, match="one for each group"):
         F.grouped_mm(x, experts, offs=torch.tensor([2, 7], dtype=torch.int32))
     with pytest.raises(ValueError, match="grouped_mm takes"):
         F.grouped_mm(x, experts)

@@ -278,20 +278,6 @@ def test_unnamed_parameters_that_are_split_by_name_are_refused_with_the_cure():
         _set_flat(stage, hu.optim.AdamW(stage.parameters(), weight_update="stochastic"), _flat(model, optimizer))
 
 
-def test_unnamed_parameters_that_are_saved_by_name_and_loaded_with_names_draw_other_bits_which_is_told():
-    model = Net()
-    optimizer = hu.optim.AdamW(model.parameters(), lr=1e-4, weight_update="stochastic")
-    _train(model, optimizer, 0, 1)
-    saved = _nested(model, optimizer)
-    with pytest.warns(UserWarning, match="group 0 was saved without names.*other bits") as told:
-        _set_nested(model, _optimizer(model), saved)
-    assert [one.filename for one in told] == [__file__]
-    _set_nested(model, _optimizer(model), _nested(model, _optimizer(model)))
-    exact = Net().float()
-    plain = hu.optim.AdamW(exact.parameters(), lr=1e-4)
-    _set_nested(exact, hu.optim.AdamW(exact.named_parameters()), _nested(exact, plain))  # which draws nothing
-
-
 def test_names_in_another_order_are_refused_and_those_of_a_part_are_its_own():
     """What torch saves by name it puts into our order when it loads; a dict that is loaded without it is as saved."""
     model = Net()

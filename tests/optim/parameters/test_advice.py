@@ -41,7 +41,7 @@ def test_rows_that_are_added_train_as_the_message_says(update):
     longer = torch.nn.Parameter(torch.cat([weight.detach(), rows]))
     state = optimizer.state.pop(weight)
     optimizer.param_groups[0]["params"][0], optimizer.state[longer] = longer, state
-    with pytest.raises(ValueError, match="rows of zeros") as told:
+    with pytest.raises(ValueError, match="zeros for new ones") as told:
         step(longer)
     named = {name for name, value in state.items() if isinstance(value, torch.Tensor) and repr(name) in str(told.value)}
     assert named == {name for name, value in state.items() if isinstance(value, torch.Tensor)}

@@ -189,17 +189,14 @@ def test_a_maximum_of_no_other_state_is_refused(source):
 @pytest.mark.parametrize("given", [torch.float16, "fp8", {"exp_avg_sq": torch.float16}], ids=str)
 def test_the_storages_that_a_refusal_lists_are_taken(given, seed):
     """States under a scale are for scaled parameters; what plain ones may have beside a maximum is less than else."""
-    with pytest.raises(
-        ValueError, match=r"are torch\.float32 and 'bfloat16x2', and torch\.bfloat16, '8bit' and '4bit' for \{'exp"
-    ):
+    said = r"allowed are torch\.float32 and 'bfloat16x2' there and, but for a running maximum, torch\.bfloat16"
+    with pytest.raises(ValueError, match=said):
         hu.optim.AdamW([parameter()], amsgrad=True, state_dtype=given)
     for taken in (F32, "bfloat16x2", {"exp_avg": BF16}, {"exp_avg": "8bit"}):
         hu.optim.AdamW([parameter()], amsgrad=True, state_dtype=taken)
-    with pytest.raises(
-        ValueError, match=r"allowed are torch\.float32, torch\.bfloat16, 'bfloat16x2', '8bit' and '4bit' there"
-    ):
+    with pytest.raises(ValueError, match=said):
         hu.optim.AdamW([parameter()], state_dtype=given)
     for taken in (F32, BF16, "bfloat16x2", "8bit", "4bit"):
         hu.optim.AdamW([parameter()], state_dtype=taken)
-    with pytest.raises(ValueError, match=r"allowed are torch\.float32 and 'bfloat16x2' there"):
+    with pytest.raises(ValueError, match=said):
         Largest([parameter()], {}, state_dtype=torch.float16)

@@ -8,7 +8,6 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.parameters._payload_digests import compute_digests
 from halfulp.optim.step._batch import Roster
 
 COUNT = 4
@@ -312,8 +311,8 @@ def test_writes_to_scaled_parameters_are_followed_under_any_scale(seed):
             assert not isinstance(value, torch.Tensor) or same_bits(value, states[1][name]), (number, name)
 
 
-def test_digests_are_those_of_the_payload_whatever_happens_between_steps(seed):
-    """Steps write them in place: nobody may hold those of what a later step, a write or a move has replaced."""
+def test_copies_are_those_of_the_payload_whatever_happens_between_steps(seed):
+    """Steps write them in place: nobody may hold that of what a later step, a write or a move has replaced."""
     run = Run()
     ways = [_write, _data(torch.clone), _reload, lambda run: run.parameters[0].mul_(1.5), lambda run: None]
     checked = 0
@@ -325,11 +324,10 @@ def test_digests_are_those_of_the_payload_whatever_happens_between_steps(seed):
         for parameter in run.parameters:
             plan = run.optimizer._plans.get(parameter)
             held = None if plan is None else plan.payload_version
-            if held is not None and held.digests is not None and held.version == parameter._version:
-                found = compute_digests(parameter.detach(), plan.index_map)
-                assert found.tolist() == held.digests.tolist()
+            if held is not None and held.payload is not None and held.version == parameter._version:
+                assert same_bits(held.payload, parameter.detach())
                 checked += 1
-    assert checked > 40 * COUNT
+    assert checked > 10 * COUNT
 
 
 def _rest(run, place):

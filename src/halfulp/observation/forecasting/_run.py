@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ... import formats
 from ..._messages import a_kind, listed
 from ...kernels import to_float64
-from ...optim._inner_optimizer import inner_optimizer
+from ...optim._optimizer import find_inner_optimizer
 from ..checkpoints._files import Checkpoint
 from ..checkpoints._names import read_checkpoint_content
 from ..checkpoints._open import open_checkpoint
@@ -103,7 +103,7 @@ def forecast(
     given = {"betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
     options = {name: value for name, value in given.items() if value is not None}
     dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
-    optimizer_or_lr = inner_optimizer(optimizer_or_lr)
+    optimizer_or_lr = find_inner_optimizer(optimizer_or_lr)
     if isinstance(optimizer_or_lr, torch.optim.Optimizer):
         if not isinstance(model_or_state, nn.Module):
             raise TypeError(

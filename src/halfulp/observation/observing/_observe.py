@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..._messages import a_kind
 from ...optim import EMA
-from ...optim._inner_optimizer import inner_optimizer
+from ...optim._optimizer import find_inner_optimizer
 from ...sinks import Sink
 from ..sampling._sampler import DEFAULT_FORMATS, FormatLike
 from ._expectations import ExpectedFormats, FormatsByPattern
@@ -127,7 +127,7 @@ def check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     several = isinstance(optimizer, Iterable) and not isinstance(optimizer, Mapping | str | torch.Tensor)
     found = []
     for given in optimizer if several else [optimizer]:
-        one = inner_optimizer(given)
+        one = find_inner_optimizer(given)
         if not isinstance(one, torch.optim.Optimizer):
             duck = hasattr(one, "param_groups") and hasattr(one, "step")
             said = "it has param_groups and step, but no step hooks: make its class" if duck else "give"

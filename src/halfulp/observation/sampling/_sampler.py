@@ -41,11 +41,11 @@ from ...optim.parameters._local_tensors import local
 from ...rounding import Nearest, mix64, mix64_all, quantize
 from ...rounding._blocks import (
     BlockKind,
-    amax_table,
     choose_block_layout,
     compute_block_scales,
     make_block_constants,
     make_block_target,
+    record_block_table,
 )
 from ...rounding._target import WORD32
 from ...scaled import ScaledTensor
@@ -379,7 +379,11 @@ class SampleKernels:
         table = d.make_block_counts_table(kind._replace(scales_by_amax=target.tensor_scale))
         # The last two constants are the largest magnitude of a tensor's finite blocks, a float64.
         blocks = TableKernel(table, self._samples, [*find_format_thresholds(format.element)[:2], *words, 0, 0])
-        largest = TableKernel(amax_table(torch.float32, kind), self._samples, words) if target.tensor_scale else None
+        largest = (
+            TableKernel(record_block_table(torch.float32, kind, False), self._samples, words)
+            if target.tensor_scale
+            else None
+        )
 
         def count(samples: Sequence[torch.Tensor]) -> np.ndarray:
             if largest is not None:

@@ -35,7 +35,7 @@ def memory(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.payload if isinstance(parameter, ScaledTensor) else local(parameter)
 
 
-def scale_of(parameter: torch.Tensor) -> torch.Tensor:
+def get_scale(parameter: torch.Tensor) -> torch.Tensor:
     """Return the scale of a scaled parameter."""
     assert isinstance(parameter, ScaledTensor)
     return parameter.scale
@@ -90,14 +90,11 @@ def _find_strided_index_map(parameter: DTensor) -> IndexMap:
 
     offset, step = [], []
     for d, whole in enumerate(parameter.shape):
-        like = [1] * parameter.dim()
-        like[d] = whole
         coordinates = torch.arange(whole, dtype=torch.int64, device=local(parameter).device)
-        coordinates = coordinates.reshape(like).expand(parameter.shape)
-        mine = distribute_tensor(
-            coordinates.contiguous(), parameter.device_mesh, parameter.placements, src_data_rank=None
-        )
-        along = mine._local_tensor.movedim(d, 0).reshape(mine._local_tensor.shape[d], -1)[:, :1].flatten()
+        coordinates = coordinates.view([-1 if k == d else 1 for k in range(parameter.dim())]).expand(parameter.shape)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        mine = local(distribute_tensor(coordinates.contiguous(), mesh, placements, src_data_rank=None))
+        along = mine.movedim(d, 0).reshape(mine.shape[d], -1)[:, :1].flatten()
         gaps = torch.unique(along.diff())
         if gaps.numel() > 1:
             raise NotImplementedError(

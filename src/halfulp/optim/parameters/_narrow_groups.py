@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from ..._messages import find_users_level
 from ...subclass.models._averages import warn_of_narrow_averages
 from ...subclass.models._parameter_holders import (
     Wrappers,
@@ -21,14 +19,10 @@ from ...subclass.models._parameter_holders import (
 )
 from .._group_options import check_ranks
 from .._storage import STORES
-from ..weight_updates._weight_update import find_weight_update
 from ._local_tensors import is_dtensor, local
 from ._narrowing import is_kept, is_written_since_narrowing, take_float32_values
 from ._outside_writes import record_payload, reset_if_stale
 from ._parameter_plan import ParameterPlan
-
-# Bytes that travel in one message.
-_MESSAGE_BYTES = 1 << 26
 
 
 def check_narrowing(groups: Iterable[dict]) -> Wrappers:
@@ -50,7 +44,6 @@ def narrow_groups(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) ->
     """
     to_narrow = {id(group["params"][position]) for group, position in _find_parameters_to_narrow(groups)}
     warn_of_narrow_averages()
-    warn_of_idle_update(optimizer, groups)
     for group in groups:
         for position, parameter in enumerate(group["params"]):
             was_written = is_written_since_narrowing(parameter)
@@ -101,17 +94,10 @@ def read_parameter_name(group: dict, position: int) -> str:
 
 
 def walk_model_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
-    """Yield group, position and parameter of all that an optimizer steps; a copy in host memory stands for the model's.
-
-    The copies then have the values of the model's parameters, whoever has written them.
-    """
-    host = getattr(optimizer, "_host", None)
-    if host is not None:
-        host.update_copies()
+    """Yield group, position and parameter of all that an optimizer steps."""
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
-            original = None if host is None else host.originals.get(parameter)
-            yield group, position, parameter if original is None else original
+            yield group, position, parameter
 
 
 def check_sharded_ranks(optimizer: Any) -> None:
@@ -143,7 +129,7 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
                     reset_if_stale(plan)
                     tensors += [plan.tensors[name] for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store)]
         if memory := [tensor.reshape(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]:
-            torch.distributed._broadcast_coalesced(module.process_group, memory, _MESSAGE_BYTES, 0)
+            torch.distributed._broadcast_coalesced(module.process_group, memory, 1 << 26, 0)  # bytes of a message
 
 
 def refuse_replaced_parameters(optimizer: Any) -> None:
@@ -173,54 +159,16 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
     Some may be float32 beside narrow ones, or kept so by `halfulp.convert`.
     """
     idle = None
-    for chosen, name, parameter, uses in _walk_chosen_updates(optimizer, groups):
-        if uses:
-            return
-        if idle is None and not is_kept(parameter):
-            idle = name, chosen.name
+    for group in groups:
+        chosen = group["weight_update"]
+        for position, parameter in enumerate(group["params"]) if chosen is not None and chosen.name != "exact" else ():
+            name = read_parameter_name(group, position)
+            if optimizer._choose_step_spec(group, parameter, None, name).update.name != "exact":
+                return
+            if idle is None and not is_kept(parameter):
+                idle = name, chosen.name
     if idle is not None:
         raise ValueError(
             f"weight_update={idle[1]!r} is for parameters of few bits, and all of these are float32 (such as "
             f"{idle[0]}): give {optimizer.narrowing_option} as well, or leave weight_update out"
         )
-
-
-def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
-    """Warn of each weight update that was chosen where none of the parameters that train can use it.
-
-    So it is with float32 adapters over frozen 16-bit weights. That is no error, as these may be unfrozen later. It is
-    asked when groups are given and at the first step, before which weights may have been frozen, and said once.
-    """
-    told: set[Any] = vars(optimizer).setdefault("_idle_updates", set())
-    used: set[Any] = set()
-    frozen: dict[Any, str] = {}
-    idle: dict[Any, str] = {}
-    for chosen, name, parameter, uses in _walk_chosen_updates(optimizer, groups):
-        if uses and parameter.requires_grad:
-            used.add(chosen)
-        elif uses:
-            frozen.setdefault(chosen, name)
-        elif parameter.requires_grad and not is_kept(parameter):
-            idle.setdefault(chosen, name)
-    for chosen in [one for one in idle if one in frozen and one not in used | told]:
-        told.add(chosen)
-        warnings.warn(
-            f"weight_update={chosen.name!r} does nothing: it is for parameters of few bits, and those are frozen here "
-            f"(such as {frozen[chosen]}), while all that train are float32 (such as {idle[chosen]}) and step as "
-            f"without it: give {optimizer.narrowing_option} to narrow them, or leave weight_update out",
-            RuntimeWarning,
-            stacklevel=find_users_level(),
-        )
-
-
-def _walk_chosen_updates(optimizer: Any, groups: Iterable[dict]) -> Iterator[tuple[Any, str, torch.Tensor, bool]]:
-    """Yield the weight update chosen for each parameter, its name, the parameter, and whether it uses the update."""
-    for group in groups:
-        given = group["weight_update"]  # a name, where it was assigned since
-        chosen = None if given is None else find_weight_update(given)
-        if chosen is None or chosen.name == "exact":
-            continue
-        for position, parameter in enumerate(group["params"]):
-            name = read_parameter_name(group, position)
-            spec = optimizer._choose_step_spec(group, parameter, None, name)
-            yield chosen, name, parameter, spec.update.name != "exact"

@@ -1,46 +1,35 @@
 """The float32 weight of a parameter and its auxiliary tensors, and writes from outside, which reset the latter.
 
 An auxiliary tensor (a residual, low bits, a master copy) belongs to the payload that it was stored beside. If the
-parameter's version counter or address shows a write from outside, the payload is compared with the one that the last
-step wrote: with a copy of it if there is one, else by digests (`_payload_digests`). Equal bits are the same weight,
-whatever happened to the parameter meanwhile: a perturbation that was taken back, a swap, a write to another parameter
-that shares the counter. Else the auxiliary tensors are reset at the elements that differ, or at all elements without a
-copy: the float32 value is then what was written.
-
-After such a write a copy of the payload is kept for some steps, so that a clamp or a projection at every step costs no
-bit of the elements that it does not change. Files and copies of an optimizer hold that copy, and go on with it. A write
-through `.data`, which no counter shows, is detected element by element in the kernel (`fitting` of Kahan). Files and
-copies hold checksums of the payload that their auxiliary tensors belong to, because version counters are not saved
-(`compute_checksums`).
+parameter's version counter or address shows a write from outside, it is reset, and from then on a copy of the payload
+is kept for some steps: only elements that differ from the copy are then reset, so that a clamp or a projection at every
+step costs no bit of what it does not change, and bits that are put back are the same weight. A write through `.data`,
+which no counter shows, is detected element by element in the kernel (`fitting` of Kahan). Files and copies hold
+checksums of the payload that their auxiliary tensors belong to, because version counters are not saved.
 """
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import is_
 from typing import Any
 
-import numpy as np
 import torch
 
-from ...kernels import row_checksums
-from ._local_tensors import is_dtensor
+from ...kernels import row_checksums, same_bits
+from ._local_tensors import is_dtensor, local
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
-from ._payload_digests import compute_digests
 from ._tensor_map import TensorMap
 
 STEPS_WITH_COPY = 1000
 _WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _restored_versions: TensorMap[tuple[int, int]] = TensorMap()
 CHECKSUMS_KEY = "payload_checksums"
-# In files and copies: for how many steps a copy of the payload is kept, its scale, and the copy, as bytes; or 0. It is
-# one value, and there in every file, because torch.distributed.checkpoint wants in a file whatever a reader has.
-COPY_KEY = "payload_copy"
+# In files and copies: for how many more steps a copy of the payload is kept. It is there in every file, because
+# torch.distributed.checkpoint wants in a file whatever a reader has.
+COPY_KEY = "payload_copy_steps"
 PAYLOAD_KEYS = (CHECKSUMS_KEY, COPY_KEY)
-_COPY_HEADER = struct.Struct("<qd")  # steps, scale
 
 
 def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
@@ -48,24 +37,21 @@ def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
     held, checksums = plan.payload_version, compute_checksums(plan)
     if held is None or checksums is None:
         return {}
-    # A write is answered at the next step: what begins then has already begun in the file.
-    begins = is_payload_written(plan)
-    if not begins and held.payload is None:
-        return {CHECKSUMS_KEY: checksums, COPY_KEY: 0}
-    memory = plan.payloads[0].contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
-    return {
-        CHECKSUMS_KEY: checksums,
-        COPY_KEY: _COPY_HEADER.pack(STEPS_WITH_COPY - 1 if begins else held.steps, plan.scale) + memory,
-    }
+    # A write is answered at the next step: the copy that begins then has already begun in the file.
+    return {CHECKSUMS_KEY: checksums, COPY_KEY: STEPS_WITH_COPY - 1 if is_payload_written(plan) else held.steps}
 
 
-def payload_version_of(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
+def renew_payload_version(parameter: torch.Tensor, part: torch.Tensor, held: PayloadVersion | None) -> PayloadVersion:
     """Return the payload version for a new plan, carried over from the plans before it."""
     memory = part.detach()
     if held is None:
         return PayloadVersion(parameter._version, memory)
-    stays = held.memory.data_ptr() == memory.data_ptr() or held.memory.shape != memory.shape
-    return replace(held, memory=memory, version=held.version if stays or held.version == ANY_VERSION else MOVED)
+    before = held.memory
+    is_same = before.data_ptr() == memory.data_ptr() or before.shape != memory.shape or held.version == ANY_VERSION
+    if not is_same and before.dtype == memory.dtype and not (before.is_meta or memory.is_meta):
+        is_freed = before.untyped_storage().nbytes() < before.nbytes  # by an offloader
+        is_same = not is_freed and same_bits(before.to(memory.device), memory)
+    return replace(held, memory=memory, version=held.version if is_same else MOVED)
 
 
 def is_payload_written(plan: ParameterPlan) -> bool:
@@ -79,20 +65,14 @@ def is_payload_written(plan: ParameterPlan) -> bool:
     version = plan.parameter._version
     if held.version == version or _restored_versions.get(plan.parameter) == (held.version, version):
         return False
-    known = _find_known_payload(plan)
-    if known is not None and known.shape == plan.payloads[0].shape:
-        now = plan.payloads[0]
+    known, now = _find_known_payload(plan), plan.payloads[0]
+    if known is not None and (known.dtype, known.shape) == (now.dtype, now.shape):
         is_waited_for = not now.is_cpu and held.version != ANY_VERSION
-        if is_waited_for or known.dtype != now.dtype:
-            return True
-        return bool((_view_bits(now) != _view_bits(known.to(now.device))).any())
-    if held.version == ANY_VERSION:
-        rows = None if held.checksums is None else compute_checksums(plan)
-        return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
-    if held.digests is None or not held.is_under(plan.scale):
+        return is_waited_for or bool((_view_bits(now) != _view_bits(known.to(now.device))).any())
+    if held.version != ANY_VERSION:
         return True
-    found = compute_digests(plan.payloads[0], plan.index_map)
-    return found is None or not np.array_equal(found, held.digests)
+    rows = None if held.checksums is None else compute_checksums(plan)
+    return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
 
 
 def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
@@ -105,9 +85,7 @@ def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
 def _find_known_payload(plan: ParameterPlan) -> torch.Tensor | None:
     """Return the copy of the payload that the auxiliary tensors belong to, if it is in the present scale."""
     held = plan.payload_version
-    if held is None or held.payload is None:
-        return None
-    return held.payload if held.is_under(plan.scale) else None
+    return None if held is None or held.payload is None or float(held.scale) != plan.scale else held.payload
 
 
 def fit_auxiliary_tensors(plan: ParameterPlan, payload: torch.Tensor, known: torch.Tensor | None) -> list[torch.Tensor]:
@@ -144,7 +122,7 @@ def reset_if_stale(plan: ParameterPlan) -> None:
         return
     _reset_auxiliary_tensors(plan, plan.auxiliary_tensors, plan.payloads[0], _find_known_payload(plan))
     held.steps = STEPS_WITH_COPY
-    _record_payload_as(plan, held, None)
+    record_payload(plan)
 
 
 def record_version(plan: ParameterPlan) -> None:
@@ -163,60 +141,32 @@ def is_version_current(plan: ParameterPlan) -> bool:
 def mark_stepped(
     plans: Sequence[ParameterPlan],
     recorded: Sequence[PayloadVersion],
-    stepped: Sequence[torch.Tensor],
-    digests: list[np.ndarray] | None,
+    parameters: Sequence[torch.Tensor],
     scales: torch.Tensor | None = None,
 ) -> None:
     """Record after a step that auxiliary tensors belong to the present payloads, as `record_payload` does for one.
 
-    The steps of the same plans write their digests into the same arrays. Only plain parameters of which no copy is kept
-    hold them, so that where all do, only their versions have changed.
-
     Args:
         recorded: the payload versions of those whose writes are tracked.
-        stepped: their tensors.
-        digests: of their payloads in the same order, if the step has computed them.
-        scales: the same of their scales, if the step has chosen them on their device.
+        scales: of the payloads, if the step has chosen them on their device.
     """
-    held_now = [held.digests for held in recorded]
-    if digests is not None and len(held_now) == len(plans) and all(map(is_, held_now, digests)):
-        for known, tensor in zip(recorded, stepped):
-            known.version = tensor._version
+    if len(recorded) == len(plans) and not plans[0].spec.scaled and not any(held.steps for held in recorded):
+        for held, parameter in zip(recorded, parameters):
+            held.version, held.payload = parameter._version, None
         return
-    for row, (plan, tensor) in enumerate(zip(plans, stepped)):
-        held = plan.payload_version
-        if held is None:
-            continue
-        is_known = held.payload is None and not held.steps and plan.plain
-        if is_known and digests is not None:
-            held.version, held.digests = tensor._version, digests[row]
-        elif is_known and held.digests is None and not tensor.is_cpu and not plan.spec.scaled:
-            held.version = tensor._version
-        else:
-            own = None if digests is None else digests[row].copy()
-            record_payload(plan, own, None if scales is None else scales[row])
+    for row, plan in enumerate(plans):
+        record_payload(plan, None if scales is None else scales[row])
 
 
-def record_payload(plan: ParameterPlan, digests: np.ndarray | None = None, scale: torch.Tensor | None = None) -> None:
+def record_payload(plan: ParameterPlan, scale: torch.Tensor | None = None) -> None:
     """Record that the auxiliary tensors belong to the present payload: the optimizer has written both.
 
-    `digests` are of the payload alone, and `scale` is a copy of its own, if whoever wrote it has them.
+    `scale` is a copy of the payload's scale, if whoever wrote it has one.
     """
     held = plan.payload_version
     if held is None:
         return
-    if digests is None:
-        digests = compute_digests(plan.payloads[0], plan.index_map)
-    _record_payload_as(plan, held, digests, scale)
-
-
-def _record_payload_as(
-    plan: ParameterPlan,
-    held: PayloadVersion,
-    digests: np.ndarray | None,
-    scale: torch.Tensor | None = None,
-) -> None:
-    held.version, held.digests = plan.parameter._version, digests
+    held.version = plan.parameter._version
     held.scale = plan.scale_to_keep if scale is None else scale
     if held.steps:
         held.steps -= 1
@@ -229,19 +179,15 @@ def record_loaded_payload(plan: ParameterPlan, state: Mapping[str, Any]) -> None
     """Record that auxiliary tensors were loaded or copied, with what the saved state tells of their payload."""
     if plan.payload_version is None:
         return
-    held = PayloadVersion(ANY_VERSION, plan.payload_version.memory)
-    held.checksums, kept = read_checksums(state.get(CHECKSUMS_KEY), plan), state.get(COPY_KEY)
+    held = PayloadVersion(ANY_VERSION, plan.payload_version.memory, scale=plan.scale_to_keep)
+    saved, steps = local(state.get(CHECKSUMS_KEY)), state.get(COPY_KEY)
+    rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1
+    if isinstance(saved, torch.Tensor) and (saved.dtype, saved.shape) == (torch.int64, (rows,)):
+        held.checksums = saved.clone()
     plan.record.payload_version = held
-    if not isinstance(kept, bytes) or len(kept) < _COPY_HEADER.size:
-        return
-    held.steps, held.scale = _COPY_HEADER.unpack_from(kept)
-    now, memory = plan.payloads[0], bytearray(kept[_COPY_HEADER.size :])
-    if memory and len(memory) == now.numel() * now.element_size():
-        payload = torch.frombuffer(memory, dtype=torch.uint8).view(now.dtype).view(now.shape).to(now.device)
-        found = compute_checksums(plan, payload, float(held.scale))
-        # Else it is another process's part of a sharded parameter.
-        if held.checksums is None or found is None or not any_row_differs(held.checksums, found):
-            held.payload = payload
+    held.steps = steps if isinstance(steps, int) and 0 <= steps < STEPS_WITH_COPY else 0
+    if held.steps and not is_payload_written(plan):  # else the model is loaded later
+        held.payload = plan.payloads[0].clone()
 
 
 def note_restored_version(tensor: torch.Tensor, before: int, after: int) -> None:
@@ -254,14 +200,9 @@ def _view_bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(_WORD_DTYPES[x.element_size()])
 
 
-def compute_checksums(
-    plan: ParameterPlan, payload: torch.Tensor | None = None, scale: float | None = None
-) -> torch.Tensor | None:
-    """Return one checksum per row that this process holds; None for a parameter without memory.
-
-    They are of a copy of its payload under some scale, if these are given, else of the present one.
-    """
-    payload = plan.payloads[0] if payload is None else payload
+def compute_checksums(plan: ParameterPlan) -> torch.Tensor | None:
+    """Return one checksum per row that this process holds; None for a parameter without memory."""
+    payload = plan.payloads[0]
     if payload.is_meta:
         return None
     if not _has_whole_rows(plan.parameter):
@@ -269,7 +210,7 @@ def compute_checksums(
         return torch.zeros(rows, dtype=torch.int64, device=payload.device)
     found = row_checksums(payload)
     if plan.spec.scaled:
-        found += zlib.crc32((plan.scale if scale is None else scale).hex().encode())
+        found += zlib.crc32(plan.scale.hex().encode())
     return torch.where(found == 0, 1, found)
 
 
@@ -298,15 +239,6 @@ def place_checksums(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.T
     placements = parameter.placements if by_rows else [Replicate()] * mesh.ndim
     checksums = checksums if by_rows else checksums.new_zeros(rows)
     return DTensor.from_local(checksums, mesh, placements, shape=torch.Size([rows]), stride=(1,), run_check=False)
-
-
-def read_checksums(saved: object, plan: ParameterPlan) -> torch.Tensor | None:
-    """Return the saved checksums of the rows that this process holds; None if the file has none."""
-    saved = getattr(saved, "_local_tensor", saved)
-    rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1
-    if isinstance(saved, torch.Tensor) and saved.dtype == torch.int64 and saved.shape == (rows,):
-        return saved.clone()
-    return None
 
 
 def set_weight(plan: ParameterPlan, value: torch.Tensor) -> None:

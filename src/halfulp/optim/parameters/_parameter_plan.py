@@ -6,12 +6,11 @@ import weakref
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ._local_tensors import list_own_tensors, local, memory, scale_of
+from ._local_tensors import get_scale, list_own_tensors, local, memory
 from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
@@ -43,7 +42,6 @@ class PayloadVersion:
         scale: a scaled parameter's scale, in whose units its auxiliary tensors are: a number, or off the CPU, where it
             is not waited for, a tensor.
         checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
-        digests: of the payload, as the step that wrote it computed them; None where none does.
     """
 
     version: int
@@ -52,11 +50,6 @@ class PayloadVersion:
     steps: int = 0
     scale: float | torch.Tensor = 1.0
     checksums: torch.Tensor | None = None
-    digests: np.ndarray | None = None
-
-    def is_under(self, scale: float) -> bool:
-        """Return whether the auxiliary tensors are in units of a scale."""
-        return float(self.scale) == scale
 
 
 @dataclass(eq=False, slots=True)
@@ -140,18 +133,13 @@ class ParameterPlan:
     @property
     def scale(self) -> float:
         """The scale of a scaled parameter; 1 of any other."""
-        return scale_of(self.parameter).item() if self.spec.scaled else 1.0
+        return get_scale(self.parameter).item() if self.spec.scaled else 1.0
 
     @property
     def scale_to_keep(self) -> float | torch.Tensor:
         """The scale as `PayloadVersion` keeps it: off the CPU a copy, which nothing waits for."""
-        scale = scale_of(self.parameter) if self.spec.scaled else None
+        scale = get_scale(self.parameter) if self.spec.scaled else None
         return self.scale if scale is None or scale.is_cpu else scale.clone()
-
-    @property
-    def seed(self) -> int:
-        """The seed of the random bits."""
-        return self.options.seed
 
     @property
     def auxiliary_tensors(self) -> tuple[torch.Tensor, ...]:

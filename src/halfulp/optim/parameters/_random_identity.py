@@ -47,7 +47,7 @@ def plain_names(names: Iterable[str], parallel: bool = True) -> list[str]:
     return plain
 
 
-def identities_of(group: Mapping[str, Any]) -> list[int]:
+def list_identities(group: Mapping[str, Any]) -> list[int]:
     """Return the numbers that key the random bits of a group's parameters: those of their names, unless it holds some.
 
     A group of named parameters holds none. Trainers that save what a group holds once per parameter (torch's
@@ -56,11 +56,6 @@ def identities_of(group: Mapping[str, Any]) -> list[int]:
     """
     held = group.get("identities")
     return [hash_name(name) for name in plain_names(group["param_names"])] if held is None else held
-
-
-def has_identities(group: Mapping[str, Any]) -> bool:
-    """Return whether a group has a number, or a name, for each of its parameters, as far as their counts tell."""
-    return len(group.get("identities") or group.get("param_names", ())) == len(group["params"])
 
 
 def assign_identities(group: dict, earlier: list[dict]) -> None:
@@ -77,12 +72,10 @@ def assign_identities(group: dict, earlier: list[dict]) -> None:
 
 def note_identities(group: dict, known: TensorMap[Identity]) -> None:
     """Record each parameter's name and number; a group keeps no numbers that follow from its names."""
-    names = group.get("param_names") or [None] * len(group["params"])
-    numbers = identities_of(group)
-    if group.get("param_names") and "identities" in group:
-        by_name = identities_of({"param_names": names})
-        if numbers == by_name:
-            del group["identities"]
+    names = group.get("param_names")
+    if names and group.get("identities") == list_identities({"param_names": names}):
+        del group["identities"]
+    names, numbers = names or [None] * len(group["params"]), list_identities(group)
     for parameter, name, number in zip(group["params"], names, numbers, strict=True):
         known[parameter] = name, number
 
@@ -93,12 +86,12 @@ def follow_parameters(group: dict, groups: list[dict], known: TensorMap[Identity
     A parameter that stands in another's place takes over its name and identity; one that was added without a name
     gets the next free number.
     """
-    parameters, numbers, names = group["params"], identities_of(group), group.get("param_names")
+    parameters, numbers, names = group["params"], list_identities(group), group.get("param_names")
     held: list[tuple[str | None, int | None]] = [known.get(parameter) or (None, None) for parameter in parameters]
     if [number for _, number in held] == numbers:
         return
     taken = {number for _, number in held}
-    free = 1 + max((number for other in groups for number in identities_of(other)), default=-1)
+    free = 1 + max((number for other in groups for number in list_identities(other)), default=-1)
     for position, (_, number) in enumerate(held):
         if number is not None:
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -34,7 +34,13 @@ def add_missing_tensors(
 
     States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
     """
-    wanted = list_state_tensors(spec, parameter)
+    shape = local(parameter).shape
+    auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
+    wanted = {key: (shape, dtype) for key, dtype in auxiliary}
+    for codec, slot in zip(spec.codecs, spec.rule.states):
+        wanted |= codec.tensors(slot.name, shape)
+    factors = {} if spec.rule.factors is None else spec.rule.factors(tuple(parameter.shape))
+    wanted |= {key: (torch.Size(size), torch.float32) for key, size in factors.items()}
     _refuse_other_tensors(state, wanted, name)
     missing = {key: value for key, value in wanted.items() if key not in state}
     if missing:
@@ -56,17 +62,6 @@ def is_auxiliary_name(name: str) -> bool:
         key for update in WEIGHT_UPDATES.values() for store in stores for key, _ in update.auxiliary_tensors(store)
     }
     return name in auxiliary or name.startswith("component_")
-
-
-def list_state_tensors(spec: StepSpec, parameter: torch.Tensor) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shape and dtype of every tensor that a parameter's state holds: auxiliary ones, states, factors."""
-    shape = local(parameter).shape
-    auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
-    wanted = {name: (shape, dtype) for name, dtype in auxiliary}
-    for codec, plan in zip(spec.codecs, spec.rule.states):
-        wanted |= codec.tensors(plan.name, shape)
-    factors = {} if spec.rule.factors is None else spec.rule.factors(tuple(parameter.shape))
-    return wanted | {name: (torch.Size(size), torch.float32) for name, size in factors.items()}
 
 
 def set_initial_values(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -100,19 +95,12 @@ def _refuse_other_tensors(state: Mapping, wanted: Mapping, name: str) -> None:
     """Refuse states that were made before the parameter was converted or resized."""
     for key, (shape, dtype) in wanted.items():
         held = local(state[key]) if key in state else None
-        if held is not None and held.dim() and held.shape[1:] == shape[1:] and held.dtype == dtype:
-            if held.shape != shape:
-                kept = ", ".join(repr(other) for other in wanted if other in state)
-                raise ValueError(
-                    f"state {key!r} of parameter {name} has {held.shape[0]} rows, but {shape[0]} are needed: who adds "
-                    f"or removes rows of a parameter does so in all of {kept}; rows of zeros are right for new ones, "
-                    "in companions as in moments, beside the kept ones in order"
-                )
-        elif held is not None and (held.shape != shape or held.dtype != dtype):
+        if held is not None and (held.shape != shape or held.dtype != dtype):
+            kept = ", ".join(repr(other) for other in wanted if other in state)
             raise ValueError(
                 f"state {key!r} of parameter {name} is {held.dtype} of shape {tuple(held.shape)}, but {dtype} of shape "
                 f"{tuple(shape)} is needed: convert a model before its optimizer is made, and choose amsgrad and its "
-                "like then, or make a new optimizer"
+                f"like then; who adds or removes rows of a parameter does so in all of {kept}, zeros for new ones"
             )
 
 
@@ -130,17 +118,7 @@ def _refuse_partial_states(state: Mapping, spec: StepSpec, name: str) -> None:
             )
 
 
-ABSENT_STATE = object()
 BLOCK_LENGTHS = tuple(1 << power for power in range(4, 11))
-
-
-def list_codec_versions(state: Mapping[str, object]) -> dict[str, int]:
-    """Return the version of the codes of every 8-bit state, under the state's own name.
-
-    A reader that knows no codes finds a number where it wants a tensor, and stops, instead of taking codes for moments
-    or starting without them.
-    """
-    return {name.removesuffix("_codes"): CODEC_VERSION for name in state if name.endswith("_codes")}
 
 
 def check_codec_version(name: str, state: Mapping[str, object]) -> None:
@@ -170,35 +148,29 @@ def find_packed_block_length(packed: torch.Tensor, scale: torch.Tensor) -> int:
     return 2 * find_block_length(packed, scale, tuple(block // 2 for block in BLOCK_LENGTHS))
 
 
-def find_saved_tensor(state: Mapping[str, Any], name: str) -> Any:
-    """Return the tensor of a saved state: numbers, or codes of 8 or 4 bits; `ABSENT_STATE` without."""
-    found = (state.get(f"{name}{form}", ABSENT_STATE) for form in ("_codes", "_packed", ""))
-    return next((given for given in found if given is not ABSENT_STATE), ABSENT_STATE)
-
-
 def decode_saved_state(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
     """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter."""
     scale, residual = (local(state.get(f"{slot.name}_{part}")) for part in ("scale", "residual"))
-    codes = torch.uint8 if slot.degree == 2 else torch.int8
-    forms: tuple[tuple[str, tuple[torch.dtype, torch.dtype], Callable, Callable], ...] = (
-        ("codes", (codes, torch.bfloat16), Int8Blocks, find_block_length),
-        ("packed", (torch.uint8, torch.float32), Int4Blocks, find_packed_block_length),
-    )
-    for suffix, dtypes, kind, find in forms:
-        if f"{slot.name}_{suffix}" in state:
-            check_codec_version(slot.name, state)
-            if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != dtypes:
-                raise ValueError(
-                    f"saved state {slot.name!r} has codes in {given.dtype} and scales in "
-                    f"{getattr(scale, 'dtype', None)}, wanted are {dtypes[0]} and {dtypes[1]}: the file is damaged"
-                )
-            decoded: torch.Tensor = kind(find(given, scale), slot.degree == 2).decode([given, scale])
-            return decoded
+    is_square = slot.degree == 2
+    kinds: dict[str, Any] = {
+        "codes": (torch.uint8 if is_square else torch.int8, torch.bfloat16, Int8Blocks, find_block_length),
+        "packed": (torch.uint8, torch.float32, Int4Blocks, find_packed_block_length),
+    }
+    for suffix in [suffix for suffix in kinds if f"{slot.name}_{suffix}" in state]:
+        *dtypes, kind, find = kinds[suffix]
+        check_codec_version(slot.name, state)
+        if not isinstance(scale, torch.Tensor) or [given.dtype, scale.dtype] != dtypes:
+            raise ValueError(
+                f"saved state {slot.name!r} has codes in {given.dtype} and scales in {getattr(scale, 'dtype', None)}, "
+                f"wanted are {dtypes[0]} and {dtypes[1]}: the file is damaged"
+            )
+        decoded: torch.Tensor = kind(find(given, scale), is_square).decode([given, scale])
+        return decoded
     if not given.is_floating_point():
         raise ValueError(f"saved state {slot.name!r} is {given.dtype} without a scale: the file is damaged")
     if scale is not None:
         value = given.float() * scale.to(given.device)
-        return value * value if slot.degree == 2 else value
+        return value * value if is_square else value
     if residual is None:
         return given.float()
     if residual.shape != given.shape:

@@ -116,11 +116,6 @@ class StepSpec:
         return in_roots and not self.scaled and squares and self.rule.homogeneous is not None
 
     @functools.cached_property
-    def digests(self) -> bool:
-        """Whether a compiled step computes digests of the payload, to which auxiliary tensors belong."""
-        return bool(self.update.auxiliary_tensors(self.store)) and self.writes
-
-    @functools.cached_property
     def writes(self) -> bool:
         """Whether anything is written."""
         return not (self.finds_amax or self.reduces)
@@ -200,12 +195,12 @@ def list_draws(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | No
     return tuple(placed[: len(of_weight)]), tuple(placed[len(of_weight) :])
 
 
-def pointer_count(spec: StepSpec) -> int:
+def count_pointers(spec: StepSpec) -> int:
     """Return the number of pointer columns: parameter, three auxiliary, gradient, states, prepared tensors."""
     return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs) + (spec.rule.prepare is not None)
 
 
-def state_pointers(spec: StepSpec) -> list[int]:
+def list_state_pointers(spec: StepSpec) -> list[int]:
     """Return the first column of each state's tensors in the pointer table."""
     widths = [codec.columns for codec in spec.codecs]
     return [POINTERS_BEFORE_STATES + before for before in itertools.accumulate([0, *widths[:-1]])] if widths else []
@@ -218,12 +213,14 @@ def choose_step_spec(
     own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
     narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
-    store = choose_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
-    update = own or _choose_weight_update(group, store, scaled)
-    refuse_scaled_options(group, parameter, update, name)
+    store = _choose_store(group["param_dtype"] if narrows else dtype, make_format_store(group["format"]), name, scaled)
+    default = "stochastic" if scaled else "split8" if store.dtype in NARROW_DTYPES else "kahan"
+    chosen = default if group["weight_update"] is None else group["weight_update"]
+    update = own or (WEIGHT_UPDATES["exact"] if store.name == "fp32" else find_weight_update(chosen))
+    _refuse_scaled_options(group, parameter, update, name)
     update.check(store)
     refuse_feedback(rule, update)
-    codecs = choose_codecs(rule, group, parameter, store, name)
+    codecs = _choose_codecs(rule, group, parameter, store, name)
     factors = tuple(rule.factors(tuple(parameter.shape))) if rule.factors is not None else ()
     return StepSpec(
         rule,
@@ -237,14 +234,7 @@ def choose_step_spec(
     )
 
 
-def _choose_weight_update(group: Mapping, store: Store, scaled: bool) -> WeightUpdate:
-    if store.name == "fp32":
-        return WEIGHT_UPDATES["exact"]
-    default = "stochastic" if scaled else "split8" if store.dtype in NARROW_DTYPES else "kahan"
-    return find_weight_update(default if group["weight_update"] is None else group["weight_update"])
-
-
-def choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
+def _choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
     """Return the store of a parameter of some dtype, or of a scaled parameter's payload."""
     if scaled:
         if format_store is not None:
@@ -265,47 +255,31 @@ def choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scal
     return format_store
 
 
-def choose_codecs(
+def _choose_codecs(
     rule: UpdateRule, group: Mapping, parameter: torch.Tensor, store: Store, name: str
 ) -> tuple[Codec, ...]:
     """Return the codecs of a parameter's states; bfloat16 beside 16-bit parameters unless chosen otherwise."""
-    default = torch.bfloat16 if store.dtype in NARROW_DTYPES else torch.float32
-    is_scaled = isinstance(parameter, ScaledTensor)
-    if is_scaled and store.dtype != torch.float32:
-        default = torch.float16
+    is_scaled, is_wide = isinstance(parameter, ScaledTensor), store.dtype == torch.float32
+    default = torch.float32 if is_wide else torch.float16 if is_scaled else torch.bfloat16
     codecs = resolve_codecs(group["state_dtype"], rule.states, default, parameter.shape)
-    if not is_scaled and any(isinstance(codec, Scaled) for codec in codecs):
+    under_scales = [slot.name for slot, codec in zip(rule.states, codecs) if isinstance(codec, Scaled)]
+    if under_scales and not is_scaled:
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
-            f"allowed are {_list_allowed_states(rule)} there, or scale the model by hu.scalify"
+            f"allowed are torch.float32 and {PAIR_NAME!r} there and, but for a running maximum, torch.bfloat16, '8bit' "
+            "and '4bit'; or scale the model by hu.scalify"
         )
-    _refuse_many_scales(rule, codecs, name)
+    if len(under_scales) > MOST_SCALED_STATES:
+        others = ", ".join(f"{slot!r}: torch.float32" for slot in under_scales[MOST_SCALED_STATES:])
+        raise ValueError(
+            f"{rule.name} keeps {len(under_scales)} states beside the scaled parameter {name}, but at most "
+            f"{MOST_SCALED_STATES} can be stored under scales: give state_dtype={{{others}}}, or torch.bfloat16 there"
+        )
     refuse_coarse(rule, codecs, group["state_dtype"])
     for block in {codec.scale_block for codec in codecs}:
         if block is not None:
             _refuse_cut_blocks(parameter, block, name)
     return codecs
-
-
-def _refuse_many_scales(rule: UpdateRule, codecs: tuple[Codec, ...], name: str) -> None:
-    """Refuse more states under scales than a kernel finds the largest magnitudes of, beside that of the weight."""
-    held = [slot.name for slot, codec in zip(rule.states, codecs) if isinstance(codec, Scaled)]
-    if len(held) > MOST_SCALED_STATES:
-        others = ", ".join(f"{slot!r}: torch.float32" for slot in held[MOST_SCALED_STATES:])
-        raise ValueError(
-            f"{rule.name} keeps {len(held)} states beside the scaled parameter {name}, but at most "
-            f"{MOST_SCALED_STATES} can be stored under scales: give state_dtype={{{others}}}, or torch.bfloat16 there"
-        )
-
-
-def _list_allowed_states(rule: UpdateRule) -> str:
-    """Return the words for the storages that plain parameters' states may have under a rule."""
-    exact = {name for slot in rule.states if slot.maximum_of for name in (slot.name, slot.maximum_of)}
-    if not exact:
-        return f"torch.float32, torch.bfloat16, {PAIR_NAME!r}, '8bit' and '4bit'"
-    others = " and ".join(f"{{{slot.name!r}: ...}}" for slot in rule.states if slot.name not in exact)
-    alone = f", and torch.bfloat16, '8bit' and '4bit' for {others} alone" if others else ""
-    return f"torch.float32 and {PAIR_NAME!r}{alone}"
 
 
 def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
@@ -318,7 +292,7 @@ def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
         )
 
 
-def refuse_scaled_options(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
+def _refuse_scaled_options(group: Mapping, parameter: torch.Tensor, update: WeightUpdate, name: str) -> None:
     """Refuse options that have no meaning for a scaled parameter."""
     if isinstance(local(parameter), ScaledTensor) and not isinstance(parameter, ScaledTensor):
         raise NotImplementedError(f"parameter {name} is a DTensor of scaled tensors: torch.optim steps it")

@@ -19,7 +19,7 @@ from ...scaled import ScaledTensor
 from .._storage import PAYLOADS, STORES, Store
 from ..parameters._local_tensors import find_index_map, list_own_tensors, local, memory
 from ..parameters._narrowing import is_kept
-from ..parameters._outside_writes import mark_stepped, payload_version_of, record_version, reset_if_stale
+from ..parameters._outside_writes import mark_stepped, record_version, renew_payload_version, reset_if_stale
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
 from ..parameters._state_tensors import BEGUN
 from ..parameters._step_spec import StepSpec, choose_step_spec
@@ -41,12 +41,11 @@ class BatchTable:
         group_runs: the number of a group and the rows of its parameters, (group, first, last).
         chunks: int64 array of shape (chunks, 4); `chunk_lengths` is a column of it.
         pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
-        digests: of each payload, as the last step of these plans has written them here, where it computes them.
         constant_rows: zeros, the row of the constants of each parameter where all have the same.
         identities: uint64 array of shape (parameters, 1).
         seeds: of the random bits: one for all, or a uint64 array of shape (parameters, 1).
         keys: uint64 array of shape (parameters, 1), or (parameters, 0) without draws, written at each step.
-        array_addresses: the addresses of chunks, pointers, rows, keys and digests.
+        array_addresses: the addresses of chunks, pointers, rows and keys.
         state_entries: of the optimizer's state, by parameter.
         state_columns: the name of each tensor there, those of all parameters, and their addresses.
         has_later_states: whether the states of some parameter began later than the parameter.
@@ -59,7 +58,6 @@ class BatchTable:
     plans: list[ParameterPlan]
     chunks: np.ndarray
     pointers: np.ndarray
-    digests: list[np.ndarray]
     identities: np.ndarray
     seeds: int | np.ndarray
     keys: np.ndarray
@@ -83,8 +81,7 @@ class BatchTable:
         """Return the tables of some plans of one step specification."""
         chunks = chunk_table([plan.index_map for plan in plans])
         pointers = np.array([plan.addresses for plan in plans], np.int64)
-        digests = np.zeros(len(chunks), np.uint64)
-        seeds, rows = {plan.seed for plan in plans}, np.zeros(len(plans), np.int64)
+        seeds, rows = {plan.options.seed for plan in plans}, np.zeros(len(plans), np.int64)
         keys = np.zeros((len(plans), int(plans[0].spec.draws)), np.uint64)
         rows_with_gaps = [row for row, plan in enumerate(plans) if not plan.contiguous]
         is_plain = all(plan.plain for plan in plans)
@@ -92,13 +89,12 @@ class BatchTable:
             plans=plans,
             chunks=chunks,
             pointers=pointers,
-            digests=np.split(digests, np.searchsorted(chunks[:, 0], np.arange(1, len(plans)))),
             identities=np.array([[plan.identity] for plan in plans], np.uint64),
-            seeds=seeds.pop() if len(seeds) == 1 else np.array([[plan.seed] for plan in plans], np.uint64),
+            seeds=seeds.pop() if len(seeds) == 1 else np.array([[plan.options.seed] for plan in plans], np.uint64),
             keys=keys,
             chunk_lengths=chunks[:, 2],
             constant_rows=rows,
-            array_addresses=tuple(map(address_of, (chunks, pointers, rows, keys, digests))),
+            array_addresses=tuple(map(address_of, (chunks, pointers, rows, keys))),
             state_entries=[plan.state for plan in plans],
             state_columns=[
                 (name, [plan.stored[k] for plan in plans], [plan.stored_addresses[k] for plan in plans])
@@ -176,7 +172,6 @@ class Batch:
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
             the copies, and `record_step` copies the values back.
         payload_versions: the payload versions of those whose writes are tracked.
-        digests: of the payloads as written, if the step computed them.
         scales: of the payloads as written, on their device, if the step chose them there.
     """
 
@@ -192,7 +187,6 @@ class Batch:
     copies: dict[int, TensorCopies] = field(default_factory=dict)
     payload_versions: list[PayloadVersion] = field(default_factory=list)
     engine: str = ""
-    digests: list[np.ndarray] | None = None
     scales: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -244,7 +238,7 @@ class Batch:
         for entry, step in zip(self.table.state_entries, self.steps):
             entry["step"] = step
         if self.payload_versions:
-            mark_stepped(self.plans, self.payload_versions, stepped, self.digests, self.scales)
+            mark_stepped(self.plans, self.payload_versions, self.parameters, self.scales)
 
     def record_versions_again(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
@@ -449,7 +443,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         if gradient is not None:
             check_memory(plan, gradient)
         if plan.tracks_writes:
-            plan.record.payload_version = payload_version_of(parameter, part, plan.record.payload_version)
+            plan.record.payload_version = renew_payload_version(parameter, part, plan.record.payload_version)
         self[parameter] = plan
         return plan
 

@@ -17,15 +17,14 @@ from ...kernels._trace import RecordedFunction
 from ...kernels.vector._table_loop import compile_table
 from ...rounding._random_bits import WEYL_STEP, compute_stream, draw_word, hash_element, record_stream_start
 from .._storage import F32
-from ..parameters._payload_digests import payload_digest
 from ..parameters._step_spec import (
     POINTERS_BEFORE_STATES,
     SUM_SCALES,
     Draw,
     StepSpec,
+    count_pointers,
     list_draws,
-    pointer_count,
-    state_pointers,
+    list_state_pointers,
 )
 from ..rules._update_rule import UpdateRule
 from ..states._codec import Scaled, finite_word
@@ -51,12 +50,11 @@ def make_step_table(spec: StepSpec) -> Table:
     """Return the step of a specification as a device function on a table of pointers."""
     return Table(
         record_step(spec),
-        pointer_count(spec),
+        count_pointers(spec),
         len(spec.constants),
         record_stream_start() if spec.draws and spec.writes else None,
         int(WEYL_STEP),
         spec.block,
-        digest=payload_digest(spec.store.dtype.itemsize) if spec.digests else None,
     )
 
 
@@ -69,7 +67,7 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     one that finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload` of the
     payload as read.
     """
-    element = Recording(pointer_count(spec), len(spec.constants))
+    element = Recording(count_pointers(spec), len(spec.constants))
     step = _StepRecorder(spec, element)
     step.record()
     if with_payload:
@@ -135,7 +133,7 @@ class _StepRecorder:
 
     def find_columns(self, k: int) -> Sequence[Any]:
         """Return the addresses of a state's tensors."""
-        first = state_pointers(self.spec)[k]
+        first = list_state_pointers(self.spec)[k]
         return self.arrays[first : first + self.spec.codecs[k].columns]
 
     def choose_rescaling(self, g: Any, roots: Sequence[Any]) -> None:

@@ -30,9 +30,9 @@ from ...kernels import (
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
 from .._float32 import read_weights
-from ..parameters._local_tensors import cut_shard, is_dtensor, local, place_like, scale_of
+from ..parameters._local_tensors import cut_shard, get_scale, is_dtensor, local, place_like
 from ..parameters._parameter_plan import ParameterPlan
-from ..parameters._step_spec import StepSpec, pointer_count
+from ..parameters._step_spec import StepSpec, count_pointers
 from ._batch import Batch
 from ._kernel import GRADIENT_COLUMN, compile_step, record_step, reference_amax, reference_step
 from ._scales import append_present_scales, choose_new_scales, write_kept_scales
@@ -141,7 +141,7 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     kernel, table = compile_and_check(spec), batch.table
     _point_at_gradients(batch)
     table.keys[...] = _make_keys(batch)
-    chunks, pointers, rows, keys, digests = table.array_addresses
+    chunks, pointers, rows, keys = table.array_addresses
     distinct, row_of_each = _find_distinct(batch.constants)
     numbers = array("f", itertools.chain.from_iterable(distinct))
     if row_of_each:
@@ -150,9 +150,7 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     counts = spec.metered or not spec.writes
     meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
     at = address_of(meter) if counts else 0
-    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, digests)
-    if spec.digests:
-        batch.digests = table.digests
+    run_chunks(kernel, table.chunk_lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, 0)
     if spec.metered:
         _count_lost_updates(meter, table.chunks, batch.plans)
     return meter
@@ -194,7 +192,7 @@ def _list_present_scales(batch: Batch) -> list[list[torch.Tensor]]:
     """Return the scales of weights, of gradients, of those without one as a tensor too, and of each scaled state."""
     one = torch.ones((), dtype=torch.float32, device=batch.device)
     return [
-        [scale_of(plan.parameter) for plan in batch.plans],
+        [get_scale(plan.parameter) for plan in batch.plans],
         [scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales],
         *([plan.states[k][1] for plan in batch.plans] for k in batch.spec.scaled_states),
     ]
@@ -251,9 +249,9 @@ def compile_and_check(spec: StepSpec):
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
 
     def run(chunks, pointers, constants, keys) -> np.ndarray:
-        meter, digests = np.zeros((len(chunks), METER_COLUMNS)), np.zeros(len(chunks), np.uint64)
-        given = chunks, pointers, np.zeros(1, np.int64), constants, keys, meter, digests
-        kernel(0, len(chunks), *map(address_of, given))
+        meter = np.zeros((len(chunks), METER_COLUMNS))
+        given = chunks, pointers, np.zeros(1, np.int64), constants, keys, meter
+        kernel(0, len(chunks), *map(address_of, given), 0)
         return meter
 
     check_bits(
@@ -300,7 +298,7 @@ def _step_fixed_elements(
     keys = np.full((1, int(spec.draws)), mix64(1, 2, 3), np.uint64)
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
     pointers += [address(tensor) for state in states for tensor in state]
-    assert len(pointers) == pointer_count(spec)
+    assert len(pointers) == count_pointers(spec)
     rule_constants = constants
     of_sums = (0.25, 1.5 * 2.0**16, 1.5 * 2.0**-30) * len(spec.rule.reductions if spec.reduces else ())
     for new_scale in (0.125, 0.5):

@@ -16,7 +16,7 @@ from ...kernels._device_function import Recording, Table
 from ...kernels._operations import add, bit_and, load32, select, shl, shr, store32, sub, to_real, word
 from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import compile_table
-from ..parameters._local_tensors import scale_of
+from ..parameters._local_tensors import get_scale
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec
 from ..states._codec import Scaled, finite_amax
@@ -129,7 +129,7 @@ def write_kept_scales(spec: StepSpec, plan: ParameterPlan, constants: ConstantRo
     """Write the scales of the weight and the states that a step has stored."""
     at = spec.constant_places
     if constants[at["new_scale"]] != constants[at["weight_scale"]]:
-        scale_of(plan.parameter).fill_(constants[at["new_scale"]])
+        get_scale(plan.parameter).fill_(constants[at["new_scale"]])
     for k in spec.scaled_states:
         plan.states[k][1].fill_(1 / constants[at[f"inverse_{k}"]])
 

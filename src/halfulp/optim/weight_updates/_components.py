@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...arithmetic._error_free import two_sum
+from ...arithmetic._operators import two_sum
 from ...kernels._operations import real, select, sub, word
 from ...mctensor import MCTensor
 from .._storage import Store, find_binade_word

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ...arithmetic._error_free import two_sum
+from ...arithmetic._operators import two_sum
 from ...kernels._operations import (
     add,
     bit_and,
