@@ -17,7 +17,7 @@ main(["warm", "--recipe", "bf16-kahan", "--optimizer", "AdamW", "--json"])
 """
 STEP = """
 import torch, halfulp as hu
-from halfulp.kernels._cache import statistics
+from halfulp.kernels.vector._machine_function import statistics
 model = hu.convert(torch.nn.Linear(512, 3), "bf16-kahan")
 optimizer = hu.recipes.optimizer(model, "AdamW", lr=0.1)
 for _ in range(2):
@@ -60,7 +60,7 @@ def test_kernels_that_cannot_be_kept_are_an_error(cache, capsys, monkeypatch) ->
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("halfulp.kernels._cache.os.replace", full)
+    monkeypatch.setattr("halfulp.kernels.vector._machine_function.os.replace", full)
     with pytest.raises(SystemExit) as caught:
         main(["warm", "--recipe", "bf16-kahan", "--optimizer", "Adan"])
     assert caught.value.code != 0

@@ -11,8 +11,7 @@ import pytest
 
 from halfulp import kernels
 from halfulp.kernels import address_of, source_digest
-from halfulp.kernels._cache import cache_folder
-from halfulp.kernels.vector._machine_function import machine_function
+from halfulp.kernels.vector._machine_function import cache_folder, machine_function
 
 QUANTIZE = """
     import torch, halfulp.rounding as r
@@ -178,7 +177,7 @@ def test_a_file_belongs_to_a_compiler_a_processor_and_a_key(cache, monkeypatch, 
     """Machine code that another of them made is another file."""
     import llvmlite
 
-    from halfulp.kernels import _cache
+    from halfulp.kernels.vector import _machine_function as _cache
 
     before = _cache.CacheEntry("kernel", "a key", (llvmlite.__version__,))._find_path()
     changes = {
@@ -206,7 +205,7 @@ def test_the_digest_of_sources_tells_every_edit_of_any_of_them(tmp_path):
 
 
 def test_every_code_generator_has_a_say_in_the_digest():
-    from halfulp.kernels import _cache
+    from halfulp.kernels.vector import _machine_function as _cache
 
     whole = source_digest(*_cache._GENERATOR_SOURCES)
     for one in _cache._GENERATOR_SOURCES:

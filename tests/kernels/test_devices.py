@@ -5,8 +5,8 @@ import torch
 
 import halfulp as hu
 from halfulp import kernels
-from halfulp.kernels import _devices, _engine, require_same_bits, select_engine, to_float64
-from halfulp.kernels._devices import float32_root
+from halfulp.kernels import _canary, _engine, require_same_bits, select_engine, to_float64
+from halfulp.kernels._canary import float32_root
 from halfulp.optim.step import _run
 from halfulp.rounding import _kernels
 
@@ -18,7 +18,7 @@ ENVIRONMENT = "halfulp env"
 def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(_devices, "_device_verdicts", {})
+    monkeypatch.setattr(_canary, "_device_verdicts", {})
     monkeypatch.setattr(_engine, "_fallback_counts", type(_engine._fallback_counts)())
     monkeypatch.setattr(_engine, "_explain_missing_package", lambda name: "")
 
@@ -198,7 +198,7 @@ def test_without_float64_roots_go_through_the_cpu(monkeypatch: pytest.MonkeyPatc
     """MPS cannot be had here: the CPU stands in for it, and says where numbers were taken to."""
     moved = []
     real = torch.Tensor.cpu
-    monkeypatch.setattr(_devices, "_DEVICES_WITHOUT_FLOAT64", frozenset(("cpu",)))
+    monkeypatch.setattr(_canary, "_DEVICES_WITHOUT_FLOAT64", frozenset(("cpu",)))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: moved.append(x.dtype) or real(x))
     x = torch.rand(1000) + 2.0**-100
     assert torch.equal(float32_root(x), x.double().sqrt().float())
@@ -220,7 +220,7 @@ def test_without_float64_roots_go_through_the_cpu(monkeypatch: pytest.MonkeyPatc
 def test_what_needs_float64_is_refused_on_devices_without(what: str, make, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.rand(4)
     scaled, several = hu.ScaledTensor.encode(x), hu.MCTensor.encode(x)
-    monkeypatch.setattr(_devices, "_DEVICES_WITHOUT_FLOAT64", frozenset(("cpu", "meta")))
+    monkeypatch.setattr(_canary, "_DEVICES_WITHOUT_FLOAT64", frozenset(("cpu", "meta")))
     with pytest.raises(NotImplementedError, match=f"{what} on cpu: the device has no float64. .*{ENVIRONMENT}"):
         make(x)
     with pytest.raises(NotImplementedError, match="on meta: the device has no float64"):

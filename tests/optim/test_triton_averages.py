@@ -100,8 +100,8 @@ def test_the_compiler_reads_whole_vectors(capability, monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = _kernel("kahan").run
-    types = {"chunks": "*i64", "pointers": "*i64", "aligned": "constexpr"}
-    source = triton.compiler.ASTSource(kernel, types, {(2,): True}, {(k,): [["tt.divisibility", 16]] for k in (0, 1)})
+    types = {"chunks": "*i64", "rows": "*i64", "width": "i64", "aligned": "constexpr"}
+    source = triton.compiler.ASTSource(kernel, types, {(3,): True}, {(k,): [["tt.divisibility", 16]] for k in (0, 1)})
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=COMPILE_OPTIONS).asm["ptx"]
     found = [line.split()[0] for line in ptx.splitlines() if line.startswith("\t") and line.split()]
     assert inexact(found) == []

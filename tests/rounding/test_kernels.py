@@ -9,8 +9,7 @@ from halfulp.formats import BlockFormat, e4m3fn, e8m0
 from halfulp.kernels import IndexMap, address, cut_into_chunks, run_chunks, same_bits
 from halfulp.kernels._device_function import Recording, Table
 from halfulp.kernels._operations import load32
-from halfulp.kernels.triton import _launch
-from halfulp.kernels.triton import _launch as _tensor_kernel
+from halfulp.kernels.triton import _launch, _writer
 from halfulp.kernels.vector._machine_function import address_of
 from halfulp.kernels.vector._table_loop import compile_table
 from halfulp.rounding import _blocks as blocks
@@ -108,7 +107,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
     monkeypatch.setattr(hu.kernels._engine, "_fallback_counts", type(hu.kernels._engine._fallback_counts)())
-    monkeypatch.setattr(_tensor_kernel, "load_module", refuse)
+    monkeypatch.setattr(_writer, "load_module", refuse)
     monkeypatch.setattr(_launch, "_checked_kernels", {})
     x = torch.randn(4, 64)
     for name, what in (("e4m3", "quantize of"), ("mxfp4", "quantize in blocks of")):

@@ -36,8 +36,8 @@ def warm(
     HALFULP_CPU_FEATURES: run it where the training will run.
     """
     from ..environment import describe_cache
-    from ..kernels._cache import statistics
     from ..kernels._engine import choose_engine
+    from ..kernels.vector._machine_function import statistics
     from ..kernels.vector._processor import processor
     from ..trials.running._progress import describe_duration
     from ._warm_jobs import list_jobs

@@ -142,7 +142,7 @@ def _describe_engines() -> dict[str, str]:
 
 def describe_cache() -> dict[str, Any]:
     """Return where compiled kernels are kept, and why they cannot be."""
-    from ..kernels._cache import cache_folder
+    from ..kernels.vector._machine_function import cache_folder
 
     folder = cache_folder()
     if folder is None:

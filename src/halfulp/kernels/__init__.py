@@ -7,9 +7,16 @@ Public are the names in `__all__`: what an update rule of one's own calls beside
 
 # ruff: noqa: F401
 from .. import _needs_torch
-from ._cache import source_digest
-from ._canary import KernelMismatchError, check_bits, disable_callers_modes, same_bits
-from ._devices import float32_root, has_float64, require_float64, require_same_bits, to_float64
+from ._canary import (
+    KernelMismatchError,
+    check_bits,
+    disable_callers_modes,
+    float32_root,
+    require_float64,
+    require_same_bits,
+    same_bits,
+    to_float64,
+)
 from ._engine import engine, note_and_warn_once, note_fallback, report, select_engine
 from ._index_map import CHUNK_ELEMENTS, IndexMap, chunk_table, cut_into_chunks
 from ._operations import divide, floor, maximum, select, sign_of, sqrt
@@ -53,9 +60,8 @@ from ._trace import (
     square_root,
     times_power,
 )
-from .vector._builder import VectorBuilder, count_lanes, lane_type
-from .vector._loop import BROADCAST_LANES, QuickTrace, compile_rows, compile_trace
-from .vector._machine_function import address_of
+from .vector._loop import BROADCAST_LANES, QuickTrace, compile_trace
+from .vector._machine_function import address_of, source_digest
 from .vector._processor import vector_bits
 from .vector._reductions import BLOCK, NARROW_LANES, ReductionSteps, compile_reduction
 

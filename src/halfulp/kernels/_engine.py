@@ -24,11 +24,7 @@ _fallback_counts: Counter[tuple[str, str]] = Counter()
 _requested_engine = "auto"
 
 
-class _ThreadChoice(threading.local):
-    reference = False
-
-
-_thread_choice = _ThreadChoice()
+_thread_choice = threading.local()  # whether it runs the reference, where it was ever asked to
 
 
 def note_fallback(kind: str, text: str) -> None:
@@ -77,7 +73,7 @@ def engine(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def use_reference_in_thread() -> Iterator[None]:
     """Run by plain torch inside a block, in this thread alone, whatever engine was asked for."""
-    before, _thread_choice.reference = _thread_choice.reference, True
+    before, _thread_choice.reference = getattr(_thread_choice, "reference", False), True
     try:
         yield
     finally:
@@ -125,7 +121,7 @@ _engine_variable = getattr(os.environ, "encodekey", str)("HALFULP_ENGINE")
 
 def _find_wanted_engine() -> str:
     """Return the engine that was asked for: in this thread, in this process, or in the environment."""
-    if _thread_choice.reference:
+    if getattr(_thread_choice, "reference", False):
         return "reference"
     is_set = _requested_engine == "auto" and (_environment_data is None or _engine_variable in _environment_data)
     return os.environ.get("HALFULP_ENGINE", "auto") if is_set else _requested_engine
@@ -161,15 +157,9 @@ def _explain_missing_package(name: str) -> str:
     """Return why a package cannot be imported; "" where it can. It is imported, as the caller is about to use it."""
     try:
         importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == name:
+    except Exception as error:  # or a library does not load, a version lacks a driver
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
             return f"{name} is not installed (pip install {name})"
-        return _describe_broken_package(name, error)
-    except Exception as error:  # a library does not load, a version lacks a driver
-        return _describe_broken_package(name, error)
+        lines = str(error).splitlines() or [""]
+        return f"{name} cannot be imported ({type(error).__name__}: {lines[0]})"
     return ""
-
-
-def _describe_broken_package(name: str, error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{name} cannot be imported ({type(error).__name__}: {lines[0]})"

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _trace
-from ._trace import Trace, Traced
+from ._trace import Trace, Traced, square_root
+from ._trace import select as select
 
 # Traced values; numbers beside one take its kind. NumPy's numbers alone, as constants that a device function is given
 # in the place of values, give a number.
@@ -96,11 +96,6 @@ def deposit64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
     _find_trace(address).emit_deposit(address, i, w, apart)
 
 
-def select(condition: Any, a: Any, b: Any) -> Any:
-    """a where the condition holds, else b; of tensors too."""
-    return _trace.select(condition, a, b)
-
-
 def multiply_add(a: Real, b: Real, c: Real) -> Real:
     """a b + c, rounded once or twice: for exact products, and for guesses that a comparison corrects."""
     return _find_trace(a, b, c).emit("multiply_add", (a, b, c))
@@ -121,14 +116,16 @@ def sqrt(a: np.float32) -> np.float32:
     """Return the square root, correctly rounded."""
     a = _to_float32_number(a)
     with np.errstate(all="ignore"):
-        root: np.float32 = np.sqrt(a) if isinstance(a, np.generic) else _trace.square_root(a)
+        root: np.float32 = np.sqrt(a) if isinstance(a, np.generic) else square_root(a)
         return root
 
 
 def floor(x: Any) -> Any:
     """Return a real rounded down to an integer; of tensors too."""
     x = _to_float32_number(x)
-    return np.floor(x) if isinstance(x, np.generic) else _trace.floor(x)
+    if isinstance(x, Traced):
+        return x.trace.emit("floor", (x,))
+    return np.floor(x) if isinstance(x, np.generic) else x.floor()
 
 
 def maximum(a: np.float32, b: np.float32) -> np.float32:

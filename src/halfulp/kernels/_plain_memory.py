@@ -183,13 +183,10 @@ def row_checksums(values: Tensor) -> Tensor:
     words = rows.shape[1] * (2 if rows.element_size() == 8 else 1)
     weights = (torch.arange(1, words + 1, dtype=torch.int64, device=rows.device) * _WEIGHT_STEP) ^ _WEIGHT_FACTOR
     weights = (weights * _WEIGHT_FACTOR) | 1
-    return torch.cat([(_to_words(part) * weights).sum(1) for part in parts])
+    dtype = _WORD_DTYPES[rows.element_size()]
+    return torch.cat([(part.contiguous().view(dtype).long() * weights).sum(1) for part in parts])
 
 
 def checksum(values: Tensor) -> int:
     """Return one checksum of a whole tensor: that of its rows' checksums."""
     return int(row_checksums(row_checksums(values)[None]))
-
-
-def _to_words(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(_WORD_DTYPES[rows.element_size()]).long()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import _trace
-from ._devices import has_float64, to_float64
+from ._canary import has_float64, to_float64
 from ._threads import keeping_subnormals
 from ._trace import Trace
 
@@ -217,7 +217,11 @@ class _TraceRun:
         if name in _TORCH_OPERATORS:
             return _TORCH_OPERATORS[name](*given)
         if operation == "bits":
-            return self.convert_bits(given[0], kind)
+            x = given[0]
+            if kind[0] == "w" and x.device.type not in ("cpu", "meta"):
+                # A GPU's own NaN has all low bits set, which the encoders do not allow.
+                x = torch.where(x == x, x, torch.nan)
+            return x.view(_KIND_DTYPES[kind])
         if operation == "select":
             condition, a, b = given
             return torch.where(condition, a if isinstance(b, torch.Tensor) else self.to_tensor(a, kind), b)
@@ -310,13 +314,6 @@ class _TraceRun:
         inner = _TraceRun(piece.trace, {}, dict(enumerate(given)), self.like_tensor, self.block, is_called=True)
         values = inner.compute_values(_plan_execution(piece.trace, piece.results))
         return [values[k] for k in piece.results]
-
-    def convert_bits(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        """Return the bits of a real as a word, or the real with a word's bits."""
-        if kind[0] == "w" and x.device.type not in ("cpu", "meta"):
-            # A GPU's own NaN has all low bits set, which the encoders do not allow.
-            x = torch.where(x == x, x, torch.nan)
-        return x.view(_KIND_DTYPES[kind])
 
 
 def to_signed_integer(word: int, width: int) -> int:

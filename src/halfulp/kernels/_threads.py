@@ -66,12 +66,6 @@ class keeping_subnormals:
             torch.set_flush_denormal(True)
 
 
-def keep_subnormals() -> None:
-    """Make this thread's arithmetic keep subnormal numbers: a thread begins as the one that starts it."""
-    if flushes_subnormals():
-        torch.set_flush_denormal(False)
-
-
 SERIAL_ELEMENTS = 65_536
 _pool_lock = threading.Lock()
 _thread_pool: ThreadPoolExecutor | None = None
@@ -128,7 +122,8 @@ def _find_thread_pool(threads: int) -> ThreadPoolExecutor:
     with _pool_lock:
         if _thread_pool is None or _pool_size < threads:
             _thread_pool, _pool_size = (
-                ThreadPoolExecutor(threads, thread_name_prefix="halfulp", initializer=keep_subnormals),
+                # A thread begins as the one that starts it, which may flush.
+                ThreadPoolExecutor(threads, "halfulp", initializer=lambda: torch.set_flush_denormal(False)),
                 threads,
             )
         return _thread_pool

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from ._devices import float32_root, to_float64
+from ._canary import float32_root, to_float64
 
 Network = TypeVar("Network", bound=Callable[..., list[Any]])
 
@@ -317,13 +317,8 @@ def nearest_integer(x):
     return x.trace.emit("rint", (x,)) if isinstance(x, Traced) else x.round()
 
 
-def floor(x: Any) -> Any:
-    """Round down to an integer."""
-    return x.trace.emit("floor", (x,)) if isinstance(x, Traced) else x.floor()
-
-
 def select(condition: Any, a: Any, b: Any) -> Any:
-    """a where the condition holds, else b."""
+    """a where the condition holds, else b; of tensors too."""
     if isinstance(condition, Traced):
         kind = condition.trace.kind_of(a, b)
         return condition.trace.emit("select", (condition, a, b), None, kind)

@@ -3,7 +3,6 @@
 import copy
 import ctypes
 import gc
-import types
 from pathlib import Path
 
 import numpy as np
@@ -80,17 +79,3 @@ def test_a_copy_of_what_holds_a_kernel_holds_the_same_one():
     held = {"kernel": [kernel]}
     assert copy.deepcopy(held)["kernel"][0] is kernel
     assert copy.copy(kernel) is kernel
-
-
-def test_llvmlites_pass_managers_free_themselves(cache):
-    """Each is disposed of once, with its Python object, and by llvmlite's own way."""
-    from llvmlite.binding import ffi, newpassmanagers
-
-    compiled(31)
-    kind = newpassmanagers.ModulePassManager
-    assert isinstance(kind._dispose, types.FunctionType)
-    assert kind._dispose is not ffi.ObjectRef._dispose
-    manager = kind()
-    manager.close()
-    manager.close()
-    assert manager.closed

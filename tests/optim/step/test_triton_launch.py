@@ -12,9 +12,9 @@ import halfulp as hu
 from halfulp._torch_versions import HAS_GRADIENT_DTYPE
 from halfulp.kernels import record_function, select
 from halfulp.kernels._trace import RecordedFunction
-from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_module, word_function_source
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS, word_function_source
 from halfulp.optim._storage import STORES
-from halfulp.optim.step._triton_kernel import triton_source
+from halfulp.optim.step._triton_kernel import make_kernel
 
 from ...kernels.triton.interpreted import interpreted
 from ...kernels.triton.source import check_source
@@ -42,9 +42,9 @@ def _kind(rule, update, store, codec, gradient, metered=False):
 
 def _check_source_of(*kind):
     kind = _kind(*kind)
-    text = triton_source(kind)
-    assert text == triton_source.__wrapped__(kind), "not deterministic"
-    assert {"element", "step"} <= check_source(text)
+    text = make_kernel(kind).source
+    assert text == make_kernel.__wrapped__(kind).source, "not deterministic"
+    assert {"element", "run"} <= check_source(text)
 
 
 each_kind = pytest.mark.parametrize(("rule", "update", "store", "codec", "gradient"), covering())
@@ -89,15 +89,14 @@ def test_the_engine_names_what_it_needs(monkeypatch):
 
 
 def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeypatch):
-    from halfulp.kernels.triton import _launch
-    from halfulp.optim.step import _triton_kernel as _triton
+    from halfulp.kernels.triton import _launch, _writer
 
     def refuse(source):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(hu.kernels._engine, "_explain_missing_package", lambda name: "")
-    monkeypatch.setattr(_triton, "load_module", refuse)
+    monkeypatch.setattr(_writer, "load_module", refuse)
     monkeypatch.setattr(_launch, "_checked_kernels", {})
     case = ("lion", "kahan", "bf16", None, torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="no Triton kernel .* no compiler here"):
@@ -124,10 +123,11 @@ def test_the_compiler_fuses_and_flushes_nothing(case, capability, monkeypatch, t
     from triton.backends.compiler import GPUTarget
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    types = {"chunks": "*i64", "parameters": "*i64", "meter": "*fp64", "aligned": "constexpr"}
-    whole = {(position,): [["tt.divisibility", 16]] for position in range(3)}
-    kernel = load_module(triton_source(_kind(*case)))["step"]
-    source = triton.compiler.ASTSource(kernel, types, {(3,): True}, whole)
+    kernel = make_kernel(_kind(*case))
+    totals = {"totals": "*fp64"} if kernel.table.trace.sums else {}
+    types = {"chunks": "*i64", "rows": "*i64", "width": "i64", **totals, "aligned": "constexpr"}
+    whole = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}
+    source = triton.compiler.ASTSource(kernel.run, types, {(len(types) - 1,): True}, whole)
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=COMPILE_OPTIONS).asm["ptx"]
     instructions = {line.split()[0] for line in ptx.splitlines() if line.startswith("\t") and line.split()}
     assert "ld.global.v4.b32" in ptx, "16 bytes at a time"

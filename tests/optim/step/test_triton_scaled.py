@@ -10,14 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
-from halfulp.kernels.triton import _launch
 from halfulp.kernels.triton._launch import TableKernel, TensorKernel
-from halfulp.kernels.triton._writer import COMPILE_OPTIONS, load_module
+from halfulp.kernels.triton._writer import COMPILE_OPTIONS
 from halfulp.optim._storage import PAYLOADS
-from halfulp.optim.step import _triton_kernel
 from halfulp.optim.step._run import amax_spec
 from halfulp.optim.step._scales import scale_table
-from halfulp.optim.step._triton_kernel import triton_source
+from halfulp.optim.step._triton_kernel import make_kernel
 from halfulp.scaled import ScaledTensor
 
 from ...kernels.triton.compiled import inexact, instructions
@@ -149,29 +147,13 @@ class _Operators(TorchDispatchMode):
         return operator(*arguments, **(options or {}))
 
 
-class _Counted:
-    """A kernel that counts its launches."""
-
-    def __init__(self, kernel, launched, name):
-        self.kernel, self.launched, self.name = kernel, launched, name
-
-    def __getitem__(self, grid):
-        self.launched.append(self.name)
-
-        def launch(*arguments, **options):
-            with _disable_current_modes():  # the interpreter's own copies
-                self.kernel[grid](*arguments, **options)
-
-        return launch
-
-
 def _counted(launch, launched, name):
-    """A method that launches a kernel, and counts."""
+    """A method that launches a kernel, and notes its name."""
 
-    def run(*arguments):
-        launched.append(name)
-        with _disable_current_modes():
-            launch(*arguments)
+    def run(kernel, *arguments):
+        launched.append(name(kernel))
+        with _disable_current_modes():  # the interpreter's own copies
+            return launch(kernel, *arguments)
 
     return run
 
@@ -186,13 +168,10 @@ def launches(count):
             for parameter in parameters:
                 parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
             if step == 2:
-                kernels = dict(_launch._checked_kernels)
-                for (key, device), kernel in kernels.items():
-                    if not isinstance(kernel, TensorKernel):
-                        name = "largest" if key.finds_amax else "step"
-                        _launch._checked_kernels[key, device] = _Counted(kernel, launched, name)
-                TensorKernel.launch = _counted(TensorKernel.launch, launched, "choose")
-                TableKernel.__call__ = _counted(TableKernel.__call__, launched, "copy")
+                TensorKernel.launch = _counted(TensorKernel.launch, launched, lambda kernel: "choose")
+                TableKernel.launch = _counted(
+                    TableKernel.launch, launched, lambda kernel: "largest" if kernel.largest_columns else "step"
+                )
             with _Operators() if step == 2 else contextlib.nullcontext() as operators:
                 optimizer.step()
     return sorted(operators.found), launched
@@ -213,9 +192,10 @@ def test_the_largest_payload_limits_the_new_scale_as_in_the_reference():
 def test_a_scaled_step_launches_as_much_for_many_parameters_as_for_one_and_reads_nothing():
     operators, launched = eval(interpreted(THIS, "test.launches(2)"))
     more = eval(interpreted(THIS, "test.launches(150)"))
-    assert launched == ["copy", "largest", "choose", "step", "copy"]
+    assert launched == ["largest", "choose", "step"]
     assert (operators, launched) == more
-    assert operators == ["clone"] * 3 + ["ones", "zeros", "zeros"], "none reads a number"
+    copies = ["_foreach_copy_"] * 3 + ["clone"] * 3 + ["copy_"] * 2
+    assert operators == [*copies, "ones", "ones", *["stack"] * 4], "none reads a number"
 
 
 def _spec(case, metered=False):
@@ -231,9 +211,9 @@ def _spec(case, metered=False):
 def test_every_kind_of_scaled_step_is_written_in_what_triton_can_compile(case, metered):
     spec = _spec(case, metered)
     for one in (spec, amax_spec(spec)):
-        text = triton_source(one)
-        assert text == triton_source.__wrapped__(one), "not deterministic"
-        assert {"element", "step"} <= check_source(text)
+        text = make_kernel(one).source
+        assert text == make_kernel.__wrapped__(one).source, "not deterministic"
+        assert {"element", "run"} <= check_source(text)
     assert {"element", "run"} <= check_source(TensorKernel(scale_table(spec)).source)
 
 
@@ -245,19 +225,16 @@ def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, c
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     spec = _spec(case, metered)
-    step = {"chunks": "*i64", "parameters": "*i64", "meter": "*fp64", "scales": "*fp32", "aligned": "constexpr"}
-    kernels = [
-        (load_module(triton_source(spec))["step"], step),
-        (load_module(triton_source(amax_spec(spec)))["step"], {**step, "meter": "*i32"}),
-    ]
-    for kernel, types in kernels:
-        whole = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types.values()) if kind[0] == "*"}
-        source = triton.compiler.ASTSource(kernel, types, {(4,): True}, whole)
+    for kernel in map(make_kernel, (spec, amax_spec(spec))):
+        totals = {"totals": "*i32" if kernel.largest_columns else "*fp64"} if kernel.table.trace.sums else {}
+        types = {"chunks": "*i64", "rows": "*i64", "width": "i64", **totals, "aligned": "constexpr"}
+        whole = {(k,): [["tt.divisibility", 16]] for k, kind in enumerate(types.values()) if kind[0] == "*"}
+        source = triton.compiler.ASTSource(kernel.run, types, {(len(types) - 1,): True}, whole)
         ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=COMPILE_OPTIONS).asm["ptx"]
         lines = [[w for w in line.split() if w[0] != "@"] for line in ptx.splitlines() if line.startswith("\t")]
         found = [words[0] for words in lines if words]
         assert not inexact(found)
-        if types["meter"] == "*i32":
+        if kernel.largest_columns:
             assert any(i.startswith("atom") and i.endswith("max.s32") for i in found)
     assert not inexact(instructions(TensorKernel(scale_table(spec)), capability, False))
 
@@ -266,21 +243,21 @@ def failing(engine_name):
     """Payload and scale after a step whose kernel fails once the scales are chosen; printed when run apart."""
     parameter = torch.nn.Parameter(ScaledTensor.encode(torch.randn(48), HALF))
     optimizer = hu.optim.AdamW([parameter], lr=1e9, weight_update="kahan", report_interval=0)
-    run = _triton_kernel._run_step_kernel
+    launch = TableKernel.launch
 
-    def refuse(spec, *rest):
-        if not spec.finds_amax:
+    def refuse(kernel, *rest):
+        if not kernel.largest_columns:
             raise RuntimeError("no memory here")
-        return run(spec, *rest)
+        return launch(kernel, *rest)
 
     with engine(engine_name), np.errstate(all="ignore"):
         parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
         optimizer.step()
         before = parameter.detach().decode().tolist()
-        _triton_kernel._run_step_kernel = refuse
+        TableKernel.launch = refuse
         with contextlib.suppress(RuntimeError):
             optimizer.step()
-        _triton_kernel._run_step_kernel = run
+        TableKernel.launch = launch
     return before == parameter.detach().decode().tolist()
 
 

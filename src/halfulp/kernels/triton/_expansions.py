@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -12,7 +10,15 @@ from .._plain_memory import to_plain_memory
 from .._trace import Trace
 from ..vector._reductions import BLOCK, NARROW_LANES, ReductionSteps
 from ._launch import on_device
-from ._writer import COMPILE_OPTIONS, LONG_TRACE, cast_source, function_sources, join_tables, load_module, module_source
+from ._writer import (
+    COMPILE_OPTIONS,
+    LONG_TRACE,
+    TritonKernel,
+    cast_source,
+    function_sources,
+    join_tables,
+    module_source,
+)
 
 # Instructions up to which a kernel is compiled, in some 10 seconds.
 MOST_INSTRUCTIONS = 8500
@@ -21,7 +27,7 @@ VECTOR_ELEMENTS = 16
 _SAME_SHAPE, _ONE_ELEMENT, _ELEMENT_PER_ROW, _ELEMENT_PER_COLUMN = range(4)
 
 
-class PointwiseKernel:
+class PointwiseKernel(TritonKernel):
     """A compiled function of elements; calling it fills contiguous results.
 
     Args:
@@ -41,15 +47,10 @@ class PointwiseKernel:
         # Kept as long as the kernel, since what runs or was captured still reads them.
         self._tables: dict[torch.device, torch.Tensor] = {}
 
-    @functools.cached_property
-    def jit_function(self) -> Any:
-        """The Triton function.
-
-        Raises:
-            ImportError: triton is not installed.
-            NotImplementedError: an operation that has no form on Triton's blocks.
-        """
-        return load_module(pointwise_source(*self._source_arguments))["kernel"]
+    @property
+    def source(self) -> str:
+        """The text of `pointwise_source`."""
+        return pointwise_source(*self._source_arguments)
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape and device) from inputs that broadcast to them."""
@@ -64,7 +65,7 @@ class PointwiseKernel:
             self._tables[device] = table
         grid = (-(-count // self.tile),)
         with on_device(device):
-            self.jit_function[grid](
+            self.run[grid](
                 *held,
                 *outputs,
                 table,
@@ -80,7 +81,7 @@ class PointwiseKernel:
 def pointwise_source(
     trace: Trace, results: tuple[int, ...], stored: tuple[torch.dtype, ...], written: tuple[torch.dtype, ...]
 ) -> str:
-    """Return the source of the module, whose function `kernel` takes inputs, outputs, constants, sizes and modes."""
+    """Return the source of the module, whose function `run` takes inputs, outputs, constants, sizes and modes."""
     functions = function_sources("element", trace, results)
     inputs, outputs = range(len(stored)), range(len(written))
     modes = [f"mode{k}: tl.constexpr" for k in inputs]
@@ -98,7 +99,7 @@ def pointwise_source(
     ]
     body = "\n".join(f"    {line}" for line in lines)
     # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
-    text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef kernel({', '.join(arguments)}):\n{body}\n"
+    text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef run({', '.join(arguments)}):\n{body}\n"
     return module_source([_LOAD_SOURCE, *functions], text, trace.count_instructions())
 
 
@@ -149,7 +150,7 @@ _UNROLLED_INSTRUCTIONS = 40
 _SIZE_ARGUMENTS = ("rows", "columns", "length", "segments", "divisor", "several", "tiles")
 
 
-class ReductionKernel:
+class ReductionKernel(TritonKernel):
     """A compiled reduction; calling it fills the results.
 
     Args:
@@ -161,15 +162,10 @@ class ReductionKernel:
     def __init__(self, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype]) -> None:
         self._source_arguments = steps, tuple(stored), tuple(written)
 
-    @functools.cached_property
-    def jit_function(self) -> Any:
-        """The Triton function.
-
-        Raises:
-            ImportError: triton is not installed.
-            NotImplementedError: an operation that has no form on Triton's blocks.
-        """
-        return load_module(reduction_source(*self._source_arguments))["kernel"]
+    @property
+    def source(self) -> str:
+        """The text of `reduction_source`."""
+        return reduction_source(*self._source_arguments)
 
     def __call__(
         self, parts: Sequence[torch.Tensor], made: Sequence[torch.Tensor], cut: Sequence[int], divisor: int
@@ -191,7 +187,7 @@ class ReductionKernel:
             return
         with on_device(made[0].device):
             # One axis: CUDA's second one ends at 65,535.
-            self.jit_function[(many * segments * tiles,)](
+            self.run[(many * segments * tiles,)](
                 *parts,
                 *made,
                 rows,
@@ -208,7 +204,7 @@ class ReductionKernel:
 
 
 def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], written: tuple[torch.dtype, ...]) -> str:
-    """Return the source of the module, with the kernel `kernel(inputs, outputs, numbers, LANES)`."""
+    """Return the source of the module, with the kernel `run(inputs, outputs, numbers, LANES)`."""
     pieces = steps.record_steps(len(stored))
     functions = dict.fromkeys(
         text
@@ -286,5 +282,5 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
     numbers = [f"{name}: tl.int64" for name in _SIZE_ARGUMENTS]
     arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), *numbers, "LANES: tl.constexpr"]
     # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
-    text = f"@triton.jit(do_not_specialize={list(_SIZE_ARGUMENTS)})\ndef kernel({', '.join(arguments)}):\n"
+    text = f"@triton.jit(do_not_specialize={list(_SIZE_ARGUMENTS)})\ndef run({', '.join(arguments)}):\n"
     return module_source(functions, text + "\n".join(each(lines)) + "\n")

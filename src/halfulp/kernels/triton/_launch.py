@@ -18,7 +18,7 @@ from .._engine import note_and_warn_once, note_fallback, use_reference_in_thread
 from .._index_map import CHUNK_ELEMENTS
 from .._operator import is_under_transform
 from .._trace import Trace
-from ._writer import COMPILE_OPTIONS, element_source, find_live_lines, load_module, module_source, word_function_source
+from ._writer import COMPILE_OPTIONS, TritonKernel, element_source, find_live_lines, module_source, word_function_source
 
 _checked_kernels: dict[Hashable, Any] = {}
 
@@ -94,7 +94,7 @@ _LANES_PER_WARP = 256
 
 
 @dataclass(frozen=True)
-class TensorKernel:
+class TensorKernel(TritonKernel):
     """A device function of a table as a kernel on tensors of one shape, which are the table's columns.
 
     Every tensor is contiguous, or all lie in memory in the same order. Random words are numbered by the position in
@@ -108,19 +108,19 @@ class TensorKernel:
     table: Table
     memory_constants: tuple[int, ...] = ()
 
-    @functools.cached_property
-    def run(self) -> Any:
-        """The Triton function.
+    @property
+    def source(self) -> str:
+        """The text of the module.
 
         Raises:
-            ImportError: triton is not installed.
+            NotImplementedError: an array has an element per block or two sizes, or there is a sum.
         """
-        return load_module(self.source)["run"]
-
-    @functools.cached_property
-    def source(self) -> str:
-        """The text of the module."""
-        return _module_text(self)
+        table, inputs = self.table, _find_inputs(self.table.trace)
+        arguments: dict[object, str] = {column: f"b{column}" for column in sorted(_find_element_sizes(table.trace))}
+        arguments |= {extra: f"{extra[0]}{extra[1]}" for extra, _ in inputs}
+        functions = [word_function_source("start_stream", table.stream_start)] if table.stream_start else []
+        functions.append(element_source("element", table.trace, arguments))
+        return module_source(functions, _kernel_text(self, list(arguments.values()), inputs))
 
     @functools.cached_property
     def argument_constants(self) -> tuple[int, ...]:
@@ -180,7 +180,8 @@ class TensorKernel:
         ragged = self.is_ragged(length)
         per_row = -(-length // self.table.block) if self.table.block else 0
         programs = -(-(count // length * per_row) // rows) if ragged else -(-count // (rows * columns))
-        halves = [half for key in keys for half in _split_key(key)]
+        words = [word for key in keys for word in (key & 0xFFFFFFFF, key >> 32)]
+        halves = [(word ^ 0x80000000) - 0x80000000 for word in words]  # signed: Triton gives these one type
         # Triton's interpreter runs by NumPy, which warns of infinities.
         with np.errstate(all="ignore") if device.type == "cpu" else on_device(device):
             self.run[(programs,)](
@@ -206,15 +207,6 @@ def copy_with_alignment(x: torch.Tensor, device: torch.device, aligned: bool) ->
     return flat[: x.numel()].view(x.shape).copy_(x)
 
 
-def _split_key(key: int) -> tuple[int, int]:
-    """Return the low and the high word of a key as signed integers, which Triton gives one type whatever the key."""
-    return _to_signed_word(key & 0xFFFFFFFF), _to_signed_word(key >> 32)
-
-
-def _to_signed_word(word: int) -> int:
-    return (word ^ 0x80000000) - 0x80000000
-
-
 # source ------------------------------------------------------------------------------------------------------
 
 
@@ -237,16 +229,6 @@ def _find_element_sizes(trace: Trace) -> dict[int, int]:
     return {column: bits // 8 for column, bits, _ in arrays}
 
 
-def _module_text(kernel: TensorKernel) -> str:
-    table, trace = kernel.table, kernel.table.trace
-    inputs = _find_inputs(trace)
-    arguments: dict[object, str] = {column: f"b{column}" for column in sorted(_find_element_sizes(trace))}
-    arguments |= {extra: f"{extra[0]}{extra[1]}" for extra, _ in inputs}
-    functions = [] if table.stream_start is None else [word_function_source("start_stream", table.stream_start)]
-    element = element_source("element", trace, arguments)
-    return module_source([*functions, element], _kernel_text(kernel, list(arguments.values()), inputs))
-
-
 def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[Any, str]]) -> str:
     """Return the source of the kernel: one program per tile."""
     table, kinds = kernel.table, dict(inputs)
@@ -263,7 +245,11 @@ def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[
             f"constant{k} = {_typed_scalar(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}"
         )
     lines += [f"{half} = key_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high") if draws]
-    lines += _block_tile_lines(kernel, draws) if table.block else _element_tile_lines(kernel, draws)
+    if table.block:
+        lines += _block_tile_lines(kernel, draws)
+    else:
+        lines += _dense_tile_lines(kernel, f"offsets = tl.arange(0, {TILE_ELEMENTS})", draws)
+        lines.append("lanes = offsets < rest")
     call = f"element(offsets, offsets, {', '.join(arguments)}, lanes, aligned)"
     lines += _largest_word_lines(table.trace, call) if table.trace.sums else [call]
     body = "\n".join(f"    {line}" for line in lines)
@@ -296,10 +282,6 @@ def _dense_tile_lines(kernel: TensorKernel, offsets: str, draws: bool) -> list[s
         *moved,
         *(drawn if draws else []),
     ]
-
-
-def _element_tile_lines(kernel: TensorKernel, draws: bool) -> list[str]:
-    return [*_dense_tile_lines(kernel, f"offsets = tl.arange(0, {TILE_ELEMENTS})", draws), "lanes = offsets < rest"]
 
 
 def _block_tile_lines(kernel: TensorKernel, draws: bool) -> list[str]:
@@ -338,11 +320,46 @@ def _largest_word_lines(trace: Trace, call: str) -> list[str]:
     ]
 
 
-TILES_PER_CHUNK = CHUNK_ELEMENTS // TILE_ELEMENTS
+@dataclass
+class PlacedChunks:
+    """Chunks on a device, those first that hold whole vectors at aligned addresses.
+
+    Attributes:
+        aligned_rows: bool array of shape (rows,): whose addresses are aligned.
+        chunks: int64 array of shape (chunks, 4), in the order in which they lie there.
+        aligned_count: how many come first.
+        device_tensor: the same on the device.
+    """
+
+    aligned_rows: np.ndarray
+    chunks: np.ndarray
+    aligned_count: int
+    device_tensor: torch.Tensor
 
 
-class TableKernel:
-    """A compiled device function of elements, without constants, draws and blocks.
+def place_chunks(
+    chunks: np.ndarray, pointers: np.ndarray, device: torch.device, placed: PlacedChunks | None = None
+) -> PlacedChunks:
+    """Return int64 chunks (chunks, 4) of int64 pointers (rows, columns) on a device; `placed` if nothing has changed.
+
+    Args:
+        chunks: see `kernels.chunk_table`.
+        pointers: addresses; 0 for arrays that are not read.
+        device: where the arrays lie.
+        placed: what an earlier call with the same chunks returned.
+    """
+    rows = (pointers % VECTOR_BYTES == 0).all(1)
+    if placed is not None and np.array_equal(placed.aligned_rows, rows):
+        return placed
+    whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR_BYTES == 0).all(1)
+    ordered = chunks[np.argsort(~whole, kind="stable")]
+    return PlacedChunks(rows, ordered, int(whole.sum()), to_device(ordered, device))
+
+
+class TableKernel(TritonKernel):
+    """A compiled device function of a table of pointers, one program per tile of a chunk.
+
+    A row of the table holds the addresses, then constants of 32 bits, as their bits, and the key of whoever draws.
 
     Args:
         table: what is read, computed and written.
@@ -350,70 +367,110 @@ class TableKernel:
     """
 
     def __init__(self, table: Table, tile: int = TILE_ELEMENTS) -> None:
-        self.tile_shape = tile
-        arguments = {column: f"a{column}" for column in range(table.columns)}
-        given = ", ".join(arguments.values())
+        self.table, self.tile_elements = table, tile
+        self.largest_columns = sum(how == "max" for how, _ in table.trace.sums)
+
+    @property
+    def source(self) -> str:
+        """The text of the module."""
+        table, tile, draws = self.table, self.tile_elements, self.table.stream_start
+        arguments: dict[object, str] = {j: f"a{j}" for j in range(table.columns)}
+        arguments |= {("constant", k): f"constant{k}" for k in range(table.constants)}
+        arguments |= {name: name[0] for name in STREAM_INPUTS if draws}
+        functions = [word_function_source("start_stream", draws)] if draws else []
+        functions.append(element_source("element", table.trace, arguments))
+        real = ".to(tl.uint32).to(tl.float32, bitcast=True)"
+        last = table.columns + table.constants
         lines = [
-            *chunk_lines(),
-            f"row = pointers + r * {table.columns}",
-            *(f"{name} = tl.load(row + {column})" for column, name in arguments.items()),
-            *element_lines(tile),
-            f"element(i, b, {given}, lanes, aligned)",
+            "c = tl.program_id(0).to(tl.int64)",
+            "part = tl.program_id(1)",
+            "begin = tl.load(chunks + 4 * c + 1)",
+            "length = tl.load(chunks + 4 * c + 2)",
+            "start = tl.load(chunks + 4 * c + 3)",
+            "if aligned:",
+            f"    begin = tl.multiple_of(begin, {VECTOR_BYTES})",
+            f"    length = tl.multiple_of(length, {VECTOR_BYTES})",
+            "r = tl.load(chunks + 4 * c)",
+            "row = rows + r * width",
+            *(f"a{j} = tl.load(row + {j})" for j in range(table.columns)),
+            *(f"constant{k} = tl.load(row + {table.columns + k}){real}" for k in range(table.constants)),
+            *(_block_lines(table.block, tile) if table.block else _element_lines(tile)),
         ]
+        if draws:
+            lines.append(f"key = tl.load(row + {last})")
+            lines.append("counter, own = start_stream(key.to(tl.uint32), (key >> 32).to(tl.uint32), start + offsets)")
+        call = f"element(i, b, {', '.join(arguments.values())}, lanes, aligned)"
+        lines += self._total_lines(call) if table.trace.sums else [call]
         body = "\n".join(f"    {line}" for line in lines)
-        text = f"@triton.jit\ndef run(chunks, pointers, aligned: tl.constexpr):\n{body}\n"
-        functions = [element_source("element", table.trace, dict(arguments))]
-        self.source = module_source(functions, text, table.trace.count_instructions())
+        totals = "totals, " if table.trace.sums else ""
+        decorator = "@triton.jit(do_not_specialize=['width'])"
+        text = f"{decorator}\ndef run(chunks, rows, width: tl.int64, {totals}aligned: tl.constexpr):\n{body}\n"
+        return module_source(functions, text, table.trace.count_instructions())
 
-    @functools.cached_property
-    def run(self) -> Any:
-        """The Triton function.
-
-        Raises:
-            ImportError: triton is not installed.
-        """
-        return load_module(self.source)["run"]
+    def _total_lines(self, call: str) -> list[str]:
+        """Return the lines that write a tile's sums, or raise a row's largest words in whatever order programs run."""
+        names = [f"sum{j}" for j in range(len(self.table.trace.sums))]
+        if self.largest_columns:
+            words = [f"tl.where(lanes, {name}, 0).to(tl.int32, bitcast=True)" for name in names]
+            return [
+                f"{', '.join(names)} = {call}",
+                f"to = totals + r * {len(names)}",
+                *(f"tl.atomic_max(to + {j}, tl.max({word}), sem='relaxed')" for j, word in enumerate(words)),
+            ]
+        return [
+            f"{', '.join(names)} = {call}",
+            f"to = totals + (c * {CHUNK_ELEMENTS // self.tile_elements} + part) * {len(names)}",
+            *(
+                f"tl.store(to + {j}, tl.sum(tl.where(lanes, {name}, 0.0).to(tl.float64)))"
+                for j, name in enumerate(names)
+            ),
+        ]
 
     def __call__(self, chunks: np.ndarray, pointers: np.ndarray, device: torch.device) -> None:
-        """Run it over all chunks.
+        """Run it over all chunks of a table that consists of pointers, as `place_chunks` takes both."""
+        self.launch(place_chunks(chunks, pointers, device), to_device(pointers, device))
 
-        Args:
-            chunks: int64 array of shape (chunks, 4), see `kernels.chunks`.
-            pointers: int64 array of shape (rows, columns); 0 for arrays that are not read.
-            device: where the arrays lie.
+    def launch(self, placed: PlacedChunks, rows: torch.Tensor) -> torch.Tensor:
+        """Run it over all chunks of a table on their device.
+
+        Returns:
+            float64 sums (chunks, tiles, sums), or the words of the largest numbers of each row, int32 (rows, numbers).
         """
-        rows = (pointers % VECTOR_BYTES == 0).all(1)
-        whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR_BYTES == 0).all(1)
-        table = to_device(pointers, device)
-        for aligned in (True, False):
-            some = chunks[whole == aligned]
-            if len(some):
-                grid = len(some), -(-int(some[:, 2].max()) // self.tile_shape)
-                with np.errstate(all="ignore"), on_device(device):  # Triton's interpreter runs by NumPy, which warns
-                    self.run[grid](to_device(some, device), table, aligned, **COMPILE_OPTIONS)
+        chunks, device, sums = len(placed.chunks), rows.device, len(self.table.trace.sums)
+        parts = -(-int(placed.chunks[:, 2].max(initial=0)) // self.tile_elements)
+        if self.largest_columns:
+            totals = torch.zeros(len(rows), sums, dtype=torch.int32, device=device)
+        else:
+            tiles = CHUNK_ELEMENTS // self.tile_elements
+            totals = torch.zeros(chunks if sums else 0, tiles, sums, dtype=torch.float64, device=device)
+        with np.errstate(all="ignore"), on_device(device):  # Triton's interpreter runs by NumPy, which warns
+            for first, last, aligned in ((0, placed.aligned_count, True), (placed.aligned_count, chunks, False)):
+                if first < last:
+                    to = [totals if self.largest_columns else totals[first:]] if sums else []
+                    run = self.run[last - first, parts]
+                    run(placed.device_tensor[first:last], rows, rows.shape[1], *to, aligned, **COMPILE_OPTIONS)
+        return totals
 
 
-def chunk_lines() -> list[str]:
-    """Return the lines of a kernel that read its program's chunk: a tile of it, and the row of the pointers."""
+def _block_lines(block: int, tile: int) -> list[str]:
+    """Return the lines of a kernel that number the elements of a tile, a block in each row."""
+    rows = tile // block
     return [
-        "c = tl.program_id(0).to(tl.int64)",
-        "part = tl.program_id(1)",
-        "begin = tl.load(chunks + 4 * c + 1)",
-        "length = tl.load(chunks + 4 * c + 2)",
-        "start = tl.load(chunks + 4 * c + 3)",
-        "if aligned:",
-        f"    begin = tl.multiple_of(begin, {VECTOR_BYTES})",
-        f"    length = tl.multiple_of(length, {VECTOR_BYTES})",
-        "r = tl.load(chunks + 4 * c)",
+        f"row_of_tile = (part * {rows} + tl.arange(0, {rows})).to(tl.int64)",
+        "blocks = row_of_tile[:, None]",
+        f"offsets = blocks * {block} + tl.arange(0, {block})[None, :]",
+        f"lanes = blocks * {block} < length",
+        "i = begin + offsets",
+        # Rows that do not exist read the first one's scale.
+        f"b = begin // {block} + tl.where(row_of_tile * {block} < length, row_of_tile, 0)",
     ]
 
 
-def element_lines(tile: int = TILE_ELEMENTS) -> list[str]:
+def _element_lines(tile: int) -> list[str]:
     """Return the lines of a kernel that number the elements of a tile in a line."""
     return [
         f"offsets = (part * {tile} + tl.arange(0, {tile})).to(tl.int64)",
         "lanes = offsets < length",
         "i = begin + offsets",
         "b = i",
-        "index = start + offsets",
     ]

@@ -110,59 +110,15 @@ def elements(address, kind: tl.constexpr, aligned: tl.constexpr):
     return pointer
 
 
-def load4(address, i, lanes, aligned: tl.constexpr):
+def load4(address, i, lanes):
     byte = read(address.to(tl.pointer_type(tl.uint8)) + (i >> 1), lanes).to(tl.uint32)
     return (byte >> ((i & 1) * 4).to(tl.uint32)) & 15
 
 
-def load8(address, i, lanes, aligned: tl.constexpr):
-    return read(elements(address, tl.uint8, aligned) + i, lanes).to(tl.uint32)
-
-
-def load16(address, i, lanes, aligned: tl.constexpr):
-    return read(elements(address, tl.uint16, aligned) + i, lanes).to(tl.uint32)
-
-
-def load32(address, i, lanes, aligned: tl.constexpr):
-    return read(elements(address, tl.uint32, aligned) + i, lanes)
-
-
-def load64(address, i, lanes, aligned: tl.constexpr):
-    return read(elements(address, tl.uint64, aligned) + i, lanes)
-
-
-def load8_of_block(address, b):
-    return tl.load(address.to(tl.pointer_type(tl.uint8)) + b).to(tl.uint32)[:, None]
-
-
-def load16_of_block(address, b):
-    return tl.load(address.to(tl.pointer_type(tl.uint16)) + b).to(tl.uint32)[:, None]
-
-
-def load32_of_block(address, b):
-    return tl.load(address.to(tl.pointer_type(tl.uint32)) + b)[:, None]
-
-
-def store4(address, i, w, lanes, aligned: tl.constexpr):
+def store4(address, i, w, lanes):
     low, high = tl.split(tl.reshape(w & 15, [w.shape[0], w.shape[1] // 2, 2]))
     place, _ = tl.split(tl.reshape(i >> 1, [w.shape[0], w.shape[1] // 2, 2]))
     write(address.to(tl.pointer_type(tl.uint8)) + place, (low | (high << 4)).to(tl.uint8), lanes)
-
-
-def store8(address, i, w, lanes, aligned: tl.constexpr):
-    write(elements(address, tl.uint8, aligned) + i, w.to(tl.uint8), lanes)
-
-
-def store16(address, i, w, lanes, aligned: tl.constexpr):
-    write(elements(address, tl.uint16, aligned) + i, w.to(tl.uint16), lanes)
-
-
-def store32(address, i, w, lanes, aligned: tl.constexpr):
-    write(elements(address, tl.uint32, aligned) + i, w, lanes)
-
-
-def store64(address, i, w, lanes, aligned: tl.constexpr):
-    write(elements(address, tl.uint64, aligned) + i, w, lanes)
 
 
 # of reals, the width of which ends a name -----------------------------------------------------------------------

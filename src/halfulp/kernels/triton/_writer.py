@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import hashlib
 import inspect
@@ -86,8 +87,12 @@ def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str
     """
     lines = _write_lines(trace, arguments, find_live_lines(trace))
     for (address, bits, per_block), number in trace.stores.items():
-        place = arguments[trace.lines[address][2]]
-        lines.append(f"store{bits}({place}, {'b[:, None]' if per_block else 'i'}, v{number}, lanes, aligned)")
+        place, index = arguments[trace.lines[address][2]], "b[:, None]" if per_block else "i"
+        if bits == 4:
+            lines.append(f"store4({place}, {index}, v{number}, lanes)")
+        else:
+            to = f"elements({place}, tl.uint{bits}, aligned) + {index}"
+            lines.append(f"write({to}, v{number}.to(tl.uint{bits}), lanes)")
     for address, number, word, _ in trace.deposits:
         lines.append(f"deposit64({arguments[trace.lines[address][2]]}, v{number}, v{word}, lanes)")
     lines += [f"return {', '.join(f'v{number}' for _, number in trace.sums)}"] if trace.sums else []
@@ -160,6 +165,29 @@ def load_module(source: str) -> dict[str, object]:
     return namespace
 
 
+class TritonKernel(abc.ABC):
+    """The base of kernels, whose text is compiled at the first launch."""
+
+    @property
+    @abc.abstractmethod
+    def source(self) -> str:
+        """The text of the module, with the kernel's function `run`.
+
+        Raises:
+            NotImplementedError: an operation that has no form on Triton's blocks.
+        """
+
+    @functools.cached_property
+    def run(self) -> Any:
+        """The Triton function.
+
+        Raises:
+            ImportError: triton is not installed.
+            NotImplementedError: as `source`.
+        """
+        return load_module(self.source)["run"]
+
+
 def _find_table_offsets(trace: Trace) -> dict[tuple[float, ...], int]:
     """Return where each table begins."""
     found: dict[tuple[float, ...], int] = {}
@@ -222,7 +250,13 @@ def _write_expression(
         return names[extra]
     if operation == "load":
         array = names[trace.lines[operands[0]][2]]
-        return f"load{extra[0]}_of_block({array}, b)" if extra[1] else f"load{extra[0]}({array}, i, lanes, aligned)"
+        bits, per_block = extra
+        if bits == 4:
+            return f"load4({array}, i, lanes)"
+        cast = ".to(tl.uint32)" if bits < 32 else ""
+        if per_block:
+            return f"tl.load({array}.to(tl.pointer_type(tl.uint{bits})) + b){cast}[:, None]"
+        return f"read(elements({array}, tl.uint{bits}, aligned) + i, lanes){cast}"
     if operation == "constant":
         return _write_constant(float.fromhex(extra if isinstance(extra, str) else extra[0]), kind)
     if operation == "word":

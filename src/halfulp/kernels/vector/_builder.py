@@ -12,22 +12,9 @@ from typing import Any
 
 import torch
 
+from .._device_function import STREAM_ALIGNMENT
 from .._trace import Trace
 from ._processor import has_features
-
-
-def half_to_float(vectors, raw):
-    """16-bit words that hold float16 as float32, exactly; a NaN becomes a quiet one."""
-    return vectors.b.fpext(
-        vectors.b.bitcast(raw, vectors.type_like(raw, vectors.f16)), vectors.type_like(raw, vectors.f32)
-    )
-
-
-def float_to_half(vectors, value):
-    """float32 rounded to nearest, ties to even, as 16-bit words that hold float16."""
-    half = vectors.b.fptrunc(value, vectors.type_like(value, vectors.f16))
-    return vectors.b.bitcast(half, vectors.type_like(value, vectors.i16))
-
 
 # Four bits per class, from the lowest: quiet NaN, signaling NaN, zero, 1, -infinity, infinity, negative, positive.
 # 0 keeps the number, 1 takes the one that is classified; 7 and 8 are -0 and 0.
@@ -37,12 +24,20 @@ _FIXUP_RESPONSES = {(0.0).hex(): 8, (-0.0).hex(): 7}
 
 def find_fixup(trace: Trace, number: int) -> tuple[int, int, int] | None:
     """Return, for a select that chooses by class, the kept and the classified instruction and the table, else None."""
-    condition, x, y = trace.lines[number][1]
-    found = _find_classes(trace, condition)
-    if found is None:
+    lines, (condition, x, y) = trace.lines, trace.lines[number][1]
+    if lines[condition][0] == "and":  # with a mask that is true, as it compares a word with itself
+        left = [k for k in lines[condition][1] if lines[k][0] != "word_eq" or len({*lines[k][1]}) > 1]
+        condition = left[0] if len(left) == 1 else condition
+    if lines[condition][0] != "eq" or trace.kinds[lines[condition][1][0]] != "f32":
         return None
-    of, classes = found
-    kept, other = (x, y) if classes == _FIXUP_NOT_FINITE else (y, x)
+    first, second = lines[condition][1]
+    name, terms, _ = lines[first]
+    if name == "sub" and terms[0] == terms[1] and (first == second or _find_response(trace, second)):
+        of, classes, kept, other = terms[0], _FIXUP_NOT_FINITE, x, y
+    elif _find_response(trace, second):
+        of, classes, kept, other = first, _FIXUP_ZERO, y, x
+    else:
+        return None
     response = _find_response(trace, other)
     if response is None:
         return (y, of, _FIXUP_TAKE_FINITE) if classes == _FIXUP_NOT_FINITE and x == of else None
@@ -66,27 +61,6 @@ def write_fixup(b: Any, kept: Any, of: Any, table: int) -> Any:
     values.append(ir.Constant(mask, (1 << lanes) - 1))
     current_rounding = [ir.Constant(i32, 4)] if lanes == 16 else []
     return b.b.bitcast(b.b.call(function, values + current_rounding), kept.type)
-
-
-def _find_classes(trace: Trace, number: int) -> tuple[int, int] | None:
-    """Return of what a mask holds where it is finite, or where it is zero; None for other masks."""
-    operation, operands, _ = trace.lines[number]
-    if operation == "and":
-        left = [k for k in operands if not _is_always_true(trace, k)]
-        return _find_classes(trace, left[0]) if len(left) == 1 else None
-    if operation != "eq" or trace.kinds[operands[0]] != "f32":
-        return None
-    first, second = operands
-    name, terms, _ = trace.lines[first]
-    if name == "sub" and terms[0] == terms[1] and (first == second or _find_response(trace, second)):
-        return terms[0], _FIXUP_NOT_FINITE
-    return (first, _FIXUP_ZERO) if _find_response(trace, second) else None
-
-
-def _is_always_true(trace: Trace, number: int) -> bool:
-    """Return whether a mask is true because it compares a word with itself."""
-    operation, operands, _ = trace.lines[number]
-    return operation == "word_eq" and operands[0] == operands[1]
 
 
 def _find_response(trace: Trace, number: int) -> int | None:
@@ -196,7 +170,9 @@ class VectorBuilder:
     def allocate_stack(self, kind, count: int):
         """Allocate stack memory in the function's entry block for the whole call."""
         with self.b.goto_entry_block():
-            return self.b.alloca(kind, size=self.word(count))
+            memory = self.b.alloca(kind, size=self.word(count))
+        memory.align = STREAM_ALIGNMENT  # no vector lies in two cache lines
+        return memory
 
     def prefetch_line(self, address, locality: int = 3) -> None:
         """Ask for the cache line at an address, which need not be one that can be read."""
@@ -235,7 +211,9 @@ class VectorBuilder:
         if dtype == torch.bfloat16:
             words = self.type_like(bits, self.i32)
             bits = b.shl(b.zext(bits, words), self.constant(words, 16))
-        value = half_to_float(self, bits) if dtype == torch.float16 else b.bitcast(bits, self.type_like(bits, own))
+        value = b.bitcast(bits, self.type_like(bits, self.f16 if dtype == torch.float16 else own))
+        if dtype == torch.float16:  # exact; a NaN becomes a quiet one
+            value = b.fpext(value, self.type_like(bits, own))
         if own == scalar:
             return value
         return (b.fptrunc if own == self.f64 else b.fpext)(value, self.type_like(bits, scalar))
@@ -250,8 +228,13 @@ class VectorBuilder:
         if dtype == torch.bfloat16:
             value = self._to_bfloat16(value, exact)
         elif dtype == torch.float16:
-            value = float_to_half(self, value)
+            value = self.convert_to_half(value)
         self.b.store(value, self.pointer(address, i, value.type), align=element_size(dtype))
+
+    def convert_to_half(self, value):
+        """Round float32 to nearest, ties to even, as words of 16 bits that hold float16."""
+        half = self.b.fptrunc(value, self.type_like(value, self.f16))
+        return self.b.bitcast(half, self.type_like(value, self.i16))
 
     def _to_float32(self, value, to_odd: bool):
         """Convert float64 to float32, to nearest, or to odd if another rounding follows."""

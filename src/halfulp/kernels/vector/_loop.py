@@ -11,7 +11,7 @@ import torch
 
 from .._device_function import STREAM_INPUTS
 from .._trace import Trace
-from ._builder import VectorBuilder, element_size, float_to_half, lane_type
+from ._builder import VectorBuilder, element_size, lane_type
 from ._instructions import InstructionWriter
 from ._machine_function import Kernel, machine_function
 from ._processor import vector_bits
@@ -30,8 +30,6 @@ _LATENCY_CYCLES = {
 }
 # Operations that are computed again behind a block's largest words, rather than kept: their operands are no larger.
 _RECOMPUTED_OPERATIONS = ("bits", "to_float64")
-# Operations so slow that what needs them is computed one turn of the loop later.
-_SLOW_OPERATIONS = ("sqrt",)
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,8 @@ class Phases:
                 crossing.add(k)
         free = everything - waits - reads
         both = {k for k in free & varies if trace.kinds[k] != "mask"} & find_operands(trace, behind)
-        both &= find_operands(trace, [*crossing, *find_early_uses(trace, waits)])
+        wanted = {*trace.stores.values(), *(number for _, number in trace.sums)} - waits
+        both &= find_operands(trace, [*crossing, *wanted, *(trace.lines[k][1][0] for k in largest)])
         # What is computed in both loops, such as a hash of the counter, is kept instead, but for what it is made from.
         crossing |= {k for k in both if k not in {n for other in both for n in trace.lines[other][1]}}
         return cls(
@@ -109,57 +108,35 @@ class Phases:
 
 @dataclass(frozen=True)
 class Stages:
-    """The instructions of a trace in stages: a turn of a loop computes each for other elements.
+    """The instructions of a trace in two stages: a turn of a loop computes each for other elements.
 
-    A processor looks ahead by some hundred instructions: if all that waits for a root or a quotient follows it at once,
-    there is little else to do meanwhile.
+    A processor looks ahead by some hundred instructions: if all that waits for a root follows it at once, there is
+    little else to do meanwhile.
 
     Attributes:
-        stage_lines: the stages' instructions; those of constants alone are in all.
-        carried_lines: per stage but the last, which values of it or of earlier ones later ones need.
+        early_lines: the roots and what they are computed from.
+        late_lines: all others, and those of constants alone, which are in both.
+        carried_lines: the early ones that late ones need, and what is stored of them.
     """
 
-    stage_lines: list[set[int]]
-    carried_lines: list[list[int]]
-
-    @classmethod
-    def split_trace(cls, trace: Trace, several: bool) -> Stages:
-        """Return the stages of a trace; each instruction is in the last in which it still comes in time.
-
-        Args:
-            trace: what is computed.
-            several: whether there may be more than one stage.
-        """
-        lines = trace.lines
-        varies: set[int] = set()
-        for k, (name, operands, extra) in enumerate(lines):
-            if name == "load" or (name == "input" and extra == STREAM_INPUTS[0]) or varies & set(operands):
-                varies.add(k)
-        before = [0] * len(lines)  # stages that are left behind an instruction
-        until = [0] * len(lines)
-        for k in reversed(range(len(lines))):
-            if k not in varies:
-                continue
-            before[k] += several and lines[k][0] in _SLOW_OPERATIONS
-            for operand in lines[k][1]:
-                before[operand] = max(before[operand], before[k])
-        count = 1 + max((before[k] for k in varies), default=0)
-        stage = [count - 1 - left for left in before]
-        for k in varies:
-            for operand in lines[k][1]:
-                until[operand] = max(until[operand], stage[k])
-        for line in trace.stores.values():
-            until[line] = count - 1
-        free = set(range(len(lines))) - varies
-        of_stages = [{k for k in varies if stage[k] == number} | free for number in range(count)]
-        return cls(of_stages, [[k for k in sorted(varies) if stage[k] <= n < until[k]] for n in range(count - 1)])
+    early_lines: set[int]
+    late_lines: set[int]
+    carried_lines: list[int]
 
 
-def find_early_uses(trace: Trace, waits: set[int]) -> list[int]:
-    """Return the instructions stored, summed, or searched for the largest word before that word is known."""
-    wanted = [*trace.stores.values(), *(number for _, number in trace.sums)]
-    found = [k for k in wanted if k not in waits]
-    return found + [k for name, operands, _ in trace.lines if name == "block_largest" for k in operands]
+def split_into_stages(trace: Trace) -> Stages | None:
+    """Return the stages of a trace; None where it has no root of anything that varies between elements."""
+    varies: set[int] = set()
+    for k, (name, operands, extra) in enumerate(trace.lines):
+        if name == "load" or (name == "input" and extra == STREAM_INPUTS[0]) or varies & set(operands):
+            varies.add(k)
+    everything = set(range(len(trace.lines)))
+    early = find_operands(trace, [k for k in varies if trace.lines[k][0] == "sqrt"])
+    late = everything - (early & varies)
+    used = {operand for k in late for operand in trace.lines[k][1]} | set(trace.stores.values())
+    if not early & varies:
+        return None
+    return Stages(early | (everything - varies), late, sorted(early & varies & used))
 
 
 def schedule_lines(trace: Trace) -> list[int]:
@@ -324,7 +301,7 @@ class _RowLoop(VectorBuilder):
         words, shift = self.type_like(values[0], self.i32), self.constant(self.type_like(values[0], self.i32), 16)
         even, odd = values if values[0].type == single else [b.fptrunc(value, single) for value in values]
         if dtype == torch.float16:
-            even, odd = (b.zext(float_to_half(self, value), words) for value in (even, odd))
+            even, odd = (b.zext(self.convert_to_half(value), words) for value in (even, odd))
             return b.or_(even, b.shl(odd, shift))
         return b.or_(b.lshr(b.bitcast(even, words), shift), b.bitcast(odd, words))
 

@@ -27,19 +27,13 @@ def _describe_processor(name: str | None, features: str | None) -> tuple[str, st
         binding.initialize()
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    if features is None:
-        features = _find_host_features() if name != "generic" else "+f16c" if _is_x86() else ""
+    if features is None and name == "generic":
+        features = "+f16c" if _is_x86() else ""
+    elif features is None:
+        features = ""
+        with contextlib.suppress(RuntimeError):  # LLVM cannot tell on every kind of processor
+            features = binding.get_host_cpu_features().flatten()
     return binding.get_process_triple(), name or binding.get_host_cpu_name(), features
-
-
-def _find_host_features() -> str:
-    from llvmlite import binding
-
-    try:
-        found: str = binding.get_host_cpu_features().flatten()
-    except RuntimeError:  # LLVM cannot tell on this kind of processor
-        return ""
-    return found
 
 
 @functools.cache
@@ -52,7 +46,9 @@ def explain_unsupported() -> str:
     except Exception as error:  # its library does not load, or was built without this processor
         lines = str(error).splitlines() or [""]
         return f"llvmlite cannot compile for this machine ({type(error).__name__}: {lines[0]})"
-    if has_half_conversions():
+    # They are there on x86 since 2012, and on every other processor that LLVM knows. Without them LLVM calls functions
+    # of a runtime library that is not there when code is compiled in memory.
+    if not _is_x86() or has_features("f16c"):
         return ""
     given = "HALFULP_CPU_FEATURES lacks +f16c" if "HALFULP_CPU_FEATURES" in os.environ else "the processor lacks F16C"
     return f"{given}, the instructions for float16"
@@ -88,14 +84,6 @@ def has_fused_vectors(bits: int) -> bool:
     """Return whether vectors of that width can be multiplied and added with one rounding."""
     wanted = {256: ("avx2", "fma"), 512: ("avx512f",)}.get(bits)
     return wanted is not None and has_features(*wanted)
-
-
-def has_half_conversions() -> bool:
-    """Return whether instructions convert float16: on x86 since 2012, and on every other processor that LLVM knows.
-
-    Without them LLVM calls functions of a runtime library that is not there when code is compiled in memory.
-    """
-    return not _is_x86() or has_features("f16c")
 
 
 def _is_x86() -> bool:

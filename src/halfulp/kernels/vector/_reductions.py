@@ -42,7 +42,10 @@ class ReductionSteps:
         width = self.width
         pieces = (self.step, width + inputs), (self.join, 2 * width), (self.merge, 2 * width), (self.close, width + 1)
         found = (record_function(piece, torch.float64, count) for piece, count in pieces)
-        return tuple((trace, [_find_number(trace, value) for value in values]) for trace, values in found)
+        return tuple(
+            (trace, [x.number if isinstance(x, Traced) else trace.emit("add", (x, 0.0)).number for x in values])
+            for trace, values in found
+        )
 
 
 def compile_reduction(
@@ -68,10 +71,6 @@ def compile_reduction(
     loop = {"line": _ColumnLoop, "narrow": _NarrowMatrixLoop, "wide": _WideMatrixLoop}[shape]
     given = pieces, steps.start, tuple(stored), tuple(written)
     return compile_rows(name, key, lambda builder, *values: loop(builder, *given).build(*values))
-
-
-def _find_number(trace: Trace, value: Traced | float) -> int:
-    return value.number if isinstance(value, Traced) else trace.emit("add", (value, 0.0)).number
 
 
 class _ReductionLoop(VectorBuilder):

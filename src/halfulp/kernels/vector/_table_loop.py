@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._device_function import CHUNK_COLUMNS, STREAM_ALIGNMENT, STREAM_INPUTS, Digest, Table
+from .._device_function import CHUNK_COLUMNS, STREAM_INPUTS, Digest, Table
 from .._trace import COUNTER_COPIES, RecordedFunction
 from ._builder import VectorBuilder, lane_type
 from ._instructions import InstructionWriter
-from ._loop import Phases, Stages, find_operands, schedule_lines
+from ._loop import Phases, Stages, find_operands, schedule_lines, split_into_stages
 from ._machine_function import Kernel, machine_function
 from ._processor import vector_bits
 
@@ -71,8 +71,8 @@ class TableLoop(VectorBuilder):
         self.copied = table.partial or self.padded != table.block
         self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _ELEMENTS_AT_ONCE // self.padded))
         self.phases = Phases.split_trace(self.trace)
-        several = not (table.block or self.trace.sums or self.trace.deposits)
-        self.stages = Stages.split_trace(self.trace, several)
+        has_stages = not (table.block or self.trace.sums or self.trace.deposits)
+        self.stages = split_into_stages(self.trace) if has_stages else None
         lines = self.trace.lines
         self.kinds = InstructionWriter(builder, self.trace, 1)
         self.constant_inputs = [
@@ -96,8 +96,6 @@ class TableLoop(VectorBuilder):
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
         self.copies = {array: self.allocate_stack(self.ir.IntType(array[1]), room) for array in copied}
-        for copy in self.copies.values() if table.is_streaming else ():
-            copy.align = STREAM_ALIGNMENT
         crossing = self.phases.carried_lines if table.block else []
         self.buffers = [self.allocate_stack(lane_type(self.vector_type_of(line)), room) for line in crossing]
         self.block_results = {
@@ -115,11 +113,15 @@ class TableLoop(VectorBuilder):
             at = b.mul(c, self.word(CHUNK_COLUMNS))
             row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_COLUMNS))
             pointer = b.mul(row, self.word(table.columns))
-            self.address = {column: self.load_word_at(pointers, pointer, column) for column in self.find_used_columns()}
-            if table.constants:
-                size = int(self.constant_inputs[0][1][1:]) // 8 if self.constant_inputs else 0
+            used = {self.column[address] for address, *_ in [*self.arrays, *self.trace.deposits]}
+            used |= {table.digest.column} if table.digest else set()
+            self.address = {column: self.load_word_at(pointers, pointer, column) for column in sorted(used)}
+            if self.constant_inputs:
+                size = int(self.constant_inputs[0][1][1:]) // 8
                 own = b.mul(self.load_word_at(rows, row, 0), self.word(table.constants * size))
-                self.load_constants(b.add(constants, own))
+                for name, kind in self.constant_inputs:
+                    place = self.pointer(b.add(constants, own), self.word(name[1]), self.kinds.type_of_kind(kind))
+                    self.set_scalar(name, b.load(place, align=size))
             if table.stream_start:
                 self.begin_stream(table.stream_start, self.load_word_at(keys, row, 0), index)
             for k, total in enumerate(self.write_chunk(begin, count)):
@@ -132,27 +134,16 @@ class TableLoop(VectorBuilder):
 
     def write_chunk(self, begin, count) -> list:
         """Write what happens to the elements [begin, begin + count) of the arrays, and return what is summed up."""
-        totals = [self.ir.Constant(kind, None) for kind in self.sum_types() for _ in range(2)]
-        if self.table.block:
-            self.write_blocks(begin, count, totals, self.copies, self.buffers)
-        else:
-            self.write_vectors(begin, count, totals, self.copies)
-        return [self.reduce_total(how, totals[2 * k : 2 * k + 2]) for k, (how, _) in enumerate(self.trace.sums)]
+        kinds, sums = self.trace.kinds, self.trace.sums
+        wide = [how == "sum" or (how == "max" and kinds[number] == "f64") for how, number in sums]
+        vectors = [self.vector_type(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
+        totals = [self.ir.Constant(kind, None) for kind in vectors for _ in range(2)]
+        (self.write_blocks if self.table.block else self.write_vectors)(begin, count, totals)
+        return [self.reduce_total(how, totals[2 * k : 2 * k + 2]) for k, (how, _) in enumerate(sums)]
 
-    def load_constants(self, address) -> None:
-        """Load a row's constants from an address on."""
-        for name, kind in self.constant_inputs:
-            place = self.pointer(address, self.word(name[1]), self.kinds.type_of_kind(kind))
-            self.set_constant(name, self.b.load(place, align=int(kind[1:]) // 8))
-
-    def set_constant(self, name: tuple, value) -> None:
-        """Take a scalar for a constant."""
+    def set_scalar(self, name: tuple, value) -> None:
+        """Take a scalar for an input."""
         self.scalars[name], self.inputs[name] = value, self.splat(value, self.lanes)
-
-    def find_used_columns(self) -> list[int]:
-        """Return the columns that are read or written."""
-        columns = {self.column[address] for address, *_ in [*self.arrays, *self.trace.deposits]}
-        return sorted(columns | ({self.table.digest.column} if self.table.digest else set()))
 
     def load_word_at(self, table, first, k: int):
         """Load word k behind the first of a table of 64-bit integers."""
@@ -165,7 +156,7 @@ class TableLoop(VectorBuilder):
         values = InstructionWriter(b, piece.trace, 1).run([*halves, index])
         self.first_counter, *own = (values[number] for number in piece.results)
         for name, value in zip(STREAM_INPUTS[1:], own):
-            self.scalars[name], self.inputs[name] = value, self.splat(value, self.lanes)
+            self.set_scalar(name, value)
 
     def lane_places(self) -> list[list[int]]:
         """Return which neighbours the lanes of the two vectors are."""
@@ -176,13 +167,13 @@ class TableLoop(VectorBuilder):
 
     # whole vectors, and what remains ---------------------------------------------------------------------------
 
-    def write_vectors(self, begin, count, totals: list, copies: dict) -> None:
+    def write_vectors(self, begin, count, totals: list) -> None:
         """Write the loop over a chunk's whole vectors, then once more over a padded copy of what remains."""
         b, width = self.b, self.word(self.width)
         whole = b.mul(b.sdiv(count, width), width)
         rest = b.sub(count, whole)
         zero, one = self.word(0), self.word(1)
-        held = {array: b.ptrtoint(copies[array], self.i64) for array in self.arrays}
+        held = {array: b.ptrtoint(self.copies[array], self.i64) for array in self.arrays}
         bases = {
             array: b.add(self.address[self.column[array[0]]], b.mul(begin, self.word(array[1] // 8)))
             for array in self.arrays
@@ -192,25 +183,25 @@ class TableLoop(VectorBuilder):
             with self.loop(zero, whole, self.width, totals) as i:
                 self.write_turn(bases, i, i, totals, None)
             with self.loop(zero, rest, self.width, totals) as i:
-                self.copy_rest_in(b.add(begin, whole), rest, copies)
+                self.copy_rest_in(bases, whole, rest)
                 self.write_turn(held, i, whole, totals, rest)
-                self.copy_rest_out(b.add(begin, whole), rest, copies)
+                self.copy_out(bases, whole, rest)
             return
         first = b.select(b.icmp_signed(">", whole, zero), zero, one)
         last = b.select(b.icmp_signed(">", rest, zero), self.word(2), one)
         with self.loop(first, last, 1) as phase:
             is_rest = b.icmp_signed("==", phase, one)
             with b.if_then(is_rest):
-                self.copy_rest_in(b.add(begin, whole), rest, copies)
+                self.copy_rest_in(bases, whole, rest)
             used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
-            if self.stages.carried_lines:
-                self.write_stages(limit, before, used)
+            if self.stages:
+                self.write_stages(self.stages, limit, before, used)
             else:
                 with self.loop(zero, limit, self.width) as i:
                     self.write_turn(used, i, b.add(before, i), [], None)
             with b.if_then(is_rest):
-                self.copy_rest_out(b.add(begin, whole), rest, copies)
+                self.copy_out(bases, whole, rest)
 
     def write_turn(self, bases: dict, i, place, totals: list, limit) -> None:
         """Write what happens to two vectors from i on, whose place in the chunk is another; all lanes are elements.
@@ -219,91 +210,75 @@ class TableLoop(VectorBuilder):
         """
         loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
         self.prefetch_arrays(bases, i)
-        [values] = self.compute_in_turns([(loaded, place, None)])
+        values = self.compute_vectors(loaded, place)
         self.store_results(values, self.stores, bases, i)
         self.add_deposits(values, limit)
         self.add_to_totals(values, i, totals, limit, range(len(self.trace.lines)))
 
-    def write_stages(self, limit, before, bases: dict) -> None:
-        """Write the loop over whole vectors in stages, the last of which stores.
+    def write_stages(self, stages: Stages, limit, before, bases: dict) -> None:
+        """Write the loop over whole vectors in two stages: a turn stores what the turn before has begun.
 
-        In the first turns only earlier stages have elements; in the last turns those compute again what is there.
+        The first turn only begins; the last begins again what is there.
         """
-        b, lines_of_stages, zero = self.b, self.stages.carried_lines, self.word(0)
-        late = len(lines_of_stages) * self.width
-        last = b.sub(limit, self.word(self.width))
+        b, zero, width, carried_lines = self.b, self.word(0), self.word(self.width), stages.carried_lines
+        last = b.sub(limit, width)
         last = b.select(b.icmp_signed(">", last, zero), last, zero)
-        carried = [
-            self.ir.Constant(self.vector_type_of(k), None) for lines in lines_of_stages for k in lines for _ in range(2)
-        ]
-        with self.loop(zero, b.add(limit, self.word(late)), self.width, carried) as i:
-            held, given = [], iter(carried)
-            for lines in lines_of_stages:
-                held.append([dict(pair) for pair in zip(*[[(k, next(given)) for _ in range(2)] for k in lines])])
-            with b.if_then(b.icmp_signed(">=", i, self.word(late))):
-                at = b.sub(i, self.word(late))
-                self.store_results(self.compute_stage(-1, at, before, bases, held[-1]), self.stores, bases, at)
-            carried.clear()
+        carried = [self.ir.Constant(self.vector_type_of(k), None) for k in carried_lines for _ in range(2)]
+        with self.loop(zero, b.add(limit, width), self.width, carried) as i:
+            held = [dict(zip(carried_lines, carried[half::2])) for half in range(2)]
+            with b.if_then(b.icmp_signed(">=", i, width)):
+                at = b.sub(i, width)
+                values = self.compute_stage(stages.late_lines, at, before, bases, held)
+                self.store_results(values, self.stores, bases, at)
             self.prefetch_arrays(bases, i)
-            for number, lines in enumerate(lines_of_stages):
-                at = b.sub(i, self.word(number * self.width))
-                at = self.select_lesser(b.select(b.icmp_signed(">", at, zero), at, zero), last)
-                values = self.compute_stage(number, at, before, bases, held[number - 1] if number else None)
-                for k in lines:
-                    carried += [values[half][k] for half in range(2)]
+            values = self.compute_stage(stages.early_lines, self.select_lesser(i, last), before, bases, [{}, {}])
+            carried[:] = [values[half][k] for k in carried_lines for half in range(2)]
 
-    def compute_stage(self, number: int, i, before, bases: dict, known: list[dict] | None) -> list[list]:
-        """Return the values of two vectors in one stage, those known from earlier ones too."""
-        lines, loaded = self.stages.stage_lines[number], {}
-        for k in lines:
-            name, operands, extra = self.trace.lines[k]
-            if name == "load":
-                array = (operands[0], *extra)
-                loaded[array] = self.load_both(bases[array], i, array[1])
-        given = loaded, self.b.add(before, i), known
-        [values] = self.compute_in_turns([given], lines | set(known[0] if known else ()))
-        return values
+    def compute_stage(self, lines: set[int], i, before, bases: dict, known: list[dict]) -> list[list]:
+        """Return the values of two vectors in one stage, those known from the stage before too."""
+        loads = [self.trace.lines[k] for k in lines if self.trace.lines[k][0] == "load"]
+        arrays: list[ArrayKey] = [(operands[0], *extra) for _, operands, extra in loads]
+        loaded = {array: self.load_both(bases[array], i, array[1]) for array in arrays}
+        return self.compute_vectors(loaded, self.b.add(before, i), known, lines | known[0].keys())
 
-    def prefetch_arrays(self, bases: dict, i) -> None:
-        """Ask for the cache lines that are needed some turns later; they need not be ones that can be read.
+    def prefetch_arrays(self, bases: dict, i, ahead: int | None = None) -> None:
+        """Ask for the cache lines `ahead` bytes behind element i; they need not be ones that can be read.
 
-        Processors do that by themselves for a few arrays, and only within a page, which is 2,048 elements of 16 bits.
+        By default they are needed some turns later. Processors do that by themselves for a few arrays, and only within
+        a page, which is 2,048 elements of 16 bits.
         """
         arrays = [array for array in dict.fromkeys(self.loads) if not array[2]]
-        far = self.table.is_far_memory
-        if len(arrays) < _FEW_ARRAYS and not far:
+        is_far = self.table.is_far_memory
+        if ahead is None and len(arrays) < _FEW_ARRAYS and not is_far:
             return
+        ahead = (_BYTES_FAR_AHEAD if is_far else _BYTES_AHEAD) if ahead is None else ahead
         for array in arrays:
-            size = array[1] // 8
-            first = self.b.add(bases[array], self.b.mul(i, self.word(size)))
-            ahead = self.b.add(first, self.word(_BYTES_FAR_AHEAD if far else _BYTES_AHEAD))
-            for line in range(0, self.width * size, _CACHE_LINE):
+            first = self.b.add(bases[array], self.count_bytes(i, array[1]))
+            for line in range(ahead, ahead + self.width * array[1] // 8, _CACHE_LINE):
                 # Far ones come into the second level, whose queue of pending lines is longer.
-                self.prefetch_line(self.b.add(ahead, self.word(line)), 2 if far else 3)
+                self.prefetch_line(self.b.add(first, self.word(line)), 2 if is_far else 3)
 
-    def copy_rest_in(self, start, rest, copies: dict) -> None:
+    def copy_rest_in(self, bases: dict, start, rest) -> None:
         """Copy the last elements, and the last of them again up to a whole vector."""
         b = self.b
         with self.loop(self.word(0), self.word(self.width), 1) as j:
             place = b.add(start, self.select_lesser(j, b.sub(rest, self.word(1))))
             for array in dict.fromkeys(self.loads):
-                kind = self.ir.IntType(array[1])
-                value = b.load(self.pointer(self.address[self.column[array[0]]], place, kind), align=array[1] // 8)
-                b.store(value, b.gep(copies[array], [j]), align=array[1] // 8)
+                value = b.load(self.pointer(bases[array], place, self.ir.IntType(array[1])), align=array[1] // 8)
+                b.store(value, b.gep(self.copies[array], [j]), align=array[1] // 8)
 
-    def copy_rest_out(self, start, rest, copies: dict) -> None:
-        """Write the last elements where they belong."""
+    def copy_out(self, bases: dict, start, count) -> None:
+        """Write what the copies hold where it belongs."""
         b = self.b
-        with self.loop(self.word(0), rest, 1) as j:
+        with self.loop(self.word(0), count, 1) as j:
             for array in self.stores:
-                kind = self.ir.IntType(array[1])
-                value = b.load(b.gep(copies[array], [j]), align=array[1] // 8)
-                to = self.pointer(self.address[self.column[array[0]]], b.add(start, j), kind)
+                value = b.load(b.gep(self.copies[array], [j]), align=array[1] // 8)
+                to = self.pointer(bases[array], b.add(start, j), self.ir.IntType(array[1]))
                 b.store(value, to, align=array[1] // 8)
 
     # blocks ----------------------------------------------------------------------------------------------------
 
-    def write_blocks(self, begin, count, totals: list, copies: dict, buffers: list) -> None:
+    def write_blocks(self, begin, count, totals: list) -> None:
         """Write the loop over blocks: all up to their largest words, then the rest, of values kept in buffers.
 
         Several small blocks take turns at each half, so that one need not wait for the other's result. Where blocks are
@@ -315,14 +290,14 @@ class TableLoop(VectorBuilder):
             if self.copied:
                 start = b.mul(number, block)
                 size = self.select_lesser(block, b.sub(count, start))
-                self.write_block_in_copy(self.locate_block(begin, number), start, size, totals, copies, buffers)
+                self.write_block_in_copy(self.locate_block(begin, number), start, size, totals)
             else:
                 several = self.select_lesser(self.word(self.together), b.sub(whole, number))
 
                 def at(k, number=number):
                     return self.locate_block(begin, b.add(number, k))
 
-                self.write_some_blocks(at, number, several, block, totals, buffers)
+                self.write_some_blocks(at, number, several, block, totals)
 
     def locate_block(self, begin, number) -> dict:
         """Return where a block's elements lie in each array."""
@@ -334,23 +309,20 @@ class TableLoop(VectorBuilder):
             bases[array] = b.add(self.address[self.column[address]], self.count_bytes(place, bits))
         return bases
 
-    def write_block_in_copy(self, bases: dict, start, size, totals: list, copies: dict, buffers: list) -> None:
+    def write_block_in_copy(self, bases: dict, start, size, totals: list) -> None:
         """Write one block's loops, over a copy where it is no whole vectors."""
         b = self.b
         in_copy = b.icmp_signed("<", size, self.word(self.padded))
         with b.if_then(in_copy):
-            self.copy_block(bases, size, copies)
-        held = {array: b.ptrtoint(copies[array], self.i64) for array in self.arrays}
+            self.copy_block(bases, size)
+        held = {array: b.ptrtoint(self.copies[array], self.i64) for array in self.arrays}
         used = {array: b.select(in_copy, held[array], bases[array]) for array in self.arrays}
         first = b.sdiv(start, self.word(self.table.block or 0))
-        self.write_some_blocks(lambda _: used, first, self.word(1), size, totals, buffers)
-        with b.if_then(in_copy), self.loop(self.word(0), size, 1) as j:
-            for array in self.stores:
-                kind = self.ir.IntType(array[1])
-                value = b.load(b.gep(copies[array], [j]), align=array[1] // 8)
-                b.store(value, self.pointer(bases[array], j, kind), align=array[1] // 8)
+        self.write_some_blocks(lambda _: used, first, self.word(1), size, totals)
+        with b.if_then(in_copy):
+            self.copy_out(bases, self.word(0), size)
 
-    def copy_block(self, bases: dict, size, copies: dict) -> None:
+    def copy_block(self, bases: dict, size) -> None:
         """Copy a block's elements, and zeros behind them."""
         b = self.b
         for array in dict.fromkeys(self.loads):
@@ -359,16 +331,16 @@ class TableLoop(VectorBuilder):
             vector = self.vector_type(kind, self.width)
             with self.loop(self.word(0), vectors, self.width) as j:
                 value = b.load(self.pointer(bases[array], j, vector), align=align)
-                b.store(value, b.bitcast(b.gep(copies[array], [j]), vector.as_pointer()), align=align)
+                b.store(value, b.bitcast(b.gep(self.copies[array], [j]), vector.as_pointer()), align=align)
                 # The next block may lie behind this one.
                 ahead = b.add(bases[array], self.count_bytes(b.add(size, j), array[1]))
                 for line in range(0, self.width * align, _CACHE_LINE):
                     self.prefetch_line(b.add(ahead, self.word(line)))
-            last = b.bitcast(b.gep(copies[array], [vectors]), vector.as_pointer())
+            last = b.bitcast(b.gep(self.copies[array], [vectors]), vector.as_pointer())
             b.store(self.ir.Constant(vector, None), last, align=align)
             with self.loop(vectors, size, 1) as j:
                 value = b.load(self.pointer(bases[array], j, kind), align=align)
-                b.store(value, b.gep(copies[array], [j]), align=align)
+                b.store(value, b.gep(self.copies[array], [j]), align=align)
 
     def round_up_to_vectors(self, size):
         """Return how far the loops over a block go: over whole vectors."""
@@ -377,50 +349,45 @@ class TableLoop(VectorBuilder):
         width = self.word(self.width)
         return self.b.mul(self.b.udiv(self.b.add(size, self.word(self.width - 1)), width), width)
 
-    def write_some_blocks(self, at: Callable, first, several, size, totals: list, buffers: list) -> None:
+    def write_some_blocks(self, at: Callable, first, several, size, totals: list) -> None:
         """Write the loops over some blocks, `several` from the chunk's block `first` on; `at` says where one lies."""
         b, phases = self.b, self.phases
         with self.loop(self.word(0), several, 1, totals) as k:
-            largest = self.write_up_to_largest(at(k), first, k, size, totals, buffers)
+            largest = self.write_up_to_largest(at(k), first, k, size, totals)
             for line, words in zip(phases.largest_lines, largest):
                 if self.rows:
                     row = b.gep(self.rows[line], [b.mul(k, self.word(self.lanes))])
                     b.store(words, b.bitcast(row, words.type.as_pointer()), align=4)
                 else:
-                    b.store(self.find_largest_lane(words), b.gep(self.block_results[line], [k]), align=4)
+                    b.store(self.reduce_lanes("umax", words), b.gep(self.block_results[line], [k]), align=4)
         self.reduce_largest()
         late = {*phases.late_lines, *phases.waiting_lines}
+        behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.late_lines}
         at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
         with self.loop(self.word(0), several, at_once, totals) as k:
             # Of an odd number the last block is written twice.
             some = [self.select_lesser(b.add(k, self.word(n)), b.sub(several, self.word(1))) for n in range(at_once)]
             bases = [at(number) for number in some]
-            known = [self.load_block_results(number, base) for number, base in zip(some, bases)]
+            results = [self.load_block_results(number, base) for number, base in zip(some, bases)]
             with self.loop(self.word(0), self.round_up_to_vectors(size), self.width, totals) as i:
+                if self.together == 1 and not self.copied:  # meanwhile the memory would be idle
+                    self.prefetch_arrays(bases[0], b.add(i, self.word(self.padded)), 0)
                 turns: list[tuple] = []
-                self.prefetch_next_block(bases, i)
-                for number, of_block in zip(some, known):
-                    held = self.load_crossing_values(b.add(b.mul(number, self.word(self.padded)), i), buffers)
-                    place = b.add(self.find_block_start(first, number), i)
-                    turns.append(({}, place, [of_block | half for half in held]))
+                for number, of_block in zip(some, results):
+                    held = b.add(b.mul(number, self.word(self.padded)), i)
+                    known = [of_block | self.load_carried_values(held, half) for half in range(2)]
+                    turns.append(({}, b.add(self.find_block_start(first, number), i), known))
                 values = self.compute_in_turns(turns, phases.late_and_free_lines)
-                behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.late_lines}
                 for base, pair in zip(bases, values):
                     self.store_results(pair, behind, base, i)
                 self.add_to_totals(values[0], i, totals, size, late)
 
-    def prefetch_next_block(self, bases: list[dict], i) -> None:
-        """Ask for the next block's elements: meanwhile the memory would be idle."""
-        b = self.b
-        if self.together > 1 or self.copied:
-            return
-        for address, bits, _ in [array for array in dict.fromkeys(self.loads) if not array[2]]:
-            size = bits // 8
-            for line in range(0, self.width * size, 64):
-                ahead = b.mul(b.add(i, self.word(self.padded)), self.word(size))
-                self.prefetch_line(b.add(bases[-1][address, bits, False], b.add(ahead, self.word(line))))
+    def load_carried_values(self, i, half: int) -> dict:
+        """Load what the first loop kept of one of two vectors from element i on."""
+        lines = zip(self.phases.carried_lines, self.buffers)
+        return {k: self.b.load(self.buffer_pointer(x, i, half, self.vector_type_of(k)), align=4) for k, x in lines}
 
-    def write_up_to_largest(self, bases: dict, first, k, size, totals: list, buffers: list) -> list:
+    def write_up_to_largest(self, bases: dict, first, k, size, totals: list) -> list:
         """Write the loop over a block, number k behind the block `first`, up to its largest words; return those."""
         b, phases = self.b, self.phases
         start, room = self.find_block_start(first, k), b.mul(k, self.word(self.padded))
@@ -436,13 +403,14 @@ class TableLoop(VectorBuilder):
                 self.prefetch_arrays(bases, i)
 
             def rest(known) -> list:
-                [values] = self.compute_in_turns([(*turn, known)], phases.early_lines)
+                values = self.compute_vectors(*turn, known, phases.early_lines)
                 self.store_results(values, stores, bases, i)
                 sums = carried[:kept]
                 self.add_to_totals(values, i, sums, size, phases.early_lines)
-                for line, buffer in zip(phases.carried_lines, buffers):
+                for line, buffer in zip(phases.carried_lines, self.buffers):
                     for half in range(2):
-                        self.store_in_buffer(buffer, b.add(room, i), half, values[half][line])
+                        value = values[half][line]
+                        b.store(value, self.buffer_pointer(buffer, b.add(room, i), half, value.type), align=4)
                 largest = list(carried[kept:])
                 for n, line in enumerate(phases.largest_lines):
                     for half in range(2):
@@ -454,7 +422,7 @@ class TableLoop(VectorBuilder):
         totals[:] = carried[:kept]
         return carried[kept:]
 
-    def write_rare_apart(self, turn: tuple, rest: Callable) -> list:
+    def write_rare_apart(self, turn: tuple[dict, Any], rest: Callable) -> list:
         """Write the rest of two vectors' instructions twice: as they are, and for vectors where rare masks are false.
 
         `rest` writes them, given what is known of each vector, and returns the values that the loop carries on.
@@ -463,7 +431,7 @@ class TableLoop(VectorBuilder):
         if not rare:
             return rest(None)
         needed = find_operands(self.trace, rare)
-        [values] = self.compute_in_turns([(*turn, None)], needed)
+        values = self.compute_vectors(*turn, None, needed)
         bits = self.ir.IntType(self.lanes)
         masks = [b.bitcast(half[k], bits) for half in values for k in rare]
         found = masks[0]
@@ -533,11 +501,6 @@ class TableLoop(VectorBuilder):
         }
         return {line: self.splat(result, self.lanes) for line, result in (results | masks).items()}
 
-    def load_crossing_values(self, i, buffers: list) -> list[dict]:
-        """Load what the first loop kept of the elements of two vectors."""
-        lines = list(zip(self.phases.carried_lines, buffers))
-        return [{line: self.load_from_buffer(buffer, i, half, line) for line, buffer in lines} for half in range(2)]
-
     def find_block_start(self, first, k):
         """Return the place in the chunk of the first element of the block k behind the block `first`."""
         return self.b.mul(self.b.add(first, k), self.word(self.table.block or 0))
@@ -565,46 +528,43 @@ class TableLoop(VectorBuilder):
         """Return the type of an instruction's vectors."""
         return InstructionWriter(self.b, self.trace, self.lanes).type_of_kind(self.trace.kinds[line])
 
-    def store_in_buffer(self, buffer, i, half: int, value) -> None:
-        """Store a vector in a buffer."""
+    def buffer_pointer(self, buffer, i, half: int, kind):
+        """Return a pointer to one of two vectors of a type that a buffer holds from element i on."""
         at = self.b.gep(buffer, [self.b.add(i, self.word(half * self.lanes))])
-        self.b.store(value, self.b.bitcast(at, value.type.as_pointer()), align=4)
-
-    def load_from_buffer(self, buffer, i, half: int, line: int):
-        """Load a vector of a buffer."""
-        at = self.b.gep(buffer, [self.b.add(i, self.word(half * self.lanes))])
-        return self.b.load(self.b.bitcast(at, self.vector_type_of(line).as_pointer()), align=4)
+        return self.b.bitcast(at, kind.as_pointer())
 
     # vectors of elements ---------------------------------------------------------------------------------------
 
-    def compute_in_turns(self, turns: Sequence[tuple], only: Collection[int] | None = None) -> list[list[list]]:
+    def compute_vectors(
+        self, loaded: dict, position, known: list[dict] | None = None, only: Collection[int] | None = None
+    ) -> list[list]:
+        """Return the values of one pair of vectors, as `compute_in_turns`."""
+        return self.compute_in_turns([(loaded, position, known)], only)[0]
+
+    def compute_in_turns(self, turns: Sequence[tuple], only: Collection[int] | None) -> list[list[list]]:
         """Return the values of pairs of vectors, of which instructions are written in turns.
 
         The processor then has several chains of operations to work on, of each of which every step waits for the last.
 
         Args:
             turns: per pair what was loaded, the first element's place in the chunk, and values known of each vector.
-            only: which instructions to write; all by default.
+            only: which instructions to write; all for None.
         """
-        found, running = [], []
-        for loaded, position, known in turns:
-            found.append([[None] * len(self.trace.lines) for _ in range(2)])
-            for half, values in enumerate(found[-1]):
-                given = self.inputs | {((array[0], array[1:])): pair[half] for array, pair in loaded.items()}
+        b, step, running = self.b, self.table.counter_step, []
+        found: list[list[list]] = [[[None] * len(self.trace.lines) for _ in range(2)] for _ in turns]
+        for pair, (loaded, position, known) in zip(found, turns):
+            for half, values in enumerate(pair):
+                given = self.inputs | {((array[0], array[1:])): both[half] for array, both in loaded.items()}
                 if self.table.stream_start:
-                    given[STREAM_INPUTS[0]] = self.stream_counters(half, position)
-                writer = InstructionWriter(self.b, self.trace, self.lanes)
+                    moved = b.mul(b.trunc(position, self.i32), self.ir.Constant(self.i32, step))
+                    first = self.splat(b.add(self.first_counter, moved), self.lanes)
+                    steps = [step * place & 0xFFFFFFFF for place in self.lane_places()[half]]
+                    given[STREAM_INPUTS[0]] = b.add(first, self.ir.Constant(first.type, steps))
+                writer = InstructionWriter(b, self.trace, self.lanes)
                 running.append(writer.write_in_order(values, given, known and known[half], only, self.order))
         for _ in zip(*running, strict=True):
             pass
         return found
-
-    def stream_counters(self, half: int, position):
-        """Return the counters of one of two vectors from a place in the chunk on."""
-        moved = self.b.mul(self.b.trunc(position, self.i32), self.ir.Constant(self.i32, self.table.counter_step))
-        first = self.splat(self.b.add(self.first_counter, moved), self.lanes)
-        steps = [self.table.counter_step * place & 0xFFFFFFFF for place in self.lane_places()[half]]
-        return self.b.add(first, self.ir.Constant(first.type, steps))
 
     def store_results(self, values: list, stores: dict, bases: dict, i) -> None:
         """Write what two vectors store."""
@@ -613,12 +573,16 @@ class TableLoop(VectorBuilder):
 
     def add_to_totals(self, values: list, i, totals: list, limit, among: Collection[int]) -> None:
         """Add the lanes of two vectors to the totals, for sums of the instructions in `among`."""
+        b, masks = self.b, []
+        if self.trace.sums and limit is not None and (self.copied or not self.table.block):  # some lanes are padding
+            left = self.splat(b.trunc(b.sub(limit, i), self.i32), self.lanes)
+            masks = [b.icmp_signed("<", self.ir.Constant(left.type, places), left) for places in self.lane_places()]
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
                 # Counts are exact in any order: those of both vectors take one register.
                 value, at = values[half][number], 2 * place + (half if how != "count" else 0)
-                if limit is not None and (self.copied or not self.table.block):
-                    value = self.b.select(self.mask_lanes(i, limit, half), value, self.ir.Constant(value.type, None))
+                if masks:
+                    value = b.select(masks[half], value, self.ir.Constant(value.type, None))
                 totals[at] = self.add_value(how, totals[at], value)
 
     def add_deposits(self, values: list, limit) -> None:
@@ -630,10 +594,12 @@ class TableLoop(VectorBuilder):
         for address, place, word, apart in self.trace.deposits:
             to = self.b.inttoptr(self.address[self.column[address]], self.i64.as_pointer())
             constant = self.trace.lines[word][2][0] if self.trace.lines[word][0] == "word" else None
-            held = [
-                self.store_side_by_side([half[k] for half in values])
-                for k in ((place,) if constant is not None else (place, word))
-            ]
+            held = []
+            for k in (place,) if constant is not None else (place, word):
+                kind = values[0][k].type
+                held.append(self.allocate_stack(lane_type(kind), self.width))
+                for half in range(2):
+                    b.store(values[half][k], self.buffer_pointer(held[-1], self.word(0), half, kind), align=4)
 
             def add(at, copy: int, to=to, held=held, constant=constant, apart=apart) -> None:
                 loaded = [b.load(b.gep(memory, [at])) for memory in held]
@@ -652,15 +618,6 @@ class TableLoop(VectorBuilder):
                         one = self.word(1)
                         at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
                     add(at, 0)
-
-    def store_side_by_side(self, vectors: list):
-        """Store two vectors in memory of their own, side by side."""
-        kind = lane_type(vectors[0].type)
-        memory = self.allocate_stack(kind, self.width)
-        for half, vector in enumerate(vectors):
-            at = self.b.gep(memory, [self.word(half * self.lanes)])
-            self.b.store(vector, self.b.bitcast(at, vector.type.as_pointer()), align=kind.width // 8)
-        return memory
 
     def load_both(self, base, i, bits: int) -> list:
         """Load elements of two vectors as words of 32 bits, or of 64 where they have so many."""
@@ -719,18 +676,6 @@ class TableLoop(VectorBuilder):
 
     # sums ------------------------------------------------------------------------------------------------------
 
-    def sum_types(self) -> list:
-        """Return the types of the vectors in which sums, and largest words, gather."""
-        kinds = self.trace.kinds
-        wide = [how == "sum" or (how == "max" and kinds[number] == "f64") for how, number in self.trace.sums]
-        return [self.vector_type(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
-
-    def mask_lanes(self, i, limit, half: int):
-        """Return which lanes of a vector are elements, not padding."""
-        left = self.b.trunc(self.b.sub(limit, i), self.i32)
-        places = self.ir.Constant(self.vector_type(self.i32, self.lanes), self.lane_places()[half])
-        return self.b.icmp_signed("<", places, self.splat(left, self.lanes))
-
     def add_value(self, how: str, total, value):
         """Combine a sum, count or maximum with one more value."""
         if how == "sum":
@@ -740,10 +685,6 @@ class TableLoop(VectorBuilder):
         if lane_type(total.type) == self.f64:
             return self.b.select(self.b.fcmp_ordered(">", value, total), value, total)
         return self.b.select(self.b.icmp_unsigned(">", value, total), value, total)
-
-    def find_largest_lane(self, words):
-        """Return the largest lane of a vector of words."""
-        return self.reduce_lanes("umax", words)
 
     def reduce_lanes(self, how: str, words):
         """Reduce the lanes of a vector of words by an LLVM reduction."""
@@ -757,9 +698,8 @@ class TableLoop(VectorBuilder):
             return self.b.uitofp(self.reduce_lanes("add", self.b.add(*vectors)), self.f64)
         is_word = lane_type(vectors[0].type) == self.i32
         if how == "max" and is_word:
-            return self.b.fpext(
-                self.b.bitcast(self.find_largest_lane(self.add_value("max", *vectors)), self.f32), self.f64
-            )
+            largest = self.reduce_lanes("umax", self.add_value("max", *vectors))
+            return self.b.fpext(self.b.bitcast(largest, self.f32), self.f64)
         lanes = [self.extract_lane(vector, k) for vector in vectors for k in range(self.lanes)]
         found = lanes[0]
         for value in lanes[1:]:

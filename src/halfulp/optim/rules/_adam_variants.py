@@ -18,19 +18,15 @@ def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, u
     return -(decay * w) - divide(size_m * m + size_slow * slow, sqrt(v) * unbias + eps), m, v, slow
 
 
-def _slow_beta(beta1: float, beta3: float, share: float) -> float:
-    """Interpolate between two betas such that half-lives grow linearly."""
-    fast, slow = math.log(beta1), math.log(beta3)
-    return min(beta3, math.exp(fast * slow / ((1 - share) * slow + share * fast)))
-
-
 def _ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
     alpha, warmup, beta_warmup = float(group["alpha"]), group["alpha_warmup"], group["beta3_warmup"]
     if warmup:
         alpha *= min(1.0, step / warmup)
     if beta_warmup and step < beta_warmup and beta1 > 0 and beta3 > 0:
-        beta3 = _slow_beta(beta1, beta3, step / beta_warmup)
+        # Between the two betas such that half-lives grow linearly.
+        fast, slow, share = math.log(beta1), math.log(beta3), step / beta_warmup
+        beta3 = min(beta3, math.exp(fast * slow / ((1 - share) * slow + share * fast)))
     kept = *moment_constants(group), 1 - beta3, unbiasing_root(beta2, step), float(group["eps"])
     return (*kept, lr / (1 - beta1**step), lr * alpha)
 

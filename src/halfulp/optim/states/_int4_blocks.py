@@ -80,13 +80,17 @@ class Int4Blocks(TensorCodec):
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
         """Device function: the float32 of element i."""
         codes, scales = arrays
-        number = (decode_above_zero if self.squared else decode_signed)(load4(codes, i))
+        code = load4(codes, i)
+        number = to_real(add(code, ONE)) * SIXTEENTH if self.squared else decode_signed(code)
         return number * real(load32(scales, block))
 
     def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
         """Device function: store element i, and the scale of its block."""
         codes, scales = arrays
-        largest = read_scale_word(block_largest(read_finite_word(value if self.squared else find_needed_scale(value))))
+        # The least scale under which a number fits into the signed map.
+        needed = value if self.squared else select(value < ZERO, value * OVER_LEAST_NEGATIVE, value)
+        largest = block_largest(read_finite_word(needed))
+        largest = select(largest < LEAST_NORMAL, NONE, largest)  # smaller ones have no inverse
         store32(scales, block, largest)
         scale = real(largest)
         share = value * select(scale > ZERO, divide(UNIT, scale), UNIT)
@@ -101,21 +105,11 @@ CODE_MAGNITUDES = tuple(np.float32(x) for x in (0.0055, 0.0325, 0.0775, 0.2125, 
 LEAST_NEGATIVE, OVER_LEAST_NEGATIVE = CODE_MAGNITUDES[-1], np.float32(1 / 0.8875)
 
 
-def find_needed_scale(x):
-    """Device function: the least scale under which a number fits into the signed map, with its sign."""
-    return select(x < ZERO, x * OVER_LEAST_NEGATIVE, x)
-
-
 def read_finite_word(x):
     """Device function: the word of |x|, 0 for infinities; of NaN the largest, so that a block knows of one."""
     magnitude = bit_and(word(x), ABS)
     finite = select(magnitude < EXPONENT, magnitude, NONE)
     return select(magnitude > EXPONENT, CANONICAL_NAN, finite)
-
-
-def read_scale_word(largest):
-    """Device function: the word of the scale of a block; 0 below the smallest normal number, which has an inverse."""
-    return select(largest < LEAST_NORMAL, NONE, largest)
 
 
 def decode_signed(code):
@@ -138,11 +132,6 @@ def encode_signed(share, chance):
         low, gap = select(is_reached, magnitude, low), select(is_reached, above - magnitude, gap)
     size = add(size, select(chance * gap < x - low, ONE, NONE))
     return select(is_positive | (size == NONE), size, add(size, EIGHT))
-
-
-def decode_above_zero(code):
-    """Device function: the number of a code of the linear map without zero."""
-    return to_real(add(code, ONE)) * SIXTEENTH
 
 
 def encode_above_zero(share, chance):

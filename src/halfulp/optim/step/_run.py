@@ -7,7 +7,8 @@ import functools
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,14 +34,14 @@ from ..parameters._local_tensors import cut_shard, get_scale, is_dtensor, local,
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, count_pointers
 from ._batch import Batch
-from ._kernel import compile_step, record_step, reference_amax, reference_step
+from ._kernel import GRADIENT_COLUMN, compile_step, record_step, reference_amax, reference_step
 from ._scales import append_present_scales, choose_new_scales, write_kept_scales
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-METER_COLUMNS, GRADIENT = 4, 4
+METER_COLUMNS = 4
 _FEW_KEYS = 8  # keys that take Python less time than NumPy's arrays
 
 
@@ -67,7 +68,7 @@ def run_step(batch: Batch) -> None:
     if not spec.scaled:
         _write_step(batch)
         return
-    if batch.engine == "triton" and _run_triton_scaled(batch):
+    if batch.engine == "triton" and _run_triton(batch):
         return
     batch.constants = [
         append_present_scales(spec, plan, constants, float(scale))
@@ -156,61 +157,50 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
 
 
 def _run_triton(batch: Batch) -> bool:
-    """Run the step on an accelerator; return False if there is no Triton kernel."""
-    from ._triton_kernel import launch_step, step_kernel
+    """Run the step on an accelerator, which chooses the scales if there are some; return False if it cannot."""
+    from ...kernels.triton._launch import place_chunks
+    from . import _triton_kernel as triton
 
-    spec, device = batch.spec, batch.device
-    kernel = step_kernel(spec, device, _step_fixed_elements)
-    if kernel is None:
-        return False
-    table = batch.table
-    held, meter = launch_step(spec, kernel, device, _collect_numbers(batch), table.device_chunks)
-    table.device_chunks = held
-    if meter is not None:
-        _count_lost_updates(meter, held.chunks, batch.plans)
-    return True
-
-
-def _run_triton_scaled(batch: Batch) -> bool:
-    """Run the step of scaled parameters on an accelerator, which chooses the scales; return False if it cannot."""
-    from ._triton_kernel import launch_scaled_step, scaled_kernels
-
-    spec, device = batch.spec, batch.device
-    kernels = scaled_kernels(spec, amax_spec(spec), device, _step_fixed_elements)
-    weights, gradients = [get_scale(plan.parameter) for plan in batch.plans], _scale_tensors(batch)
-    if kernels is None or any(scale.device != device for scale in (*weights, *gradients)):
-        return False
-    addresses = np.array([[address(scale) for scale in pair] for pair in zip(weights, gradients)], np.int64)
-    table = batch.table
-    numbers = _collect_numbers(batch)
-    held, meter, batch.scales = launch_scaled_step(spec, kernels, device, numbers, addresses, table.device_chunks)
-    table.device_chunks = held
-    if meter is not None:
-        _count_lost_updates(meter, held.chunks, batch.plans)
-    return True
-
-
-def _scale_tensors(batch: Batch) -> list[torch.Tensor]:
-    """Return the scales of the gradients, of those without one as a tensor too."""
-    found = [scale for scale in batch.gradient_scales if isinstance(scale, torch.Tensor)]
-    if len(found) == len(batch.gradient_scales):
-        return found
-    one = torch.ones((), dtype=torch.float32, device=batch.device)
-    return [scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales]
-
-
-def _collect_numbers(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the arrays that a step passes to a device: chunks, pointers, constants and keys."""
+    spec, device, table = batch.spec, batch.device, batch.table
+    kernels = kernel = None
+    if spec.scaled:
+        kernels = triton.find_scaled_kernels(spec, amax_spec(spec), device, _step_fixed_elements)
+        present = _list_present_scales(batch)
+        if kernels is None or any(scale.device != device for scales in present for scale in scales):
+            return False
+    else:
+        kernel = triton.find_step_kernel(spec, device, _step_fixed_elements)
+        if kernel is None:
+            return False
     _point_at_gradients(batch)
     distinct, row_of_each = _find_distinct(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
     constants = constants[row_of_each or [0] * len(batch.constants)]
-    return batch.table.chunks, batch.table.pointers, constants, _make_keys(batch)
+    constants = np.pad(constants, ((0, 0), (0, len(spec.constants) - constants.shape[1])))  # room for the scales
+    placed = table.placed_chunks = place_chunks(table.chunks, table.pointers, device, table.placed_chunks)
+    rows = triton.make_parameter_rows(device, table.pointers, constants, _make_keys(batch))
+    if kernels is not None:
+        totals, batch.scales = triton.launch_scaled_step(spec, kernels, placed, rows, present)
+    elif kernel is not None:
+        totals = kernel.launch(placed, rows)
+    if spec.metered:
+        _count_lost_updates(totals.sum(1).cpu().numpy(), placed.chunks, batch.plans)
+    return True
+
+
+def _list_present_scales(batch: Batch) -> list[list[torch.Tensor]]:
+    """Return the scales of weights, of gradients, of those without one as a tensor too, and of each scaled state."""
+    one = torch.ones((), dtype=torch.float32, device=batch.device)
+    return [
+        [get_scale(plan.parameter) for plan in batch.plans],
+        [scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales],
+        *([plan.states[k][1] for plan in batch.plans] for k in batch.spec.scaled_states),
+    ]
 
 
 def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
     """Return the constants that differ, and which of them each parameter has; nothing where all have the same."""
-    if len({*map(id, constants)}) == 1:
+    if all(map(is_, constants, itertools.repeat(constants[0]))):
         return constants[:1], []
     distinct = {id(one): one for one in constants}
     row_of = {key: row for row, key in enumerate(distinct)}
@@ -220,11 +210,11 @@ def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float
 def _point_at_gradients(batch: Batch) -> None:
     pointers, gradients = batch.table.pointers, batch.gradients
     found = [*map(torch.Tensor.data_ptr, gradients)]
-    pointers[:, GRADIENT] = found
+    pointers[:, GRADIENT_COLUMN] = found
     if not all(found):  # empty ones, and those that torch has not written out
-        for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
+        for row in np.flatnonzero(pointers[:, GRADIENT_COLUMN] == 0).tolist():
             gradients[row] = to_plain_memory(gradients[row], f"the gradient of {batch.plans[row].name}")
-            pointers[row, GRADIENT] = address(gradients[row])
+            pointers[row, GRADIENT_COLUMN] = address(gradients[row])
     for row, one in enumerate(batch.prepared_tensors):
         pointers[row, -1] = address(one)
     for row, copies in batch.copies.items():
@@ -257,20 +247,20 @@ def compile_and_check(spec: StepSpec):
     """Return a compiled kernel, compared with its reference before its first use in a process."""
     kernel = compile_step(spec)
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
+
+    def run(chunks, pointers, constants, keys) -> np.ndarray:
+        meter = np.zeros((len(chunks), METER_COLUMNS))
+        given = chunks, pointers, np.zeros(1, np.int64), constants, keys, meter
+        kernel(0, len(chunks), *map(address_of, given), 0)
+        return meter
+
     check_bits(
         spec.name,
-        lambda: _step_fixed_elements(spec, functools.partial(_run_llvm_trial, kernel)),
+        lambda: _step_fixed_elements(spec, run),
         lambda: _step_fixed_elements(spec),
         spec,
     )
     return kernel
-
-
-def _run_llvm_trial(kernel, table, pointers, constants, keys) -> np.ndarray:
-    meter = np.zeros((len(table), METER_COLUMNS))
-    given = table, pointers, np.zeros(1, np.int64), constants, keys, meter
-    kernel(0, len(table), *map(address_of, given), 0)
-    return meter
 
 
 def _step_fixed_elements(
@@ -400,7 +390,10 @@ def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
         _reduce_over_ranks(batch, _run_reducing_kernel(batch, "largest"), torch.distributed.ReduceOp.MAX)
         for batch in summed
     ]
-    counts = [_count_elements(batch) for batch in summed]
+    counts = []
+    for batch in summed:
+        elements = [math.prod(plan.index_map.global_shape) for plan in batch.plans]
+        counts.append(np.array([elements] * len(batch.spec.rule.reductions), np.float64).T.copy())
     _reduce_over_parameters(summed, largest, np.max)
     _reduce_over_parameters(summed, counts, np.sum)
     totals = []
@@ -442,11 +435,6 @@ def _run_reducing_kernel(batch: Batch, what: str, scales: np.ndarray | None = No
     return run_reducing_spec(spec, batch, given)
 
 
-def _count_elements(batch: Batch) -> np.ndarray:
-    numbers = [math.prod(plan.index_map.global_shape) for plan in batch.plans]
-    return np.array([numbers] * len(batch.spec.rule.reductions), np.float64).T.copy()
-
-
 def _make_sum_scales(largest: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return the constants SUM_SCALES, (parameters, sums, 3): powers of two, and anchors of 1.5 of one."""
     power = np.clip(2 - np.frexp(largest)[1], -126, 126)
@@ -479,22 +467,17 @@ def _reduce_over_parameters(batches: Sequence[Batch], values: Sequence[np.ndarra
 
 def _reduce_over_ranks(batch: Batch, found: np.ndarray, how: torch.distributed.ReduceOp.RedOpType) -> np.ndarray:
     """Reduce what was found over the ranks that share each parameter."""
-    for first, rows in _runs_of_meshes(batch):
+    parameters = [] if batch.table.is_plain else [plan.parameter for plan in batch.plans]
+    sharded = [(row, held) for row, held in enumerate(parameters) if is_dtensor(held)]
+    for _, run in itertools.groupby(sharded, lambda one: _make_mesh_key(one[1])):
+        members = [*run]
+        first, rows = members[0][1], [row for row, _ in members]
         numbers = torch.from_numpy(found[rows]).to(first._local_tensor.device)
         for dimension, placement in enumerate(first.placements):
             if not placement.is_replicate():
                 torch.distributed.all_reduce(numbers, how, group=first.device_mesh.get_group(dimension))
         found[rows] = numbers.cpu().numpy()
     return found
-
-
-def _runs_of_meshes(batch: Batch) -> Iterator[tuple[DTensor, list[int]]]:
-    """Yield the first DTensor and the rows of those that follow each other on one mesh, replicated along the same."""
-    parameters = [] if batch.table.is_plain else [plan.parameter for plan in batch.plans]
-    sharded = [(row, held) for row, held in enumerate(parameters) if is_dtensor(held)]
-    for _, run in itertools.groupby(sharded, lambda one: _make_mesh_key(one[1])):
-        members = [*run]
-        yield members[0][1], [row for row, _ in members]
 
 
 def _make_mesh_key(parameter: DTensor) -> tuple[int, tuple[bool, ...]]:

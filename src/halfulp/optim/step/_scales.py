@@ -103,10 +103,12 @@ def _compile_scale_kernel(spec: StepSpec) -> Callable[..., None]:
 _FIXED_EXPONENTS = (-149, -127, -126, -60, -13, 0, 1, 15, 16, 60, 119, 127)
 
 
-def fill_fixed_columns(spec: StepSpec, run: Callable[[list[torch.Tensor]], object]) -> torch.Tensor:
+def fill_fixed_columns(
+    spec: StepSpec, run: Callable[[list[torch.Tensor]], object], device: torch.device | str = "cpu"
+) -> torch.Tensor:
     """Return the columns of scales after a choice among fixed magnitudes; `run` fills the table's arrays in place."""
-    held, largest = map(torch.from_numpy, make_fixed_scales(spec))
-    columns = make_unit_columns(spec, held.shape[1], "cpu")
+    held, largest = (torch.from_numpy(fixed).to(device) for fixed in make_fixed_scales(spec))
+    columns = make_unit_columns(spec, held.shape[1], device)
     columns[present_columns(spec)] = held
     run([*columns, *largest.t().contiguous()])
     return columns

@@ -109,11 +109,15 @@ class Kahan(WeightUpdate):
     def bindings(self, store: Store) -> dict[str, object]:
         """Return the device functions of the compensated sum."""
         stochastic = self.residual == "stochastic"
-        both = stochastic and self.weight == "stochastic"
-        write = write_kahan_literal if self.literal else write_kahan_stochastic if both else write_kahan
-        residual: dict[str, object] = {"residual_round": store.stochastic if stochastic else store.nearest}
-        read = read_kahan_literal if self.literal else read_kahan
-        pieces = {"read_weight": read, "write_weight": write, "fill_weight": fill_kahan}
+        residual: dict[str, object] = {
+            "residual_round": store.stochastic if stochastic else store.nearest,
+            "RESIDUAL_DRAW": int(stochastic and self.weight == "stochastic"),
+        }
+        pieces = {
+            "read_weight": read_kahan_literal if self.literal else read_kahan,
+            "write_weight": write_kahan_literal if self.literal else write_kahan,
+            "fill_weight": fill_kahan,
+        }
         # The largest residual, its own last place included.
         ulps = (1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5) * (1 + ulp_of_one(store))
         bound = residual | fit_bindings(store, ulps) | store_bindings(store, self.weight == "stochastic")
@@ -136,18 +140,11 @@ def fill_kahan(a0, a1, a2, a3, i, value):
     weight_save(a1, i, weight_nearest(rest, rest))
 
 
+RESIDUAL_DRAW = 0  # which random word rounds the residual, bound
+
+
 def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
-    """Device function: the equation of Kahan, with one stochastic rounding at most."""
-    return write_compensated(a0, a1, i, p, c, held, u, r0, r0)
-
-
-def write_kahan_stochastic(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
-    """Device function: the equation of Kahan, weight and residual both stochastic."""
-    return write_compensated(a0, a1, i, p, c, held, u, r0, r1)
-
-
-def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
-    """Device function: both roundings; a weight that became infinite or NaN keeps no residual.
+    """Device function: the equation of Kahan; a weight that became infinite or NaN keeps no residual.
 
     A residual that is not as it was read is under another scale, in whose last places it may be too large for p; under
     a smaller one both may be far larger than their sum, beside which u would be lost.
@@ -156,10 +153,10 @@ def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
     c = select(still, c, c - (whole - p))
     p = select(still, p, whole)
     y = u + c
-    code = weight_round(p + select((u == ZERO) & still, NEGATIVE_ZERO, y), random_weight)
+    code = weight_round(p + select((u == ZERO) & still, NEGATIVE_ZERO, y), r0)
     s = weight_real(code)
     none = s - s
-    left = residual_round((p - s) + y, random_residual)
+    left = residual_round((p - s) + y, (r0, r1)[RESIDUAL_DRAW])
     left = select(none == none, left, NOTHING)
     weight_save(a0, i, code)
     weight_save(a1, i, left)
@@ -254,14 +251,6 @@ class Components(WeightUpdate):
         return {**pieces, "residual_round": last, **fit_bindings(store, 0.5), **store_bindings(store, False)}
 
 
-def put_larger_first(high, low):
-    """Device function: the same sum with the larger term first, which after a cancellation may be the errors.
-
-    Behind an infinite sum stands a NaN, which counts as nothing.
-    """
-    return two_sum(high, select(low - low == ZERO, low, ZERO))
-
-
 def load_component(address, i):
     """Device function: one component."""
     return weight_real(weight_load(address, i))
@@ -305,7 +294,8 @@ def write_components(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
     for number, part in enumerate(reversed(parts)):
         high, error = two_sum(part, high)
         low = low + error if number else error
-    high, low = put_larger_first(high, low)
+    # The larger term first, which after a cancellation may be the errors; behind an infinite sum stands a NaN.
+    high, low = two_sum(high, select(low - low == ZERO, low, ZERO))
     lost = ZERO
     for address, part in zip(addresses[:-1], parts):
         high, low, lost = cut_component(address, i, select(u == ZERO, part, high), low, lost)

@@ -114,12 +114,15 @@ class Split8(WeightUpdate):
 
     def bindings(self, store: Store) -> dict[str, object]:
         """Return the device functions: on words for bfloat16, on units of the last place for float16."""
-        words, units = (
-            (read_split8, write_split8, fill_split8),
-            (read_split8_fp16, write_split8_fp16, fill_split8_fp16),
-        )
-        pieces = words if store.name == "bf16" else units
-        return dict(zip(("read_weight", "write_weight", "fill_weight"), pieces)) | store_bindings(store, False)
+        is_bf16 = store.name == "bf16"
+        pieces = {
+            "read_weight": read_split8 if is_bf16 else read_split8_fp16,
+            "write_weight": write_split8,
+            "fill_weight": fill_split8,
+            "save_split8": save_split8_bf16 if is_bf16 else save_split8_fp16,
+            "NEAREST_DRAW": HALF_8 if is_bf16 else HALF_16,
+        }
+        return pieces | store_bindings(store, False)
 
 
 def read_split(a0, a1, a2, a3, i):
@@ -178,16 +181,16 @@ def read_split8(a0, a1, a2, a3, i):
 
 
 def write_split8(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
-    """Device function: the upper 24 bits of the sum, rounded stochastically."""
+    """Device function: the sum, whose 8 bits are rounded stochastically."""
     return save_split8(a0, a1, i, w + u, r0)
 
 
 def fill_split8(a0, a1, a2, a3, i, value):
-    """Device function: the nearest 24 bits of a float32."""
-    save_split8(a0, a1, i, value, HALF_8)
+    """Device function: what is nearest to a float32."""
+    save_split8(a0, a1, i, value, NEAREST_DRAW)
 
 
-def save_split8(a0, a1, i, new, random):
+def save_split8_bf16(a0, a1, i, new, random):
     """Device function: the upper 24 bits of a float32, rounded by a random word."""
     bits = bit_and(add(word(new), random), TOP_24)
     weight_save(a0, i, shr(add(bits, HALF_16), S16))
@@ -209,16 +212,6 @@ def read_split8_fp16(a0, a1, a2, a3, i):
     low = sub(bit_xor(load8(a1, i), SIGN_8), SIGN_8)
     w = p + to_real(low) * fp16_unit(p)
     return w, w, w, w
-
-
-def write_split8_fp16(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
-    """Device function: the nearest float16, and what it misses in units, rounded stochastically."""
-    return save_split8_fp16(a0, a1, i, w + u, r0)
-
-
-def fill_split8_fp16(a0, a1, a2, a3, i, value):
-    """Device function: the nearest float16, and the nearest number of units that it misses."""
-    save_split8_fp16(a0, a1, i, value, HALF_16)
 
 
 def save_split8_fp16(a0, a1, i, new, random):
