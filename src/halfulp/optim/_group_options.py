@@ -275,7 +275,8 @@ def split_init_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]
 def warn_of_rate_jump(group: dict[str, Any]) -> None:
     """Warn if a group's learning rate jumps: pending rounding errors are stored in units of it."""
     chosen = group["weight_update"]
-    if chosen is None or not find_weight_update(chosen).feeds_back:
+    update = chosen if chosen is None or isinstance(chosen, WeightUpdate) else find_weight_update(chosen)
+    if update is None or not update.feeds_back:
         return
     lr, before = float(group["lr"]), group.get("last_lr")
     group["last_lr"] = lr

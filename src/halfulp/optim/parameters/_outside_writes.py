@@ -138,26 +138,6 @@ def is_version_current(plan: ParameterPlan) -> bool:
     return held is not None and held.version == plan.parameter._version
 
 
-def mark_stepped(
-    plans: Sequence[ParameterPlan],
-    recorded: Sequence[PayloadVersion],
-    parameters: Sequence[torch.Tensor],
-    scales: torch.Tensor | None = None,
-) -> None:
-    """Record after a step that auxiliary tensors belong to the present payloads, as `record_payload` does for one.
-
-    Args:
-        recorded: the payload versions of those whose writes are tracked.
-        scales: of the payloads, if the step has chosen them on their device.
-    """
-    if len(recorded) == len(plans) and not plans[0].spec.scaled and not any(held.steps for held in recorded):
-        for held, parameter in zip(recorded, parameters):
-            held.version, held.payload = parameter._version, None
-        return
-    for row, plan in enumerate(plans):
-        record_payload(plan, None if scales is None else scales[row])
-
-
 def record_payload(plan: ParameterPlan, scale: torch.Tensor | None = None) -> None:
     """Record that the auxiliary tensors belong to the present payload: the optimizer has written both.
 
