@@ -68,15 +68,8 @@ def _adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
     sizes = lr * shrink / (1 - beta1**step), lr * shrink * beta2 / (1 - beta2**step)
     kept = 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
     follow = 0.0 if step == 1 else 1.0
-    return (
-        DESCENT_SIGNS[bool(group["maximize"])],
-        decay,
-        follow,
-        *kept,
-        *sizes,
-        unbiasing_root(beta3, step),
-        float(group["eps"]),
-    )
+    sign, eps = DESCENT_SIGNS[bool(group["maximize"])], float(group["eps"])
+    return (sign, decay, follow, *kept, *sizes, unbiasing_root(beta3, step), eps)
 
 
 _ADAN_STATES = (

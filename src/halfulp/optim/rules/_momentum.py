@@ -66,15 +66,8 @@ def lion(w, g, m, sign, decay, keep, take, keep_m, take_m, lr):
 
 def _lion_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
-    return (
-        DESCENT_SIGNS[bool(group["maximize"])],
-        lr * float(group["weight_decay"]),
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        lr,
-    )
+    sign, decay = DESCENT_SIGNS[bool(group["maximize"])], lr * float(group["weight_decay"])
+    return sign, decay, beta1, 1 - beta1, beta2, 1 - beta2, lr
 
 
 LION = UpdateRule(
