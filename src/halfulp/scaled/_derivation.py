@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels import torch_operators
 from ..subclass import derive_collective_rule, functional_form, is_collective, is_written, note_fallback
 from ._operands import encode_values, keep_nonzero, logical_dtype, make_scaled_to_fit, result_storage
-from ._payloads import decode_values, to_float32
 from ._powers_of_two import is_concrete
 from ._registry import RULES, RULES_OF_OPERATORS_TO_COME, register_rule_derivation, rule_of
-from ._scaled_tensor import ScaledTensor, enable_lazy_conjugates, to_plain, wrap
+from ._scaled_tensor import ScaledTensor, decode_values, enable_lazy_conjugates, to_float32, to_plain, wrap
 from ._write import write_values
 
 aten = torch_operators("aten")

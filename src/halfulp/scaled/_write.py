@@ -10,9 +10,8 @@ from torch import Tensor
 from ..kernels import torch_operators
 from . import _powers_of_two as _powers
 from ._operands import as_operand
-from ._payloads import smallest_number, to_float32, to_storage
 from ._registry import implements
-from ._scaled_tensor import ScaledTensor, to_plain
+from ._scaled_tensor import ScaledTensor, smallest_number, to_float32, to_plain, to_storage
 
 
 @implements(torch_operators("aten").copy_.default, family="writing")

@@ -18,9 +18,8 @@ from ...kernels import require_float64, torch_operators
 from ...subclass._foreach import make_foreach_rule
 from .. import _powers_of_two as _powers
 from .._operands import as_operand, encode_values, first_scaled
-from .._payloads import decode_values
 from .._registry import EIGHT_BITS, LOGICAL_DTYPES, implements
-from .._scaled_tensor import ScaledTensor, to_plain, wrap
+from .._scaled_tensor import ScaledTensor, decode_values, to_plain, wrap
 from .._write import write_values
 from ._aligned import move_power_to_scale
 from ._vocabulary import (
