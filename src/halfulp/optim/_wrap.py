@@ -20,7 +20,7 @@ from ..scaled import ScaledTensor
 from ._checkpoint import is_halfulp_file, refuse_confusing_keys
 from ._float32 import ALIGNMENT_ELEMENTS, MOST_RUN_ELEMENTS, Float32Buffer, read_weights, split_into_runs
 from ._group_options import NarrowOptions, ParamGroups, check_hyperparameters, read_defaults, read_options
-from ._optimizer import Loss, Optimizer
+from ._optimizer import Loss, Optimizer, keep_states_aside
 from ._storage import F32, Store
 from .parameters._local_tensors import is_dtensor, local, place_like
 from .parameters._narrow_groups import read_parameter_name, walk_model_parameters
@@ -184,6 +184,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         if not given:
             raise ValueError("optimizer got an empty parameter list")
         self._shadows: TensorMap[torch.Tensor] = TensorMap()
+        self._base_states_outside_groups: TensorMap[dict[str, Any]] = TensorMap()
         pairs = [self._split_group(one) for one in (given if isinstance(given[0], Mapping) else [{"params": given}])]
         base = make([inner for inner, _ in pairs], **options)
         if not isinstance(base, torch.optim.Optimizer):
@@ -236,12 +237,18 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             self._follow_parameter_edits()
 
     def _follow_parameter_edits(self) -> None:
-        """Put shadows into the wrapped optimizer's groups for the parameters of these, which users may edit."""
+        """Make the wrapped optimizer's groups those of this one, which users may edit, over shadows."""
         groups = self.base.param_groups
         del groups[len(self.param_groups) :]
         groups += [{"params": []} for _ in self.param_groups[len(groups) :]]
         for own, inner in zip(self.param_groups, groups):
             inner["params"][:] = map(self._find_shadow, own["params"])
+            # The groups may have changed places.
+            for name in inner.keys() - own.keys():
+                del inner[name]
+            inner.update({name: own[name] for name in own if name not in (*OUTER_OPTIONS, "params")})
+        shadows = [shadow for inner in groups for shadow in inner["params"]]
+        keep_states_aside(self.base.state, self._base_states_outside_groups, shadows)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -312,6 +319,10 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
             with _without_global_hooks():
                 self.base.step()
             for own, inner in zip(self.param_groups, self.base.param_groups):
+                if claimed := sorted({*OUTER_OPTIONS} & inner.keys()):
+                    raise ValueError(
+                        f"{type(self.base).__name__} writes {claimed} into its groups, which wrap itself uses"
+                    )
                 own.update({name: inner[name] for name in inner if name not in _UNSHARED_KEYS})
             # A float32 parameter's shadow has its memory, but a version counter of its own.
             torch.autograd.graph.increment_version([local(plan.parameter) for plan in whole])
@@ -345,13 +356,11 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         self._follow_group_edits()
         inner = self._fit_base_states(own, inner)
         super()._load_between_hooks(own)
-        for group, base_group, saved in zip(self.param_groups, self.base.param_groups, own["param_groups"]):
+        for group, saved in zip(self.param_groups, own["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
             for name in group.keys() - saved.keys() - self.defaults.keys() - {*_UNSHARED_KEYS}:
                 del group[name]
-            for name in base_group.keys() - group.keys() - {*_UNSHARED_KEYS}:
-                del base_group[name]
-            base_group.update({name: group[name] for name in group if name not in _UNSHARED_KEYS})
+        self._follow_parameter_edits()
         self.base.state.clear()
         self.base.state.update(inner)
 
@@ -406,7 +415,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         """Restore from `__getstate__`."""
         (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
         super().__setstate__(state)
-        self._shadows = TensorMap(shadows)
+        self._shadows, self._base_states_outside_groups = TensorMap(shadows), TensorMap()
         self.base = object.__new__(kind)
         self.base.__setstate__(fields)
 

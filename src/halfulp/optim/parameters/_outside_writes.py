@@ -62,8 +62,7 @@ def is_payload_written(plan: ParameterPlan) -> bool:
     held = plan.payload_version
     if held is None:
         return False
-    version = plan.parameter._version
-    if held.version == version or _restored_versions.get(plan.parameter) == (held.version, version):
+    if _is_version_known(plan, held):
         return False
     known, now = _find_known_payload(plan), plan.payloads[0]
     if known is not None and (known.dtype, known.shape) == (now.dtype, now.shape):
@@ -73,6 +72,12 @@ def is_payload_written(plan: ParameterPlan) -> bool:
         return True
     rows = None if held.checksums is None else compute_checksums(plan)
     return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
+
+
+def _is_version_known(plan: ParameterPlan, held: PayloadVersion) -> bool:
+    """Return whether the parameter's version tells that its bits are as they were."""
+    version = plan.parameter._version
+    return held.version == version or _restored_versions.get(plan.parameter) == (held.version, version)
 
 
 def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
@@ -118,6 +123,8 @@ def reset_if_stale(plan: ParameterPlan) -> None:
         return
     if not is_payload_written(plan):
         if held.version != ANY_VERSION:
+            if held.payload is not None and not _is_version_known(plan, held):
+                held.steps = STEPS_WITH_COPY  # as such writes go on
             record_version(plan)
         return
     _reset_auxiliary_tensors(plan, plan.auxiliary_tensors, plan.payloads[0], _find_known_payload(plan))
@@ -186,7 +193,8 @@ def record_loaded_payload(plan: ParameterPlan, state: Mapping[str, Any]) -> None
         held.checksums = saved.clone()
     plan.record.payload_version = held
     held.steps = steps if isinstance(steps, int) and 0 <= steps < STEPS_WITH_COPY else 0
-    if held.steps and not is_payload_written(plan):  # else the model is loaded later
+    # Else the model is loaded later, or no checksum tells.
+    if held.steps and held.checksums is not None and bool(held.checksums.all()) and not is_payload_written(plan):
         held.payload = plan.payloads[0].clone()
 
 
