@@ -192,10 +192,9 @@ class HALP(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, a pickle or a file; raises ValueError for the state of another optimizer."""
-        if lacking := sorted(
-            {name for group in state.get("param_groups", ()) for name in _SHARED_ENTRIES if name not in group}
-        ):
-            raise ValueError(f"this is no state dict of hu.optim.HALP: its groups have no {listed(lacking)}")
+        for group in state.get("param_groups", ()):
+            if lacking := [name for name in _SHARED_ENTRIES if name not in group]:
+                raise ValueError(f"this is no state dict of hu.optim.HALP: a group of it has no {listed(lacking)}")
         super().__setstate__(state)
 
 
