@@ -223,6 +223,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
         if not self._is_built:
             super().add_param_group(param_group)
             return
+        self._follow_parameter_edits()
         inner, outer = self._split_group(param_group)
         self.base.add_param_group(inner)
         try:
@@ -336,6 +337,7 @@ class WrappedOptimizer(ExplicitGradientOptimizer):
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
         saved = super()._state_dict_before_hooks()
+        _refuse_own_entries(self.base)  # some of which begin in a step
         state, inner = saved["state"], dict(self.base.state)
         for group, packed in zip(self.param_groups, saved["param_groups"]):
             for parameter, number in zip(group["params"], packed["params"]):
@@ -483,10 +485,16 @@ def _refuse_unfollowed(base: torch.optim.Optimizer) -> None:
                     f"cannot put float32 weights behind: step float32 parameters by {name}, or wrap "
                     f"{type(inner).__name__} alone: hu.optim.wrap({type(inner).__name__}, params, ...)"
                 )
-    if beside := sorted(base.state_dict().keys() - {"state", "param_groups"}):
+    _refuse_own_entries(base)
+
+
+def _refuse_own_entries(base: torch.optim.Optimizer) -> None:
+    """Refuse a class that saves more than states and groups."""
+    is_torchs = type(base).state_dict is torch.optim.Optimizer.state_dict
+    if beside := [] if is_torchs else sorted(base.state_dict().keys() - {"state", "param_groups"}):
         raise NotImplementedError(
-            f"{name} saves {listed(beside)} beside states and groups, which files of wrap do not hold: keep it in "
-            "optimizer.state or in a param group"
+            f"{type(base).__name__} saves {listed(beside)} beside states and groups, which files of wrap do not hold: "
+            "keep it in optimizer.state or in a param group"
         )
 
 

@@ -89,6 +89,24 @@ def test_one_that_saves_more_than_states_and_groups_is_refused_where_it_is_wrapp
         hu.optim.wrap(InOwnStateDict, _parameters())
 
 
+class InOwnStateDictOnceThereIsOne(torch.optim.SGD):
+    def step(self, closure=None):
+        self._made = True
+        return super().step(closure)
+
+    def state_dict(self):
+        return super().state_dict() | ({"made": True} if hasattr(self, "_made") else {})
+
+
+def test_one_that_saves_more_after_a_step_is_refused_where_it_is_saved():
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(InOwnStateDictOnceThereIsOne, parameters)
+    optimizer.state_dict()
+    _steps(optimizer, parameters, 0, 1)
+    with pytest.raises(NotImplementedError, match="OnceThereIsOne saves 'made' beside states and groups"):
+        optimizer.state_dict()
+
+
 RESUMED = [InGroup, TensorInGroup, InNumberOfState, InNestedState, InGlobalState]
 OPTIONS = {"SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}}
 # Dense, in any shape, and without a closure: the others have tests of their own.
@@ -235,6 +253,24 @@ def test_what_a_group_holds_goes_with_it_when_groups_change_places():
     _steps(optimizer, parameters, 2, 1)
     assert optimizer.base.defaults["seen"] == expected[:0:-1]
     assert not any("bonus" in group for group in optimizer.param_groups)
+
+
+def test_parameters_may_be_regrouped_between_steps():
+    parameters = _parameters()
+    optimizer = hu.optim.wrap(torch.optim.SGD, parameters, lr=0.1, momentum=0.9)
+    _steps(optimizer, parameters, 0, 1)
+    momenta = [optimizer.base.state[optimizer._shadows[one]]["momentum_buffer"].clone() for one in parameters]
+    before = [parameter.detach().clone() for parameter in parameters]
+    optimizer.param_groups.clear()
+    optimizer.add_param_group({"params": parameters[:1], "lr": 0.0, "momentum": 1.0})
+    optimizer.add_param_group({"params": parameters[1:], "momentum": 1.0})
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    stayed = [same_bits(one, other.detach()) for one, other in zip(before, parameters, strict=True)]
+    assert stayed == [True, *[False] * (len(parameters) - 1)]
+    for parameter, momentum in zip(parameters, momenta, strict=True):
+        assert same_bits(optimizer.base.state[optimizer._shadows[parameter]]["momentum_buffer"], momentum)
 
 
 class _WritesSeed(torch.optim.SGD):
