@@ -1,11 +1,11 @@
 """The float32 weight of a parameter and its auxiliary tensors, and writes from outside, which reset the latter.
 
 An auxiliary tensor (a residual, low bits, a master copy) belongs to the payload that it was stored beside. If the
-parameter's version counter or address shows a write from outside, it is reset, and from then on a copy of the payload
-is kept for some steps: only elements that differ from the copy are then reset, so that a clamp or a projection at every
-step costs no bit of what it does not change, and bits that are put back are the same weight. A write through `.data`,
-which no counter shows, is detected element by element in the kernel (`fitting` of Kahan). Files and copies hold
-checksums of the payload that their auxiliary tensors belong to, because version counters are not saved.
+parameter's version counter or address shows a write from outside, it is reset, and a copy of the payload is kept until
+no such write has come for some steps: only elements that differ from the copy are then reset, so that a clamp or a
+projection at every step costs no bit of what it does not change, and bits that are put back are the same weight. A
+write through `.data`, which no counter shows, is detected element by element in the kernel (`fitting` of Kahan). Files
+and copies hold checksums of the payload that their auxiliary tensors belong to, because version counters are not saved.
 """
 
 from __future__ import annotations
