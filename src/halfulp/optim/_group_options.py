@@ -32,7 +32,7 @@ def read_dtype(given: Any) -> Any:
         return given
     word = given.strip().lower().removeprefix("torch.")
     found = getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(word, word), None)
-    return found if isinstance(found, torch.dtype) else given
+    return found if found in (torch.bfloat16, torch.float16, torch.float32) else given
 
 
 def read_defaults(make: Callable[..., Any]) -> dict[str, Any]:
