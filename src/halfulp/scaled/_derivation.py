@@ -147,8 +147,7 @@ def _run_in_place(operator: OpOverload, functional: OpOverload, name: str, *argu
     for target, result in zip(targets, results, strict=True):
         if result.shape != target.shape:
             raise RuntimeError(f"a result of shape {list(result.shape)} for an output of shape {list(target.shape)}")
-    if isinstance(targets[0], ScaledTensor) and isinstance(results[0], ScaledTensor):
-        check_indexed_write(name, given, targets[0], results[0])
+    check_indexed_write(name, given, targets[0], results[0])
     for target, result in zip(targets, results, strict=True):
         write_values(target, result)
     if not operator._schema.returns:

@@ -107,13 +107,15 @@ _WRITTEN_ARGUMENTS = {
 }
 
 
-def check_indexed_write(name: str, given: Mapping[str, Any], x: ScaledTensor, result: ScaledTensor) -> None:
+def check_indexed_write(name: str, given: Mapping[str, Any], x: Any, result: Any) -> None:
     """Raise if all of what an operator writes at indices or under a mask would be 0 in the result, and is not.
 
     Constants have no say in a scale: large ones saturate, but those that vanish leave zeros that nobody asked for.
     """
     written = given.get(_WRITTEN_ARGUMENTS.get(name, ""), given.get("value") if name == "scatter_" else None)
     if written is None or given.get("accumulate") or given.get("reduce"):
+        return
+    if not isinstance(x, ScaledTensor) or not isinstance(result, ScaledTensor):
         return
     value = as_operand(written, x)
     if not value.numel() or not all(map(_powers.is_concrete, (value._payload, value._scale, result._scale))):

@@ -235,9 +235,8 @@ def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Te
 def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Tensor:
     """Write values at indices, or add them, in place: `index_put`."""
     result = index_put(x, indices, values, accumulate)
-    if isinstance(x, ScaledTensor):
-        given = {"indices": indices, "values": values, "accumulate": accumulate}
-        check_indexed_write("_index_put_impl_", given, x, result)
+    given = {"indices": indices, "values": values, "accumulate": accumulate}
+    check_indexed_write("_index_put_impl_", given, x, result)
     return write_values(x, result)
 
 
