@@ -198,6 +198,12 @@ for _operator in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.d
     _register_product(_operator)
 
 
+@implements(aten.mm.dtype, aten.bmm.dtype, aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")
+def refuse_out_dtype(*arguments: Any, **options: Any) -> Tensor:
+    """Refuse products of another logical dtype."""
+    raise NotImplementedError("products of ScaledTensors take no out_dtype=: convert the result, (a @ b).to(dtype)")
+
+
 @implements(aten.mul.Tensor, aten.mul.Scalar, family="bilinear")
 def mul(a: Any, b: Any) -> Tensor:
     """pa pb under the scale sa sb; a number is split at the power of two next to it in log2."""
