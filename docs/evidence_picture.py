@@ -8,7 +8,7 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from halfulp.trials._defaults import REFERENCE, VERDICT_TONES
+from halfulp.trials._defaults import REFERENCE_RECIPE, VERDICT_TONES
 from halfulp.trials.evidence._row import FinishedTrials, Row
 from halfulp.trials.page._curves import SVG_SETTINGS, render_figure_as_svg
 from halfulp.trials.suite._statements import COMMON_RECIPES, SUITE_TASKS
@@ -31,7 +31,7 @@ def draw_figure(evidence: FinishedTrials, theme: str) -> str:
     common = [recipe if isinstance(recipe, str) else recipe.name for recipe in COMMON_RECIPES]
     found = dict.fromkeys(record["settings"]["recipe"]["name"] for record in evidence.trials)
     # Those of all tasks come first.
-    names = [name for name in dict.fromkeys([*common, *found]) if name in found and name != REFERENCE]
+    names = [name for name in dict.fromkeys([*common, *found]) if name in found and name != REFERENCE_RECIPE]
     tasks = [task for task in SUITE_TASKS if task in evidence.tasks()]
     with rc_context(SVG_SETTINGS):
         drawn = Figure(figsize=(1.6 + 1.05 * len(tasks), 0.9 + 0.19 * len(names)), layout="constrained")

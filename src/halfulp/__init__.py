@@ -13,9 +13,9 @@ _find_lazily, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 def __getattr__(name: str) -> object:
     # What a configuration spells wrongly ("halfulp.AdamV") is looked up here.
     if name not in __all__ and not name.startswith("_"):
-        from ._names import unknown
+        from ._names import describe_unknown_name
 
-        raise AttributeError(unknown("name in halfulp", name, __all__))
+        raise AttributeError(describe_unknown_name("name in halfulp", name, __all__))
     return _find_lazily(name)
 
 

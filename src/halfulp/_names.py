@@ -7,7 +7,7 @@ from typing import Any
 _DESCRIPTIONS_BY_KIND: dict[str, dict[str, str]] = {}
 
 
-def enter(kind: str, registry: dict[str, Any], name: str, entry: object, words: str | None) -> None:
+def register_entry(kind: str, registry: dict[str, Any], name: str, entry: object, words: str | None) -> None:
     """Register an entry under its name.
 
     A class that stands there already may come again from the module that it came from, as when a notebook's cell or a
@@ -24,8 +24,8 @@ def enter(kind: str, registry: dict[str, Any], name: str, entry: object, words: 
         ValueError: the name is no word, another entry has it, or there are no words.
 
     >>> known = {}
-    >>> enter("task", known, "spiral", object, "two spirals, told apart")
-    >>> enter("task", known, "spiral", int, "another spiral")
+    >>> register_entry("task", known, "spiral", object, "two spirals, told apart")
+    >>> register_entry("task", known, "spiral", int, "another spiral")
     Traceback (most recent call last):
     ...
     ValueError: task 'spiral' exists already: choose another name
@@ -54,7 +54,7 @@ def read_class_docstring(cls: type) -> str | None:
     return None if signature else text
 
 
-def described(kind: str) -> dict[str, str]:
+def read_descriptions(kind: str) -> dict[str, str]:
     """Return the registered names of one kind, each with the first paragraph of its description.
 
     It imports nothing: whoever named an entry of their own has imported what registers it.
@@ -62,10 +62,10 @@ def described(kind: str) -> dict[str, str]:
     return dict(_DESCRIPTIONS_BY_KIND.get(kind, {}))
 
 
-def unknown(kind: str, given: object, allowed: Iterable[str]) -> str:
+def describe_unknown_name(kind: str, given: object, allowed: Iterable[str]) -> str:
     """Return the message for an unknown name: the allowed ones, nearest first.
 
-    >>> unknown("recipe", "bf16-khan", ["fp32", "bf16-kahan"])
+    >>> describe_unknown_name("recipe", "bf16-khan", ["fp32", "bf16-kahan"])
     "unknown recipe 'bf16-khan'; did you mean 'bf16-kahan'? Allowed: fp32, bf16-kahan"
     """
     names = [str(name) for name in allowed]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from .. import formats, mctensor, optim, recipes, rounding
-from .._names import unknown
+from .._names import describe_unknown_name
 from ..optim.weight_updates._weight_update import WEIGHT_UPDATES
 from ..recipes._optimizer import backpropagate_and_step
 from ..rounding._modes import MODES
@@ -32,7 +32,7 @@ def list_jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) 
     names = list(optim.OPTIMIZERS) if chosen is None else chosen
     for name in names:
         if name not in optim.OPTIMIZERS:
-            raise ValueError(unknown("optimizer", name, optim.OPTIMIZERS))
+            raise ValueError(describe_unknown_name("optimizer", name, optim.OPTIMIZERS))
     calls = [(name, options) for name in names for options in _OPTIONS_BY_OPTIMIZER.get(name, ({},))]
     if recipe_names is not None:
         for recipe, (name, options) in itertools.product([recipes.get(one) for one in recipe_names], calls):

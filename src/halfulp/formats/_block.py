@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from .._names import enter
+from .._names import register_entry
 from ._catalog import CATALOG, e2m1fn, e2m3fn, e3m2fn, e4m3fn, e5m2, e8m0, find_format, get
 from ._format import Format
 
@@ -183,7 +183,7 @@ def register(format: AnyFormat) -> AnyFormat:
     known = find_format(format.name) or BLOCK_FORMATS.get(format.name)
     if known is not None and known != format and registry.get(format.name) != format:
         raise ValueError(f"the name {format.name!r} stands for {known.name} already: choose another name")
-    enter("format", registry, format.name, format, str(format))
+    register_entry("format", registry, format.name, format, str(format))
     return format
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from .._messages import a_kind
-from .._names import enter, read_class_docstring
+from .._names import read_class_docstring, register_entry
 from ..formats import Format
 from ._functions import Operands
 from ._site import ExponentProposal, Site
@@ -41,7 +41,7 @@ class Policy(abc.ABC):
 
     def __init_subclass__(cls) -> None:
         if "name" in vars(cls):
-            enter("policy", _POLICIES_BY_NAME, cls.name, cls, read_class_docstring(cls))
+            register_entry("policy", _POLICIES_BY_NAME, cls.name, cls, read_class_docstring(cls))
 
     @abc.abstractmethod
     def exponent(self, site: Site) -> int | None:

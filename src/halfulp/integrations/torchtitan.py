@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torchtitan.components.optimizer import OptimizersContainer
 
-from .._names import unknown
+from .._names import describe_unknown_name
 from ..optim import OPTIMIZERS
 
 NAME_PREFIX = "halfulp."
@@ -40,7 +40,7 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     if not name.startswith(NAME_PREFIX):
         return _find_torchtitan_optimizer(name)
     if name.removeprefix(NAME_PREFIX) not in OPTIMIZERS:
-        raise ValueError(unknown("optimizer", name, [f"{NAME_PREFIX}{known}" for known in OPTIMIZERS]))
+        raise ValueError(describe_unknown_name("optimizer", name, [f"{NAME_PREFIX}{known}" for known in OPTIMIZERS]))
     return OPTIMIZERS[name.removeprefix(NAME_PREFIX)]
 
 

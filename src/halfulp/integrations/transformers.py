@@ -26,7 +26,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .. import optim
-from .._names import unknown
+from .._names import describe_unknown_name
 from ..optim._group_options import read_defaults
 from ..optim._optimizer import find_inner_optimizer
 from ..optim.parameters._random_identity import plain_names
@@ -90,7 +90,7 @@ def optimizer(
     [(0.1, ['0.weight']), (0.0, ['0.bias', '1.weight', '1.bias'])]
     """
     if isinstance(rule, str) and rule not in optim.OPTIMIZERS:
-        raise ValueError(unknown("optimizer", rule, optim.OPTIMIZERS))
+        raise ValueError(describe_unknown_name("optimizer", rule, optim.OPTIMIZERS))
     known = read_defaults(optim.OPTIMIZERS[rule] if isinstance(rule, str) else rule)
     given: dict[str, Any] = {"lr": args.learning_rate}
     if "eps" in known and len(known.get("betas", ())) == 2:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from string import Formatter
 from typing import Any, Literal
 
-from .._names import described
+from .._names import read_descriptions
 from .._qualified_names import join_numbered_names, make_name_pattern
 from ._record import to_plain_data
 from ._text import describe_lr, format_percent
@@ -295,7 +295,7 @@ def describe_cause(group: Sequence[Finding]) -> dict[str, Any]:
         "headline": diagnose_findings(alike),
         "code": head.code,
         "severity": find_worst_severity(group),
-        "meaning": described("finding").get(head.code, ""),
+        "meaning": read_descriptions("finding").get(head.code, ""),
         "cure": head.cure,
         "write": head.write,
     }

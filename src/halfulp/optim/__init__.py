@@ -45,6 +45,6 @@ from .weight_updates._weight_update import register_weight_update as register_we
 
 def __getattr__(name: str) -> object:
     # What a configuration spells wrongly ("halfulp.optim.AdamV") is looked up here.
-    from .._names import unknown
+    from .._names import describe_unknown_name
 
-    raise AttributeError(unknown("name in halfulp.optim", name, OPTIMIZERS))
+    raise AttributeError(describe_unknown_name("name in halfulp.optim", name, OPTIMIZERS))

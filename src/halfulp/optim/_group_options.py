@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 import torch
 
 from .._messages import a_kind, find_users_level
-from .._names import unknown
+from .._names import describe_unknown_name
 from ..formats import Format
 from .states._state import State, StateChoice, make_state
 from .weight_updates._weight_update import WeightUpdate, find_weight_update
@@ -72,7 +72,9 @@ def _read_option(name: str, given: Any, default: Any) -> Any:
     if name in ("param_dtype", "state_dtype", "dtype"):
         found = read_dtype(word)
         if name == "param_dtype" and isinstance(found, str):
-            raise ValueError(unknown("param_dtype", word, ["bf16", "bfloat16", "fp16", "float16", "None"]))
+            raise ValueError(
+                describe_unknown_name("param_dtype", word, ["bf16", "bfloat16", "fp16", "float16", "None"])
+            )
         return found
     if name in ("weight_update", "format", "name"):
         return word

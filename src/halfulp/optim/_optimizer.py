@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar, overload
 import torch
 
 from .._messages import a_kind
-from .._names import enter, read_class_docstring, unknown
+from .._names import describe_unknown_name, read_class_docstring, register_entry
 from ..formats import Format
 from ..kernels import keeping_subnormals, uncompiled
 from ..subclass.models._parameter_holders import wrap_checkpoint_functions
@@ -135,7 +135,7 @@ class Optimizer(CheckpointMixin):
         known = read_defaults(type(self))
         for name in unknown_options:
             allowed = [option for option in known if option not in self._fixed_options]
-            raise TypeError(unknown(f"option of {type(self).__name__}", name, allowed))
+            raise TypeError(describe_unknown_name(f"option of {type(self).__name__}", name, allowed))
         check_parameters(params)
         self._create_caches()
         self._is_built = False
@@ -600,7 +600,7 @@ def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
         raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
     if kind.rule is Optimizer.rule and kind._rule is None:
         raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
-    enter("optimizer", OPTIMIZERS, kind.__name__, kind, read_class_docstring(kind))
+    register_entry("optimizer", OPTIMIZERS, kind.__name__, kind, read_class_docstring(kind))
     return kind
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import optim
-from .._names import described, unknown
+from .._names import describe_unknown_name, read_descriptions
 from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer, StateSlot
 from ..optim._algorithms import MuonChoice
@@ -66,11 +66,13 @@ def optimizer(
     'AdamW'
     """
     if rule not in optim.OPTIMIZERS:
-        raise ValueError(unknown("rule", rule, optim.OPTIMIZERS))
+        raise ValueError(describe_unknown_name("rule", rule, optim.OPTIMIZERS))
     recipe = find_recipe(model)
     if recipe.by_torch:
         if rule not in _TORCH_OPTIMIZERS:
-            raise ValueError(f"recipe {recipe.name!r} steps by torch.optim: {unknown('rule', rule, _TORCH_OPTIMIZERS)}")
+            raise ValueError(
+                f"recipe {recipe.name!r} steps by torch.optim: {describe_unknown_name('rule', rule, _TORCH_OPTIMIZERS)}"
+            )
         return _TORCH_OPTIMIZERS[rule](model.parameters(), **hyper)
     for name in ("weight_update", "state_dtype", "format"):
         if name in hyper and getattr(recipe, name) is not None:
@@ -194,7 +196,7 @@ def choose_state_dtype(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, A
     if recipe.state_dtype is None:
         return None
     chosen: Any = recipe.state_dtype
-    if chosen not in ("8bit", "4bit", "fp8", *described("state store")):
+    if chosen not in ("8bit", "4bit", "fp8", *read_descriptions("state store")):
         chosen = torch.float32 if chosen == recipe.format else getattr(torch, chosen)
     held = _list_optimizer_states(kind, hyper)
     left = set() if chosen == torch.float32 else {state.name for state in held if state.exact}

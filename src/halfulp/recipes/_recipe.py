@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .._names import described, enter, unknown
+from .._names import describe_unknown_name, read_descriptions, register_entry
 
 # Pairs from glob to weight update.
 UpdateByGlob = tuple[tuple[str, str], ...]
@@ -291,7 +291,7 @@ def _describe_field(field: str, value: Any) -> list[str]:
     """Return a field's value in words; pairs of globs and weight updates one by one."""
     registered = {"weight_update": "weight update", "gradient_scale": "policy"}.get(field, "")
     words = {
-        **described(registered),
+        **read_descriptions(registered),
         **{"weight_update": WEIGHT_UPDATES, "gradient_scale": GRADIENT_SCALES}.get(field, {}),
     }
     pairs = value if field == "weight_update" and isinstance(value, tuple) else ((None, value),)
@@ -307,13 +307,13 @@ def _write_value(value: object) -> str:
 
 def _append_registered(names: Iterable[str], kind: str) -> tuple[str, ...]:
     """Return the library's names followed by those that were registered."""
-    return (*names, *(name for name in described(kind) if name not in names))
+    return (*names, *(name for name in read_descriptions(kind) if name not in names))
 
 
 def _check_among(kind: str, allowed: tuple[str, ...], *given: object) -> None:
     for one in given:
         if one is not None and one not in allowed:
-            raise ValueError(unknown(kind, one, allowed))
+            raise ValueError(describe_unknown_name(kind, one, allowed))
 
 
 def _is_power_of_two(scale: object) -> bool:
@@ -349,7 +349,7 @@ def _check_fields(data: Mapping[str, Any]) -> None:
     allowed = [field.name for field in dataclasses.fields(Recipe)]
     for key in data:
         if key not in allowed:
-            raise ValueError(unknown("field of a recipe", key, allowed))
+            raise ValueError(describe_unknown_name("field of a recipe", key, allowed))
 
 
 def _make_gradient_recipe(
@@ -519,7 +519,7 @@ def get(name: str | Recipe) -> Recipe:
     if isinstance(name, Recipe):
         return name
     if name not in _CATALOG:
-        raise ValueError(unknown("recipe", name, _CATALOG))
+        raise ValueError(describe_unknown_name("recipe", name, _CATALOG))
     return _CATALOG[name]
 
 
@@ -540,5 +540,5 @@ def register(recipe: Recipe) -> Recipe:
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"a recipe is a hu.Recipe, got {type(recipe).__name__}")
-    enter("recipe", _CATALOG, recipe.name, recipe, recipe.description)
+    register_entry("recipe", _CATALOG, recipe.name, recipe, recipe.description)
     return recipe

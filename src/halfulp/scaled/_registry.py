@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch._ops import OpOverload
 
-from .._names import unknown
+from .._names import describe_unknown_name
 from ..kernels import present_operators
 from ..subclass import RuleTable
 from ..subclass._rule_table import Given, Rule
@@ -201,7 +201,7 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     [3.0, 6.0]
     """
     if family not in FAMILIES:
-        raise ValueError(unknown("family", family, FAMILIES))
+        raise ValueError(describe_unknown_name("family", family, FAMILIES))
     register: Callable[[Given], Given] = _rule_table.implements(*operators)
 
     def with_family(rule: Given) -> Given:

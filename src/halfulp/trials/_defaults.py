@@ -1,12 +1,12 @@
 """Plain strings that comparisons share: default recipes and tasks, verdicts and their tones."""
 
 # The recipe that every gap is measured against, and the same from a start that differs by 1e-7.
-REFERENCE, TWIN = "fp32", "fp32-twin"
+REFERENCE_RECIPE, TWIN_RECIPE = "fp32", "fp32-twin"
 
 DEFAULT_TASKS: tuple[str, ...] = ("digits", "text")
 DEFAULT_RECIPES: tuple[str, ...] = (
-    REFERENCE,
-    TWIN,
+    REFERENCE_RECIPE,
+    TWIN_RECIPE,
     "bf16",
     "bf16-stochastic",
     "bf16-kahan",

@@ -29,7 +29,7 @@ from ..observation.scripts import ScriptEnding, find_model, run_script, tell_bac
 from ..recipes import Recipe
 from ..recipes._convert import is_converted
 from ..recipes._optimizer import choose_state_dtype, split_groups_by_update
-from ._defaults import REFERENCE, TWIN
+from ._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 from .evidence._evidence import Evidence
 from .evidence._row import Row
 from .running._pool import describe_exit
@@ -284,7 +284,7 @@ class ScriptEvidence(Evidence):
     def rows(self, task: str | None = None) -> list[Row]:
         """Return one row per recipe, with verdicts by what the twin's one run differs by."""
         found = {row.recipe: row for row in super().rows(task)}
-        reference, twin = found[REFERENCE].loss, found[TWIN].gap if TWIN in found else None
+        reference, twin = found[REFERENCE_RECIPE].loss, found[TWIN_RECIPE].gap if TWIN_RECIPE in found else None
         for name, row in found.items():
             if row.verdict is not None:
                 continue
@@ -298,12 +298,12 @@ class ScriptEvidence(Evidence):
 
 def _write_notes(runs: dict[str, ScriptRun]) -> list[str]:
     """Return sentences on how the verdicts came about, and on a reference that did not learn."""
-    reference = runs[REFERENCE]
+    reference = runs[REFERENCE_RECIPE]
     said = [
         f"One run for each recipe, with the script's own seeds; {reference.steps:,} steps in float32.",
         f"The loss is what backward passes began with, without a scaler's factor, as the mean over the last tenth. "
-        f"A gap within {GAP_TOLERANCE:.0%} of it, or within {_TWIN_GAP_FACTOR:g} times that of {TWIN}, whose start "
-        f"differs by 1e-7, is no difference.",
+        f"A gap within {GAP_TOLERANCE:.0%} of it, or within {_TWIN_GAP_FACTOR:g} times that of {TWIN_RECIPE}, whose "
+        f"start differs by 1e-7, is no difference.",
     ]
     first, last = reference.compute_loss(-_FINAL_SHARE), reference.compute_loss()
     if finite_or_none(last) is None:
@@ -378,11 +378,11 @@ def compare_script(
         recipes.get(name)
     runs: dict[str, ScriptRun] = {}
     start = time.monotonic()
-    for name in dict.fromkeys([REFERENCE, TWIN, *names]):
+    for name in dict.fromkeys([REFERENCE_RECIPE, TWIN_RECIPE, *names]):
         listen(name, "", 0.0)
         begin = time.monotonic()
         run = runs[name] = _run_script_under(script, arguments, name, module)
-        if name == REFERENCE:
+        if name == REFERENCE_RECIPE:
             _check_reference(run)
         loss = run.compute_loss()
         said = run.explain_failure() or f"loss {loss:.4g} after {run.steps:,} steps"

@@ -15,7 +15,7 @@ from .. import recipes
 from .. import recipes as catalog
 from .._messages import a_kind, align_columns
 from ..recipes import Recipe
-from ._defaults import PASSING_VERDICTS, REFERENCE, TWIN
+from ._defaults import PASSING_VERDICTS, REFERENCE_RECIPE, TWIN_RECIPE
 from .evidence._evidence import Evidence
 from .evidence._row import choose_verdict, compute_interval
 from .evidence._table import format_number, format_percent
@@ -96,15 +96,17 @@ class RecipeSearch:
     ) -> None:
         self._task, self._seeds, self._steps = task, seeds, steps
         self._tolerance, self._training = tolerance, training
-        self._train_from_seeds([catalog.get(name) for name in (REFERENCE, TWIN)], seeds)
-        reference = training.make_evidence().row(task.name, REFERENCE)
+        self._train_from_seeds([catalog.get(name) for name in (REFERENCE_RECIPE, TWIN_RECIPE)], seeds)
+        reference = training.make_evidence().row(task.name, REFERENCE_RECIPE)
         if reference.loss is None:
             raise ValueError(
                 f"task {task.name!r} diverges in float32 from {reference.diverged} of {len(seeds)} seeds: "
                 "there is nothing to stay with; lower its learning rate"
             )
         self._allowed = reference.tolerance if tolerance is None else tolerance * abs(reference.loss)
-        least = compute_interval([0.0] * len(seeds), training.make_evidence().gaps(task.name, TWIN), reference.loss)
+        least = compute_interval(
+            [0.0] * len(seeds), training.make_evidence().gaps(task.name, TWIN_RECIPE), reference.loss
+        )
         assert least is not None
         if tolerance is not None and least > self._allowed:
             raise ValueError(
@@ -182,9 +184,9 @@ class Tuned:
         """Return in one sentence which recipe it is and what it costs."""
         task = self.evidence.tasks()[0]
         within = f"within {format_percent(self.tolerance)} of float32" if self.tolerance else "no difference to float32"
-        if self.recipe.name == REFERENCE:
+        if self.recipe.name == REFERENCE_RECIPE:
             return f"{task}: no candidate is {within}; float32 remains."
-        reference = self.evidence.row(task, REFERENCE)
+        reference = self.evidence.row(task, REFERENCE_RECIPE)
         return (
             f"{task}: {self.recipe.name}, {within}, at {format_number(self.bytes_per_parameter, 1)} bytes per "
             f"parameter instead of {format_number(reference.bytes_per_parameter, 1)}."
@@ -250,17 +252,21 @@ def tune(
     """
     _check_arguments(task, tolerance, most)
     given = None if recipes is None else [catalog.get(one) for one in recipes]
-    given = given if given is None else [one for one in given if one.name not in (REFERENCE, TWIN)]
+    given = given if given is None else [one for one in given if one.name not in (REFERENCE_RECIPE, TWIN_RECIPE)]
     if given is not None and not given:
         raise ValueError("recipes= holds no candidate beside float32: give names or Recipes, or leave it out")
-    first = plan_trials(task, [REFERENCE, TWIN, *(given or ())], seeds, steps, data)
+    first = plan_trials(task, [REFERENCE_RECIPE, TWIN_RECIPE, *(given or ())], seeds, steps, data)
     kind = first[0].task
     numbers = list(dict.fromkeys(trial.seed for trial in first))
     if len(numbers) < 3:
         raise ValueError(f"a verdict needs three seeds, got {len(numbers)}: give seeds=3 or more")
     model = kind.model(kind.load(), numbers[0])
     reference = Candidate(
-        catalog.get(REFERENCE), count_bytes(kind, model, catalog.get(REFERENCE)), "holds", "the reference", 0.0
+        catalog.get(REFERENCE_RECIPE),
+        count_bytes(kind, model, catalog.get(REFERENCE_RECIPE)),
+        "holds",
+        "the reference",
+        0.0,
     )
     if given is None:
         candidates = list_candidates(kind, model)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..._names import enter, read_class_docstring, unknown
+from ..._names import describe_unknown_name, read_class_docstring, register_entry
 from .._finding import Finding, Severity, rank_findings
 from .._text import is_wide_dtype
 
@@ -127,14 +127,14 @@ def register_finding(kind: type[FindingKind]) -> type[FindingKind]:
     for attribute in ("code", "cure"):
         if not getattr(kind, attribute, ""):
             raise ValueError(f"finding {kind.__name__} has no {attribute}: give it one as a class attribute")
-    enter("finding", FINDING_KINDS, kind.code, kind, read_class_docstring(kind))
+    register_entry("finding", FINDING_KINDS, kind.code, kind, read_class_docstring(kind))
     return kind
 
 
 def get_finding_kind(code: str) -> type[FindingKind]:
     """Return the class of a code."""
     if code not in FINDING_KINDS:
-        raise ValueError(unknown("finding", code, FINDING_KINDS))
+        raise ValueError(describe_unknown_name("finding", code, FINDING_KINDS))
     return FINDING_KINDS[code]
 
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..._messages import a_kind, listed
-from ..._names import unknown
+from ..._names import describe_unknown_name
 from ...optim import Optimizer as HalfulpOptimizer
 from .._text import holds_signed_floats
 from ..checkpoints._files import Checkpoint
@@ -102,7 +102,7 @@ def _compute_rates_by_name(
     name: str, top_rates: Sequence[float], steps: int | None, start: int, warmup: int, decay: int | None, final: float
 ) -> Tensor:
     if name not in SCHEDULE_NAMES:
-        raise ValueError(unknown("schedule", name, SCHEDULE_NAMES))
+        raise ValueError(describe_unknown_name("schedule", name, SCHEDULE_NAMES))
     if steps is None and name == "constant":
         steps = start + DEFAULT_CONSTANT_STEPS
     count = _count_steps_ahead(steps, f"schedule {name!r}", start)
@@ -304,7 +304,7 @@ def make_inputs_from_weights(
     given = rule or own or "AdamW"
     rule = next((one for one in RULE_NAMES if isinstance(given, str) and one.lower() == given.lower()), None)
     if rule is None:
-        raise ValueError(unknown("optimizer", given, RULE_NAMES))
+        raise ValueError(describe_unknown_name("optimizer", given, RULE_NAMES))
     ours = any("weight_update" in one for one in saved.values())
     groups = list(dict.fromkeys(map(_read_saved_rate, saved.values()))) if lr is None else [lr]
 

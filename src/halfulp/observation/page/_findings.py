@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ... import __version__, formats
-from ..._names import described
+from ..._names import read_descriptions
 from ...pages import Cell, format_count, format_number, format_share, render
 from .._finding import describe_names
 
@@ -54,7 +54,7 @@ def render_page(template: str, cards: Sequence[PlainData], charts: PlainData, **
     made_by = f"halfulp {__version__}"
     # A code that a user registered has no page in the documentation.
     own = {code for code, kind in FINDING_KINDS.items() if kind.__module__.startswith("halfulp.")}
-    meanings = described("finding")
+    meanings = read_descriptions("finding")
     named = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
     codes = [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(named)]
     given = {"findings": cards, "codes": codes, "versions": made_by, "data": charts}

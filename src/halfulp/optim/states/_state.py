@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..._messages import listed
-from ..._names import enter
+from ..._names import register_entry
 from .._storage import BF16, F32, PAYLOADS, Store
 from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
@@ -106,7 +106,7 @@ def register_state_store(store: Store, description: str) -> None:
     known = _own_stores.get(store.name)
     if known is not None and known.function_digests() == store.function_digests():
         store = known  # a module or a notebook's cell that is run again
-    enter("state store", _own_stores, store.name, store, description)
+    register_entry("state store", _own_stores, store.name, store, description)
 
 
 Codec = PlainCodec | DoubleBF16 | Int8Blocks | Int4Blocks | Scaled

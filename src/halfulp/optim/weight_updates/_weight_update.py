@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..._names import enter, read_class_docstring
+from ..._names import read_class_docstring, register_entry
 from ...kernels import Trace, run_on_tensors
 from ...kernels._device_function import Recording, bind_names
 from ...kernels._trace import RecordedFunction
@@ -150,7 +150,9 @@ def register_weight_update(weight_update: WeightUpdate) -> None:
         raise TypeError(f"a weight update is an object of a subclass of hu.optim.WeightUpdate, got {weight_update!r}")
     if weight_update.name in WEIGHT_UPDATES:
         raise ValueError(f"weight update {weight_update.name!r} exists already: choose another name")
-    enter("weight update", WEIGHT_UPDATES, weight_update.name, weight_update, read_class_docstring(type(weight_update)))
+    register_entry(
+        "weight update", WEIGHT_UPDATES, weight_update.name, weight_update, read_class_docstring(type(weight_update))
+    )
 
 
 def find_weight_update(given: WeightUpdate | str | dict[str, Any]) -> WeightUpdate:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..._names import unknown
+from ..._names import describe_unknown_name
 from ...kernels import present_operators, torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
@@ -419,7 +419,7 @@ def _make_rule_of_degrees(
     names = [argument.name for argument in operator._schema.arguments]
     for name in degrees:
         if name not in names:
-            raise ValueError(unknown(f"argument of {operator}", name, names))
+            raise ValueError(describe_unknown_name(f"argument of {operator}", name, names))
 
     def rule(*arguments: Any, **options: Any) -> Any:
         like = first_scaled(tree_leaves((arguments, options)))

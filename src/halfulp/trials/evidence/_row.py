@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .._defaults import REFERENCE, TWIN
+from .._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 
 _LEGENDRE_NODES, _LEGENDRE_WEIGHTS = np.polynomial.legendre.leggauss(64)
 
@@ -298,12 +298,12 @@ class Row:
 def make_rows(task: str, records: Sequence[TrialRecord]) -> list[Row]:
     """Return one row per recipe of a task, in the order of the records, which are all of that task."""
     by_recipe = _group_by_recipe(records)
-    reference = by_recipe.get(REFERENCE, {})
-    twins = _pair_gaps(by_recipe.get(TWIN, {}), reference)
+    reference = by_recipe.get(REFERENCE_RECIPE, {})
+    twins = _pair_gaps(by_recipe.get(TWIN_RECIPE, {}), reference)
     compared = [
         _pair_gaps(own, reference)
         for recipe, own in by_recipe.items()
-        if recipe not in (REFERENCE, TWIN) and not _count_diverged(own)
+        if recipe not in (REFERENCE_RECIPE, TWIN_RECIPE) and not _count_diverged(own)
     ]
     return [_make_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
 
@@ -364,11 +364,13 @@ def _make_row(
     gaps = _pair_gaps(own, reference) if not diverged else []
     baseline = _compute_mean([read_judged_loss(record) for record in reference.values()])
     alone, allowed = compute_interval(gaps, twins, baseline or 0.0), compute_tolerance(twins, baseline or 0.0)
-    limit = compute_noise(gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE, TWIN) else ())
+    limit = compute_noise(
+        gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE_RECIPE, TWIN_RECIPE) else ()
+    )
     step_ms_of_float32 = [record["result"]["step_ms"] for record in reference.values()]
     float32, own_scores = ([result["float32"]["validation"] for result in results], [one["own"] for one in results])
     underflows = [result.get("underflow", {}) for result in results]
-    gap, judged = _compute_mean(gaps), {REFERENCE: "reference", TWIN: "control"}.get(recipe)
+    gap, judged = _compute_mean(gaps), {REFERENCE_RECIPE: "reference", TWIN_RECIPE: "control"}.get(recipe)
     if diverged:
         judged = "diverged"
     elif judged is None and gap is not None:
@@ -427,7 +429,7 @@ class FinishedTrials:
     def tasks(self) -> list[str]:
         """Return the names of the tasks that have trials under float32, in order: without one there is no gap."""
         heads = (record["settings"] for record in self.trials)
-        return list(dict.fromkeys(head["task"]["name"] for head in heads if head["recipe"]["name"] == REFERENCE))
+        return list(dict.fromkeys(head["task"]["name"] for head in heads if head["recipe"]["name"] == REFERENCE_RECIPE))
 
     def of_task(self, task: str) -> list[TrialRecord]:
         """Return the trials of one task."""
@@ -437,7 +439,7 @@ class FinishedTrials:
         """Return the trials of one recipe on one task."""
         return [record for record in self.of_task(task) if record["settings"]["recipe"]["name"] == recipe]
 
-    def gaps(self, task: str, recipe: str, other: str = REFERENCE) -> list[float]:
+    def gaps(self, task: str, recipe: str, other: str = REFERENCE_RECIPE) -> list[float]:
         """Return a recipe's judged loss minus another's, for each seed that finished under both."""
         trials = _group_by_recipe(self.of_task(task))
         return _pair_gaps(trials.get(recipe, {}), trials.get(other, {}))

@@ -5,7 +5,7 @@ from collections import Counter
 from ... import formats
 from ..._messages import align_columns
 from ...pages import DASH
-from .._defaults import PASSING_VERDICTS, REFERENCE
+from .._defaults import PASSING_VERDICTS, REFERENCE_RECIPE
 from ._row import LEAST_RELATIVE_GAP, FinishedTrials, Row, read_judged_loss
 
 
@@ -54,7 +54,9 @@ def name_judged_loss(evidence: FinishedTrials, task: str) -> str:
 
 def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     """Return the cells of a row as text, by column header, the same in every table."""
-    float32 = [abs(loss) for loss in map(read_judged_loss, evidence.of_recipe(row.task, REFERENCE)) if loss is not None]
+    float32 = [
+        abs(loss) for loss in map(read_judged_loss, evidence.of_recipe(row.task, REFERENCE_RECIPE)) if loss is not None
+    ]
     # On a task whose float32 loss would have no digits, losses have two that count.
     digits = None if float32 and max(float32) < 1e-4 else 4
     verdict = f"diverged ({row.diverged} of {row.seeds})" if row.diverged else row.verdict or "needs 3 seeds"
@@ -169,7 +171,7 @@ def format_tables(evidence: FinishedTrials) -> str:
 def write_headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])
-    reference = evidence.row(task, REFERENCE)
+    reference = evidence.row(task, REFERENCE_RECIPE)
     everywhere = Counter(row.recipe for row in evidence.rows() if _keeps_float32_loss(evidence, row))
     kept = [
         row
@@ -234,5 +236,5 @@ def _keeps_float32_loss(evidence: FinishedTrials, row: Row) -> bool:
         return False
     if row.verdict is not None:
         return row.verdict in PASSING_VERDICTS
-    reference = evidence.row(row.task, REFERENCE).loss
+    reference = evidence.row(row.task, REFERENCE_RECIPE).loss
     return row.gap is not None and reference is not None and row.gap <= 5 * LEAST_RELATIVE_GAP * reference

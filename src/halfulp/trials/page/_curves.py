@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from .._defaults import REFERENCE, TWIN
+from .._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 
 # The style sheet of the page has --c0 to --c7: the reference, its twin, and six that stay apart, by at least 16 units
 # of CAM02-UCS, under each kind of colour blindness.
@@ -48,7 +48,7 @@ def choose_line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
     >>> styles["bf16"].marker == styles["recipe-5"].marker, styles["bf16"].dash, styles["recipe-5"].dash
     (True, None, (5.0, 2.0))
     """
-    controls = {REFERENCE: LineStyle(0), TWIN: LineStyle(1, dash=_DASH_PATTERNS[1])}
+    controls = {REFERENCE_RECIPE: LineStyle(0), TWIN_RECIPE: LineStyle(1, dash=_DASH_PATTERNS[1])}
     styles: dict[str, LineStyle] = {}
     for recipe in recipes:
         turn, place = divmod(sum(other not in controls for other in styles), _RECIPE_COLOUR_COUNT)
@@ -121,7 +121,7 @@ def render_figure_as_svg(figure: Any) -> str:
 
 def _pair_with_reference(curves: LossCurves, recipe: str) -> list[tuple[Mapping[int, float], Mapping[int, float]]]:
     """Return a recipe's points beside float32's of the same seed; none for float32 itself."""
-    reference = curves[REFERENCE] if recipe != REFERENCE else {}
+    reference = curves[REFERENCE_RECIPE] if recipe != REFERENCE_RECIPE else {}
     return [(points, reference[seed]) for seed, points in curves[recipe].items() if seed in reference]
 
 

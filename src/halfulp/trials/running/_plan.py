@@ -11,7 +11,7 @@ from ... import recipes as catalog
 from ...environment._describe import find_version
 from ...recipes import Recipe
 from .. import tasks as registry
-from .._defaults import REFERENCE, TWIN
+from .._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 from ..tasks import Task
 
 
@@ -63,8 +63,8 @@ def plan_trials(
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
     rows = [catalog.get(one) for one in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]
     _check_control_recipes(rows)
-    if all(recipe.name != REFERENCE for recipe in rows):
-        rows.insert(0, catalog.get(REFERENCE))
+    if all(recipe.name != REFERENCE_RECIPE for recipe in rows):
+        rows.insert(0, catalog.get(REFERENCE_RECIPE))
     numbers = _list_seeds(seeds)
     if not tasks:
         raise ValueError(f"no task given; the tasks are {', '.join(registry.names())}")
@@ -92,7 +92,7 @@ def plan_trials(
 def _check_control_recipes(recipes: Sequence[Recipe]) -> None:
     """Refuse other recipes under the names of the reference and its twin, which gaps are measured by."""
     for recipe in recipes:
-        if recipe.name not in (REFERENCE, TWIN):
+        if recipe.name not in (REFERENCE_RECIPE, TWIN_RECIPE):
             continue
         control = catalog.get(recipe.name)
         if dataclasses.replace(recipe, description=control.description) != control:

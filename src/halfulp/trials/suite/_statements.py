@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from ...recipes import Recipe
-from .._defaults import REFERENCE, TWIN
+from .._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 from ..evidence._row import FinishedTrials, Row, choose_verdict, compute_interval, compute_tolerance
 
 _BF16_PAPER = "arXiv 2010.06192"
@@ -25,7 +25,7 @@ _FEW_BITS = ("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stoch
 _OPERANDS = ("mixed-precision", "fp8-training", "mxfp8", "nvfp4")
 # On every task.
 COMMON_RECIPES: tuple[str | Recipe, ...] = (
-    *(REFERENCE, TWIN, "bf16"),
+    *(REFERENCE_RECIPE, TWIN_RECIPE, "bf16"),
     Recipe(
         name="bf16-update",
         description="float32 arithmetic, weights held to bfloat16 by nearest rounding",
@@ -147,7 +147,7 @@ class PaperFinding(NamedTuple):
     source: str
     recipes: str
     expects: str
-    others: str = REFERENCE
+    others: str = REFERENCE_RECIPE
     tasks: str = "*"
 
 
@@ -212,12 +212,12 @@ def _compare_with_best(evidence: FinishedTrials, row: Row, others: Sequence[Row]
     best = min(others, key=lambda one: float("inf") if one.loss is None else one.loss)
     if row.diverged or best.loss is None:
         return ("diverged", "diverged") if row.diverged else ("better", f"where {best.recipe} diverged")
-    if best.recipe == REFERENCE:
+    if best.recipe == REFERENCE_RECIPE:
         gap, limit, verdict = row.gap or 0.0, row.noise, row.verdict
     else:
         gaps = evidence.gaps(row.task, row.recipe, best.recipe)
         gap, limit = statistics.fmean(gaps), compute_interval(gaps, [], best.loss)
         verdict = choose_verdict(gap, limit, compute_tolerance([], best.loss))
     reach = "" if limit is None else f" ± {limit:.2g}"
-    beside = "" if best.recipe == REFERENCE else f" beside {best.recipe}"
+    beside = "" if best.recipe == REFERENCE_RECIPE else f" beside {best.recipe}"
     return verdict, f"{gap:+.2g}{reach}{beside} ({verdict or 'too few seeds'})"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from ...pages import write_whole
 from ...recipes import Recipe
-from .._defaults import REFERENCE, TWIN
+from .._defaults import REFERENCE_RECIPE, TWIN_RECIPE
 from ..evidence._evidence import Evidence
 from ..evidence._row import FinishedTrials, Row
 from ..evidence._table import format_cells, name_judged_loss, write_table_notes
@@ -170,9 +170,9 @@ def run_suite(
         run.more_run_facts = {"size": size, "left_out": left_out, "failed": failed}
         run.train_missing(trials, failed=failed)
         if not run.make_evidence().tasks():
-            said = {one["task"]: one["why"] for one in failed if one["recipe"] == REFERENCE}
+            said = {one["task"]: one["why"] for one in failed if one["recipe"] == REFERENCE_RECIPE}
             told = "; ".join(f"{task}: {why}" for task, why in said.items())
-            raise ValueError(f"no trial under {REFERENCE} finished, against which every gap is measured: {told}")
+            raise ValueError(f"no trial under {REFERENCE_RECIPE} finished, against which every gap is measured: {told}")
     evidence = run.make_evidence()
     assert isinstance(evidence, SuiteEvidence)
     return evidence
@@ -188,7 +188,7 @@ def plan_suite(
     """Return the trials of the suite, and by task and recipe why a pair is none of them."""
     common = {one if isinstance(one, str) else one.name: one for one in COMMON_RECIPES}
     everything: dict[str, str | Recipe] = {**common, **{name: name for own in SUITE_TASKS.values() for name in own}}
-    allowed = {REFERENCE, TWIN, *_choose_names("recipe", recipes, everything)}
+    allowed = {REFERENCE_RECIPE, TWIN_RECIPE, *_choose_names("recipe", recipes, everything)}
     left_out: dict[str, dict[str, str]] = {}
     trials: list[Trial] = []
     for task in _choose_names("task", tasks, SUITE_TASKS):

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from ..._names import enter, unknown
+from ..._names import describe_unknown_name, register_entry
 
 if TYPE_CHECKING:
     from ._task import Task
@@ -60,7 +60,7 @@ def get(task: str | Task, data: str | None = None) -> Task:
     if isinstance(task, Task):
         return task
     if task not in _TASK_REGISTRY:
-        raise ValueError(unknown("task", task, _TASK_REGISTRY))
+        raise ValueError(describe_unknown_name("task", task, _TASK_REGISTRY))
     kind: Callable[..., Task] = kind_of(task)
     return kind(data=data) if needs_data_folder(kind) else kind()
 
@@ -100,5 +100,5 @@ def register(kind: TaskClass) -> TaskClass:
     lacking = [name for name in ("name", "title", "rule", "hyper", "steps", "batch") if not hasattr(kind, name)]
     if lacking or kind.__abstractmethods__:
         raise TypeError(f"{kind.__name__} lacks {', '.join([*lacking, *sorted(kind.__abstractmethods__)])}")
-    enter("task", _TASK_REGISTRY, kind.name, kind, kind.title)
+    register_entry("task", _TASK_REGISTRY, kind.name, kind, kind.title)
     return kind

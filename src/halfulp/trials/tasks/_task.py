@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._messages import a_kind
-from ..._names import unknown
+from ..._names import describe_unknown_name
 from ...recipes import Recipe
 
 Batch = tuple[Tensor, Tensor]
@@ -178,7 +178,7 @@ class Task(abc.ABC):
             ValueError: there is no such size.
         """
         if size is not None and size not in TRIAL_SIZES:
-            raise ValueError(unknown("size", size, TRIAL_SIZES))
+            raise ValueError(describe_unknown_name("size", size, TRIAL_SIZES))
         whole = self.steps
         return self.sizes.get(size or "", min(whole, 12) if size == "smoke" else whole)
 
