@@ -280,9 +280,12 @@ def _attend(*arguments: Any, **options: Any) -> Any:
     if form.fits_float64:
         return _run_decoded(operator, arguments, options, form)
     arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
-    # torch has no views, made in inference mode, of subclasses that were made outside of it.
-    with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):
-        return _attend_in_steps(**map_arguments_by_name(operator, arguments, options))
+    given = map_arguments_by_name(operator, arguments, options)
+    if not torch.is_inference_mode_enabled():
+        return _attend_in_steps(**given)
+    # torch makes no views in inference mode of subclasses that were made outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        return _attend_in_steps(**given)
 
 
 def _attend_in_steps(

@@ -16,9 +16,11 @@ def _made(kind, *shape):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_tensors_that_were_made_outside_a_mode(kind, mode, seed):
-    q, k, v = (_made(kind, 2, 4, 5, 8) for _ in range(3))
+    q, k, v = (_made(kind, 2, 4, 5, 8).requires_grad_() for _ in range(3))
     with mode():
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True).decode()
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert not found.requires_grad
+        found = found.decode()
         wanted = F.scaled_dot_product_attention(q.decode(), k.decode(), v.decode(), is_causal=True)
     assert (found - wanted).abs().max() < 2.0**-44
 
