@@ -152,6 +152,8 @@ def test_lists_of_tensors():
         lambda x, mask: x.addcmul_(mask, torch.ones(3, 3)),
         lambda x, mask: x.masked_fill_(mask != 0, -1e9),
         lambda x, mask: x.copy_(torch.where(mask != 0, -1e9, x)),
+        lambda x, mask: x.__setitem__(mask != 0, -1e9),
+        lambda x, mask: x.masked_scatter_(mask != 0, torch.tensor([-1e9])),
     ],
 )
 def test_a_constant_that_stands_for_infinity_takes_no_digits_of_the_others(put, seed):

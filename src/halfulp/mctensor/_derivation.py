@@ -18,13 +18,15 @@ from ..subclass._collectives import derive_collective_rule, is_collective
 from ..subclass._foreach import make_foreach_rule
 from ..subclass._in_backward import disable_result_rounding, gives_plain_gradient
 from ..subclass._rule_table import functional_form, is_written
-from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation
+from ._mctensor import RULES, MCTensor, decode_to_plain, implements, register_derivation, wrap_parts
 from ._result_type import (
     ResultType,
     encode_plain_operands,
     has_plain_operand,
+    limit_written_elements,
     make_result,
     result_type,
+    to_components,
 )
 from ._write import check_takes_fractions, copy_received, write_value
 
@@ -81,6 +83,8 @@ def run_in_float64(
     form = form or result_type(leaves, dtype=wanted[0] if wanted else None)
     arguments, options = tree_map(_convert_to_float64, (arguments, options))
     results = operator(*arguments, **options)
+    if form.scaled:
+        results = tree_map(lambda x: limit_written_elements((x,), leaves)[0] if _is_floating(x) else x, results)
     return tree_map(lambda x: make_result((x,), form) if _is_floating(x) else x, results)
 
 
@@ -212,7 +216,11 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
         if isinstance(result, MCTensor) and operator not in (aten.masked_fill_.Tensor, aten.masked_fill_.Scalar):
             check_takes_fractions(target)
     for target, result in zip(targets, results, strict=True):
-        if isinstance(target, MCTensor) or isinstance(result, MCTensor):
+        if isinstance(target, MCTensor) and target._scale is not None and isinstance(result, Tensor):
+            wide = tuple(part.double() for part in to_components(result, target.device))
+            parts = limit_written_elements(wide, tree_leaves(given))
+            write_value(target, result if parts is wide else wrap_parts(parts, None, target._gradients))
+        elif isinstance(target, MCTensor) or isinstance(result, MCTensor):
             write_value(target, result)
         else:
             target.copy_(result)

@@ -266,17 +266,34 @@ def _attend(*arguments: Any, **options: Any) -> Any:
     tensors = [x for x in (*arguments, *options.values()) if isinstance(x, Tensor)]
     if not any(isinstance(x, MCTensor) for x in tensors):
         return NotImplemented
+    device = tensors[0].device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+
+        def cast(x: Any) -> Any:
+            is_cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+            return x.to(dtype) if is_cast else x
+
+        with torch.autocast(device, enabled=False):
+            return _attend(*map(cast, arguments), **{name: cast(x) for name, x in options.items()})
     form, operator = result_type(tensors), aten.scaled_dot_product_attention.default
     if form.fits_float64:
         return _run_decoded(operator, arguments, options, form)
     arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
-    return _attend_in_steps(**map_arguments_by_name(operator, arguments, options))
+    given = map_arguments_by_name(operator, arguments, options)
+    if not torch.is_inference_mode_enabled():
+        return _attend_in_steps(**given)
+    # torch makes no views in inference mode of subclasses that were made outside of it.
+    with torch.inference_mode(False), torch.no_grad():
+        return _attend_in_steps(**given)
 
 
 def _attend_in_steps(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: Any, enable_gqa: bool
 ) -> Any:
     """softmax(query key^T scale + mask) value; 0 in a row that is masked whole, as in torch's kernels."""
+    if attn_mask is not None and attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask is bool (True: take part) or floating-point (it is added), got {attn_mask.dtype}")
     if enable_gqa:  # the heads of keys and values, for the query's groups (arXiv 2305.13245)
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
@@ -286,6 +303,8 @@ def _attend_in_steps(
     if is_causal:
         ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(ahead, -math.inf)
+    if not key.shape[-2]:
+        return scores @ value
     largest = scores.detach().amax(-1, keepdim=True)
     shares = (scores - largest.masked_fill(largest == -math.inf, 0.0)).exp()
     total = shares.sum(-1, keepdim=True)

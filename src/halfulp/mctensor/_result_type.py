@@ -255,8 +255,18 @@ def limit_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
     places = [place for place in large if _may_hold_any(place)]
     if not places or result[0].shape != torch.broadcast_shapes(result[0].shape, *(p.shape for p in places)):
         return result
-    whole = functools.reduce(torch.logical_or, places).expand(result[0].shape)
-    return _clamp_components(result, whole, _find_limit(find_magnitude(torch.where(whole, 0.0, result[0]))))
+    return _clamp_at_places(result, functools.reduce(torch.logical_or, places).expand(result[0].shape))
+
+
+def limit_written_elements(result: Parts, operands: Sequence[Any]) -> Parts:
+    """Return the float64 components of a result with elements written at places, in the same way."""
+    if not any(_may_hold_any(_find_stand_ins(x)) for x in operands if is_plain(x)):
+        return result
+    return _clamp_at_places(result, (result[0].abs() >= _LEAST_STAND_IN) & result[0].isfinite())
+
+
+def _clamp_at_places(parts: Parts, places: Tensor) -> Parts:
+    return _clamp_components(parts, places, _find_limit(find_magnitude(torch.where(places, 0.0, parts[0]))))
 
 
 def _find_stand_ins(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from halfulp.kernels import BROADCAST_LANES, compile_trace, record_function, same_bits, select, shared_network
+from halfulp.kernels.vector import _machine_function, _processor
 
 from .rows import run_rows
 
@@ -130,3 +131,38 @@ def _nearest(value: float, stored: torch.dtype) -> torch.Tensor:
     sizes = {c: top if size == float("inf") else size for c, size in sizes.items()}
     best = min(sizes, key=lambda c: (abs(Fraction(sizes[c]) - Fraction(abs(value))), c % 2))
     return torch.tensor(best, dtype=torch.int16).view(stored) * math.copysign(1.0, value)
+
+
+def _sums(a, b):
+    return [a + b, a - b, b + a, b - a, a + b, a - b, (a - a) - (b - b), a - (b + b)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["znver3", "haswell"])
+def test_sums_that_run_in_units_that_multiply_have_the_bits_of_sums(name, dtype, monkeypatch, cache):
+    """Every second one, on AMD's Zen alone: signed zeros, infinities, NaN and subnormal numbers too."""
+    if not _processor.has_fused_vectors(_processor.vector_bits()):
+        pytest.skip("vectors without fused products")
+    monkeypatch.setenv("HALFULP_CPU_NAME", name)
+    limits, machine, written = torch.finfo(dtype), _machine_function._target_machine, []
+
+    def target_machine():
+        made = machine()
+        emit = made.emit_object
+        made.emit_object = lambda module: written.append(made.emit_assembly(module)) or emit(module)
+        return made
+
+    monkeypatch.setattr(_machine_function, "_target_machine", target_machine)
+    trace, results = record_function(_sums, dtype, 2)
+    kernel = compile_trace(f"sums on {name}", trace, [r.number for r in results], [dtype] * 2, [dtype] * 8)
+    code = "".join(written)
+    assert ("vfmadd" in code) == (name == "znver3")
+    assert "vadd" in code
+    special = [0.0, 1.0, math.inf, limits.max, limits.tiny, limits.smallest_normal * limits.eps, limits.eps, 1 / 3]
+    values = torch.tensor([*special, *(-x for x in special), math.nan], dtype=dtype)
+    a, b = (x.reshape(-1).contiguous() for x in torch.meshgrid(values, values, indexing="ij"))
+    outputs = [torch.empty_like(a) for _ in range(8)]
+    run_rows(kernel, len(a), [a, b], [(len(a), 1)] * 2, outputs)
+    for found, wanted in zip(outputs, _sums(a, b)):
+        assert same_bits(found, wanted)
+        assert torch.equal(found.signbit() & (found == 0), wanted.signbit() & (wanted == 0))

@@ -753,3 +753,8 @@ def test_lazy_layers_before_their_first_batch():
         before = products()
         model(x.half())
         assert products() == before + 2
+
+
+def test_a_graph_module_is_noted():
+    hu.float32_products(torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.Linear(2, 2))))
+    assert any("torch.fx.GraphModule calls by itself" in told for told in report())

@@ -98,7 +98,7 @@ def check(change, wrap, optimizer, what):
             given = [saved if not (sent and rank) else ({}, {})]
             if offload and not sent:
                 dist.broadcast_object_list(given, src=0)
-            target = made(change, plain, optimizer, 1) if wrap is Parallel else made(change, wrap, optimizer, 1)
+            target = made(change, wrap, optimizer, 1)
             assert not is_same(all_bits(*target), wanted)
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=sent)
             if sent and change is not plain:

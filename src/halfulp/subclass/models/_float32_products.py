@@ -142,7 +142,9 @@ def _has_forward(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         return False  # it changes its class at the first batch
     if isinstance(module, torch.fx.GraphModule):
-        return False  # it writes its class's forward anew; the modules that it calls are covered
+        # It writes its class's forward anew; the modules that it calls are covered.
+        note_fallback("float32 products", "left to torch in functions that a torch.fx.GraphModule calls by itself")
+        return False
     return type(module).forward is not nn.Module.forward
 
 

@@ -46,11 +46,37 @@ def wrap_checkpoint_functions() -> None:
 
 def _wrap_module_functions(module: ModuleType) -> None:
     for name, wrapper in (
+        ("_load_model_state_dict", functools.partial(_load_full_names, module._get_fqns)),
         ("_gather_state_dict", _gather_states),
         ("_distribute_state_dict", _distribute_states),
         ("_broadcast_state_dict", _broadcast_states),
     ):
         setattr(module, name, functools.partial(wrapper, getattr(module, name)))
+
+
+def _load_full_names(
+    get_names: Callable[..., set[str]],
+    plain: Callable,
+    model: nn.Module,
+    state_dict: MutableMapping[str, Any],
+    *given: Any,
+    **options: Any,
+) -> Any:
+    """Rename auxiliary entries to the prefixed names of their parameters.
+
+    torch takes ``module.`` (DistributedDataParallel) and ``_orig_mod.`` (torch.compile) out of names when it saves, and
+    puts them before parameters and buffers alone when it loads.
+    """
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (layout := find_state_dict_layout(parameter)) is None:
+            continue
+        # Without those of checkpoint wrappers, whose own hooks put them before every entry.
+        long = get_names(model, name, skip_ddp_prefix=False, skip_compiler_prefix=False)
+        for short, full in zip(get_names(model, name), long):
+            beside = [entry for entry in state_dict if layout.suffix.sub("", entry) == short != entry]
+            for entry in beside if short != full else ():
+                state_dict[full + entry.removeprefix(short)] = state_dict.pop(entry)
+    return plain(model, state_dict, *given, **options)
 
 
 def _gather_states(plain: Callable, state_dict: dict[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
