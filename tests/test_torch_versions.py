@@ -20,7 +20,7 @@ EXCEPTIONS = {
     "_torch_import.py": "registers nothing with a torch below the floor",
     "environment/_describe.py": "describes a torch below the floor too, which _torch_versions.py refuses",
     "observation/_text.py": "which optimizers are torch's own",
-    "subclass/_foreach.py": "which single operator a foreach operator repeats",
+    "optim/_group_options.py": "which dtype a word names",
     "subclass/_rule_table.py": "which operator an in-place one repeats",
 }
 
