@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._device_function import CHUNK_COLUMNS, STREAM_INPUTS, Digest, Table
+from .._device_function import CHUNK_COLUMNS, STREAM_INPUTS, Table
 from .._trace import COUNTER_COPIES, RecordedFunction
 from ._builder import VectorBuilder, lane_type
 from ._instructions import InstructionWriter
@@ -26,10 +26,10 @@ ArrayKey = tuple[int, int, bool]  # the instruction of its address, bits of an e
 
 
 def compile_table(name: str, table: Table) -> Kernel:
-    """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, digests).
+    """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, 0).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
-    (rows of constants, constants), uint64 (rows,): keys, float64 (chunks, `table.sums`) and uint64 (chunks,).
+    (rows of constants, constants), uint64 (rows,): keys, and float64 (chunks, `table.sums`).
     """
     return machine_function(
         name, table.make_key(), _ARGUMENT_COUNT, lambda b, *values: TableLoop(b.b, table).build(*values)
@@ -39,7 +39,7 @@ def compile_table(name: str, table: Table) -> Kernel:
 def compile_row(name: str, table: Table) -> Kernel:
     """Return the function (first and last chunk, addresses of chunks and constants, 0, key, pointers) of a single row.
 
-    As `compile_table`, without sums and digests.
+    As `compile_table`, without sums.
     """
 
     def write(b: VectorBuilder, first, last, chunks, constants, *_) -> None:
@@ -106,7 +106,7 @@ class TableLoop(VectorBuilder):
         in_rows = self.phases.largest_lines if table.block and self.together == self.lanes else []
         self.rows = {line: self.allocate_stack(self.i32, self.together * self.lanes) for line in in_rows}
 
-    def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
+    def build(self, first, last, chunks, pointers, rows, constants, keys, sums, *_) -> None:
         """Write the loop over chunks."""
         b, table = self.b, self.table
         with self.loop(first, last, 1) as c:
@@ -114,7 +114,6 @@ class TableLoop(VectorBuilder):
             row, begin, count, index = (self.load_word_at(chunks, at, k) for k in range(CHUNK_COLUMNS))
             pointer = b.mul(row, self.word(table.columns))
             used = {self.column[address] for address, *_ in [*self.arrays, *self.trace.deposits]}
-            used |= {table.digest.column} if table.digest else set()
             self.address = {column: self.load_word_at(pointers, pointer, column) for column in sorted(used)}
             if self.constant_inputs:
                 size = int(self.constant_inputs[0][1][1:]) // 8
@@ -127,8 +126,6 @@ class TableLoop(VectorBuilder):
             for k, total in enumerate(self.write_chunk(begin, count)):
                 place = self.pointer(sums, b.add(b.mul(c, self.word(table.sums)), self.word(k)), self.f64)
                 b.store(total, place, align=8)
-            if table.digest:
-                b.store(self.compute_digest(table.digest, begin, count), self.pointer(digests, c, self.i64), align=8)
         if table.is_streaming:
             b.fence("seq_cst")  # such stores are in no order with others
 
@@ -705,36 +702,3 @@ class TableLoop(VectorBuilder):
         for value in lanes[1:]:
             found = self.add_value(how, found, value)
         return found
-
-    def compute_digest(self, given: Digest, begin, count):
-        """Return the digest of the chunk's bytes."""
-        b, term, eight = self.b, given.term_function, self.word(8)
-        lanes, everything = vector_bits() // 64, (1 << 64) - 1
-        size = self.word(given.element_size)
-        start, length = b.add(self.address[given.column], b.mul(begin, size)), b.mul(count, size)
-        words = b.sdiv(length, eight)
-        whole = b.mul(b.sdiv(words, self.word(lanes)), self.word(lanes))
-        vector = self.vector_type(self.i64, lanes)
-        keys = self.ir.Constant(vector, [given.key_step * (k + 1) & everything for k in range(lanes)])
-        carried = [self.constant(vector, 0), keys]
-        with self.loop(self.word(0), whole, lanes, carried) as i:
-            total, key = carried
-            value = b.load(self.pointer(start, i, vector), align=1)
-            found = InstructionWriter(b, term.trace, lanes).run([value, key])[term.results[0]]
-            carried[:] = b.add(total, found), b.add(key, self.constant(vector, given.key_step * lanes & everything))
-        single = InstructionWriter(b, term.trace, 1)
-        left = [self.extract_lane(carried[0], 0)]
-        for k in range(1, lanes):
-            left[0] = b.add(left[0], self.extract_lane(carried[0], k))
-
-        def added(value, place):
-            key = b.mul(b.add(place, self.word(1)), self.word(given.key_step))
-            return b.add(left[0], single.run([value, key])[term.results[0]])
-
-        with self.loop(whole, words, 1, left) as i:
-            left[0] = added(b.load(self.pointer(start, i, self.i64), align=1), i)
-        rest, done = [self.word(0)], b.mul(words, eight)
-        with self.loop(done, length, 1, rest) as j:
-            byte = b.zext(b.load(self.pointer(start, j, self.ir.IntType(8)), align=1), self.i64)
-            rest[0] = b.or_(rest[0], b.shl(byte, b.mul(b.sub(j, done), eight)))
-        return added(rest[0], words)
